@@ -1,0 +1,1 @@
+"""rockplan: plan rematerialization of a PyTorch module under a byte budget."""

@@ -1,0 +1,92 @@
+"""Errors. Every one derives from RockplanError and carries its facts as fields.
+
+A message states the fact, the place in the user's own model where one is known
+(module path and source line), and the next thing to do.
+"""
+
+from __future__ import annotations
+
+
+class RockplanError(Exception):
+    """Root of every error that rockplan raises on purpose."""
+
+
+class InvalidInput(RockplanError, ValueError):
+    """An argument of the public interface cannot be used: model, sample, budget, options."""
+
+
+class InvalidBudget(InvalidInput):
+    """The budget does not parse, or is not positive."""
+
+
+class CaptureError(RockplanError, RuntimeError):
+    """The model cannot be captured as one static graph.
+
+    module_path: dotted path of the submodule in the user's model, '' for the root, None if unknown.
+    source: 'file:line' of the user's line, None if unknown.
+    """
+
+    def __init__(
+        self, message: str, *, module_path: str | None = None, source: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.module_path = module_path
+        self.source = source
+
+
+class ValueDependentControlFlow(CaptureError):
+    """Python reads the value of an activation or a parameter (`.item()`, `if tensor:`)."""
+
+
+class DataDependentShape(CaptureError):
+    """The shape of a tensor depends on values (boolean indexing, nonzero, unique)."""
+
+
+class NothingToDifferentiate(CaptureError):
+    """No output depends on a parameter or an input that requires a gradient."""
+
+
+class UnsupportedModel(CaptureError):
+    """The model does something that a plan cannot reproduce exactly."""
+
+
+class InfeasibleBudget(RockplanError):
+    """No schedule of the model fits the budget.
+
+    budget_bytes: what was asked for; minimum_bytes: the smallest budget that can be planned;
+    operation: the operation at the peak of that smallest plan.
+    """
+
+    def __init__(self, budget_bytes: int, minimum_bytes: int, operation: str) -> None:
+        super().__init__(
+            f"budget of {budget_bytes} bytes is below the minimum of {minimum_bytes} bytes "
+            f"that this model needs; the peak of the smallest plan is at {operation}. "
+            f"Raise the budget to at least {minimum_bytes} (or pass budget='min'), "
+            "or shrink the batch."
+        )
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.operation = operation
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.budget_bytes, self.minimum_bytes, self.operation))
+
+
+class IllegalSchedule(RockplanError):
+    """A schedule breaks a rule of `verify`. Always a bug in rockplan, never in the model."""
+
+
+class SolverError(RockplanError):
+    """The solver returned something that is neither a solution nor a proof of infeasibility."""
+
+
+class StalePlan(RockplanError, RuntimeError):
+    """The module or the call no longer matches what was planned, and replanning is off."""
+
+
+class BackwardError(RockplanError, RuntimeError):
+    """The backward pass was asked for something the plan does not hold."""
+
+
+class PlanFormatError(RockplanError, ValueError):
+    """A stored plan, profile or cache entry cannot be read: damaged, foreign or another version."""

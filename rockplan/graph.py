@@ -1,0 +1,193 @@
+"""CDGraph: computations and the storages they make (Rockmate, section 3.2).
+
+The unit of memory is the storage: views and in-place results live in the storage that they
+share, so they are members of one DataNode. The unit of execution is the ComputeNode: all calls
+that must run together because they write one storage. A graph lists forward nodes, then backward
+nodes, each in the order in which eager PyTorch executes them.
+
+These are values: nothing here imports torch, and no pass changes a graph in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Phase(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class DataKind(Enum):
+    """Who owns a storage, hence who pays for it (DESIGN, 'The ruler')."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    CONSTANT = "constant"
+    TANGENT = "tangent"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+    @property
+    def resident(self) -> bool:
+        """Always alive and never counted: owned by the model or by the caller."""
+        return self in _RESIDENT
+
+
+_RESIDENT = frozenset({DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT})
+
+
+@dataclass(frozen=True, slots=True)
+class DataNode:
+    """One storage.
+
+    kind: ACTIVATION is made by a forward node, GRADIENT by a backward node; a TANGENT comes alive
+    when the backward phase starts; the other kinds are resident.
+    """
+
+    index: int
+    name: str
+    kind: DataKind
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Static description of a tensor: shape and strides in elements, dtype and device by name."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """Reference to `CDGraph.values[index]` inside the arguments of a call."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call: `op` as 'aten.addmm.default'.
+
+    args and kwargs hold literals, ValueRefs and (nested) tuples and lists of them; results are
+    indices of values, None for a result that nobody names.
+    """
+
+    op: str
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
+    results: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the captured program: a member of the storage `data`.
+
+    view: the call that derives it from another member of the same storage; None for a value
+    that a ComputeNode (or the caller) provides. Views are derived again wherever they are read;
+    they cost no memory.
+    """
+
+    index: int
+    data: int
+    name: str
+    spec: TensorSpec
+    view: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeNode:
+    """Calls that execute as one unit.
+
+    reads, writes: indices of DataNodes, ascending; `writes` are the storages that it allocates.
+    calls: the first execution. recalls: a re-execution (without side effects such as running
+    statistics); equal to `calls` for most nodes.
+    recomputable: False if it may execute only once (its effect or its inputs cannot be had
+    again); then whatever it writes is kept until its last use.
+    random: draws from a generator; a re-execution replays the generator's state.
+    time_ns, workspace_bytes: from the Profile; workspace is the peak of temporaries inside the
+    node, beyond its inputs and `writes`.
+    module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
+    """
+
+    index: int
+    name: str
+    phase: Phase
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    time_ns: int = 0
+    workspace_bytes: int = 0
+    random: bool = False
+    recomputable: bool = True
+    calls: tuple[Call, ...] = ()
+    recalls: tuple[Call, ...] = ()
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CDGraph:
+    """Forward and backward of one module, or of one block of it.
+
+    data[i].index == i, nodes[i].index == i; forward nodes precede backward nodes.
+    outputs: non-resident data that must be alive when the forward phase ends.
+    held: data that, once made, stay alive to the end (what the caller holds: the module's
+    outputs; for a block also the gradients that it passes on).
+    handed: GRADIENT data that are handed to autograd when they are freed (parameters' gradients).
+    rng_state_bytes: bytes of one saved generator state, alive from the first to the last
+    execution of a random node that executes more than once.
+    """
+
+    data: tuple[DataNode, ...]
+    nodes: tuple[ComputeNode, ...]
+    outputs: tuple[int, ...]
+    held: tuple[int, ...] = ()
+    handed: tuple[int, ...] = ()
+    rng_state_bytes: int = 0
+    values: tuple[Value, ...] = ()
+
+    @property
+    def forward(self) -> tuple[ComputeNode, ...]:
+        return tuple(n for n in self.nodes if n.phase is Phase.FORWARD)
+
+    @property
+    def backward(self) -> tuple[ComputeNode, ...]:
+        return tuple(n for n in self.nodes if n.phase is Phase.BACKWARD)
+
+    @property
+    def time_ns(self) -> int:
+        """Time of one execution of every node: the iteration without recomputation."""
+        return sum(n.time_ns for n in self.nodes)
+
+
+def producers(graph: CDGraph) -> dict[int, int]:
+    """data index -> index of the node that writes it; resident data and tangents have none."""
+    return {d: n.index for n in graph.nodes for d in n.writes}
+
+
+def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
+    """data index -> indices of the nodes that read it, ascending; every data has an entry."""
+    found: dict[int, list[int]] = {d.index: [] for d in graph.data}
+    for node in graph.nodes:
+        for d in node.reads:
+            found[d].append(node.index)
+    return {d: tuple(nodes) for d, nodes in found.items()}
+
+
+def value_refs(arguments: object) -> Iterator[ValueRef]:
+    """Every ValueRef in nested arguments of a call, in order."""
+    if isinstance(arguments, ValueRef):
+        yield arguments
+    elif isinstance(arguments, tuple | list):
+        for item in arguments:
+            yield from value_refs(item)
+    elif isinstance(arguments, dict):
+        for item in arguments.values():
+            yield from value_refs(item)

@@ -1,0 +1,85 @@
+"""Schedule: what is executed and freed, in order.
+
+A schedule is determined by the order of its computations: a storage is alive exactly when the
+next event that concerns it is a use. `with_frees` writes the frees out from that rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rockplan.graph import CDGraph, DataKind
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Execute `graph.nodes[node]`; a second one for the same node is a recomputation."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the storage `data`; for a gradient in `graph.handed`: hand it to autograd."""
+
+    data: int
+
+
+Event = Compute | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """events[:forward_length] run in the forward phase, the rest in the backward phase."""
+
+    events: tuple[Event, ...]
+    forward_length: int
+
+    @property
+    def computes(self) -> tuple[int, ...]:
+        return tuple(e.node for e in self.events if isinstance(e, Compute))
+
+
+def keep_all(graph: CDGraph) -> Schedule:
+    """Every node once, in order: what eager PyTorch does, with the earliest frees."""
+    forward = [n.index for n in graph.forward]
+    return with_frees(graph, forward, [n.index for n in graph.backward])
+
+
+def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
+    """Schedule that executes `forward` then `backward` (node indices) and frees at once.
+
+    A storage is freed directly after the computation at which it is last used before it is
+    computed again or never used; `graph.outputs` live to the end of the forward phase,
+    `graph.held` to the end. A re-execution drops its copy of a storage that is alive.
+    """
+    owned = [not d.kind.resident for d in graph.data]
+    held = set(graph.held)
+    used_next: set[int] = set()
+
+    def scan(order: Sequence[int]) -> list[list[int]]:
+        """For each computation, last first: the data to free directly after it."""
+        frees: list[list[int]] = []
+        for index in reversed(order):
+            node = graph.nodes[index]
+            touched = {d for d in (*node.reads, *node.writes) if owned[d]}
+            frees.append(sorted(touched - used_next - held))
+            used_next.difference_update(node.writes)
+            used_next.update(node.reads)
+        return frees[::-1]
+
+    backward_frees = scan(backward)
+    tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
+    unread = sorted((tangents | set(graph.outputs)) - used_next - held)
+    used_next.update(graph.outputs)
+    forward_frees = scan(forward)
+
+    events: list[Event] = []
+    for index, frees in zip(forward, forward_frees, strict=True):
+        events += [Compute(index), *map(Free, frees)]
+    forward_length = len(events)
+    events += map(Free, unread)
+    for index, frees in zip(backward, backward_frees, strict=True):
+        events += [Compute(index), *map(Free, frees)]
+    return Schedule(tuple(events), forward_length)
