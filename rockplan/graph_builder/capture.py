@@ -1,0 +1,356 @@
+"""Capture: an nn.Module with a sample -> one recorded run, forward then backward.
+
+takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: the
+recorded operators are those of eager execution, nothing of the module's activations is
+allocated, and the module, the sample and every generator are left exactly as they were.
+source: DESIGN, section 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as module_hooks
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from rockplan.errors import (
+    CaptureError,
+    InvalidInput,
+    NothingToDifferentiate,
+    RockplanError,
+    UnsupportedModel,
+    ValueDependentControlFlow,
+)
+from rockplan.graph import Call, Phase, value_refs
+from rockplan.graph_builder import evaluate, swap
+from rockplan.graph_builder.record import (
+    RecordedCall,
+    RecordedValue,
+    Recorder,
+    where,
+)
+from rockplan.interface import Guard, OutputLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One recorded run.
+
+    parameters, buffers: (dotted name, value); inputs: (leaf position, value);
+    constants: (value, tensor); gradients: (value of a parameter or input, value of its gradient
+    or None if the result does not depend on it).
+    input_spec, output_spec: tree structures of ((args, kwargs)) and of the result.
+    samples: real tensors of integer inputs and of what is computed from them and constants.
+    """
+
+    values: tuple[RecordedValue, ...]
+    calls: tuple[RecordedCall, ...]
+    parameters: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, torch.Tensor], ...]
+    outputs: tuple[OutputLeaf, ...]
+    gradients: tuple[tuple[int, int | None], ...]
+    guards: tuple[Guard, ...]
+    input_spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
+    samples: dict[int, torch.Tensor]
+
+
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
+
+    Outputs: where the result holds scalars that require a gradient (a loss), the backward pass
+    starts from those alone; otherwise from every output that requires a gradient.
+    Raises CaptureError (or a subclass) naming the place in the model and the remedy.
+    """
+    leaves, input_spec = pytree.tree_flatten((args, kwargs))
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    reader = _ValueReader()
+    recorder = Recorder(fake_mode, reader.read)
+    stand_ins = _StandIns(fake_mode, recorder)
+    with swap.restored(module) as attributes:
+        names = _tensor_names(module)
+        real_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        fake_leaves = [
+            stand_ins.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        inputs = tuple((i, recorder.value(fake_leaves[i])) for i in real_leaves)
+        swap.exchange_tensors(module, stand_ins.of)
+        parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
+        buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
+        reader.start({v: (i, real_leaves[i]) for i, v in inputs})
+        fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
+        with _quiet_tracing(), fake_mode:
+            with recorder, _module_paths(module, recorder):
+                result = _call_module(module, fake_args, fake_kwargs)
+            outputs, output_spec = pytree.tree_flatten(result)
+            differentiated = _differentiated(outputs)
+            targets = [t for t in stand_ins.fakes if t.requires_grad]
+            tangents, found = _backward(recorder, outputs, differentiated, targets)
+        _refuse_side_effects(module, attributes, stand_ins)
+    return Capture(
+        values=tuple(recorder.values),
+        calls=tuple(recorder.calls),
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        constants=tuple(recorder.constants),
+        outputs=_output_leaves(recorder, outputs, tangents),
+        gradients=tuple(
+            (recorder.value(t), None if g is None else recorder.value(g))
+            for t, g in zip(targets, found, strict=True)
+        ),
+        guards=tuple(recorder.guards),
+        input_spec=input_spec,
+        output_spec=output_spec,
+        samples=reader.samples(recorder),
+    )
+
+
+class _StandIns:
+    """Fake tensors for real ones, one for each object, sharing storage where the real ones do."""
+
+    def __init__(self, fake_mode: FakeTensorMode, recorder: Recorder) -> None:
+        self._fake_mode = fake_mode
+        self._recorder = recorder
+        self._of: dict[int, torch.Tensor] = {}
+        self._real: list[torch.Tensor] = []
+        self.fakes: list[torch.Tensor] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self._of.get(id(tensor))
+        if found is None:
+            source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+            found = self._fake_mode.from_tensor(source, static_shapes=True)
+            self._of[id(tensor)] = found
+            self._of[id(found)] = found
+            self._real += [tensor, source]
+            self.fakes.append(found)
+            self._recorder.value(found)
+        return found
+
+
+class _ValueReader:
+    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, torch.Tensor] = {}
+        self._positions: dict[int, int] = {}
+        self._integer_inputs: frozenset[int] = frozenset()
+
+    def start(self, inputs: dict[int, tuple[int, torch.Tensor]]) -> None:
+        """inputs: value -> (leaf position, real tensor)."""
+        for value, (position, tensor) in inputs.items():
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                self._known[value] = tensor
+                self._positions[value] = position
+        self._integer_inputs = frozenset(self._known)
+
+    def read(
+        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
+    ) -> object:
+        wanted = [ref.index for ref in value_refs(call.args)]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        constants = dict(recorder.constants)
+        unknown = leaves - self._integer_inputs - constants.keys()
+        if unknown or any(c.random for c in calls):
+            raise _value_read_error(calls, module, source)
+        plain = tuple(c.call for c in calls)
+        environment = evaluate.run(plain, _copies({**self._known, **constants}, leaves))
+        expected = evaluate.execute(call, environment)
+        if leaves & self._integer_inputs:
+            inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
+            used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
+            guard = Guard(plain, call, expected, inputs, used, module, source)
+            recorder.guards.append(guard)
+        return expected
+
+    def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
+        """Real tensors of integer inputs, constants, and what is computed from them alone."""
+        known = {**self._known, **dict(recorder.constants)}
+        known = _copies(known, frozenset(known))
+        computable: list[Call] = []
+        available = set(known)
+        poisoned: set[int] = set()
+        for recorded in recorder.calls:
+            read = {r.index for r in value_refs((recorded.call.args, recorded.call.kwargs))}
+            storages = {recorder.values[v].storage for v in (*read, *recorded.writes)}
+            if recorded.random or not read <= available or storages & poisoned:
+                poisoned |= {recorder.values[v].storage for v in recorded.writes}
+                continue
+            computable.append(recorded.call)
+            available |= {r for r in recorded.call.results if r is not None}
+        return evaluate.run(computable, known)
+
+
+def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
+    """Clones, because evaluated calls may write in place."""
+    with torch.no_grad():
+        return {v: t.detach().clone() for v, t in known.items() if v in wanted}
+
+
+def _value_read_error(
+    calls: Sequence[RecordedCall], module: str, source: str
+) -> ValueDependentControlFlow:
+    drawn = any(c.random for c in calls)
+    what = "a random draw" if drawn else "an activation, a parameter or a floating-point input"
+    return ValueDependentControlFlow(
+        f"{where(module, source)}: Python reads the value of {what} "
+        "(.item(), bool(), float() or `if` on a tensor), so the operations may differ from call "
+        "to call and cannot be planned. Keep the decision on the tensor (torch.where), or move "
+        "it out of the module",
+        module_path=module,
+        source=source,
+    )
+
+
+def _tensor_names(
+    module: nn.Module,
+) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
+    parameters: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+    buffers = list(module.named_buffers())
+    for name, tensor in (*parameters, *buffers):
+        if is_lazy(tensor):
+            raise InvalidInput(f"{name} is lazy: run the module once on a sample, then plan it")
+        if tensor.device.type == "meta":
+            raise InvalidInput(
+                f"{name} is on the meta device: materialize the module, then plan it"
+            )
+    return parameters, buffers
+
+
+def _call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return module.forward(*args, **kwargs)
+    except RockplanError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the sample does not run through {type(module).__name__}.forward: "
+            f"{type(error).__name__}: {error}. Check the shapes, dtypes and devices of "
+            "sample_input (and sample_kwargs) by calling the module on them"
+        ) from error
+
+
+def _differentiated(outputs: list[Any]) -> list[int]:
+    """Positions of the outputs that the backward pass starts from."""
+    candidates = [
+        i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
+    ]
+    scalars = [i for i in candidates if outputs[i].ndim == 0]
+    if not candidates:
+        raise NothingToDifferentiate(
+            "no output of the module depends on a parameter or an input that requires a "
+            "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
+            "requires_grad on the sample input"
+        )
+    return scalars or candidates
+
+
+def _backward(
+    recorder: Recorder,
+    outputs: list[Any],
+    differentiated: list[int],
+    targets: list[torch.Tensor],
+) -> tuple[dict[int, int], tuple[torch.Tensor | None, ...]]:
+    """Record the backward pass. returns: output position -> value of its tangent; gradients."""
+    roots = [outputs[i] for i in differentiated]
+    tangents = [
+        torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in roots
+    ]
+    recorder.phase = Phase.BACKWARD
+    with recorder, torch.autograd.set_multithreading_enabled(False):
+        found = torch.autograd.grad(roots, targets, tangents, allow_unused=True)
+    return {i: recorder.value(t) for i, t in zip(differentiated, tangents, strict=True)}, found
+
+
+def _output_leaves(
+    recorder: Recorder, outputs: list[Any], tangents: dict[int, int]
+) -> tuple[OutputLeaf, ...]:
+    found: list[OutputLeaf] = []
+    for position, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor):
+            tangent = tangents.get(position)
+            found.append(OutputLeaf(recorder.value(output), None, tangent, output.requires_grad))
+            continue
+        _refuse_opaque(output, position)
+        found.append(OutputLeaf(None, output, None, False))
+    return tuple(found)
+
+
+def _refuse_opaque(output: object, position: int) -> None:
+    plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    if isinstance(output, plain):
+        return
+    remedy = (
+        "pass use_cache=False (config.use_cache = False)"
+        if "Cache" in type(output).__name__
+        else "return tensors in tuples, lists, dictionaries or a registered pytree"
+    )
+    raise UnsupportedModel(
+        f"leaf {position} of the module's result is a {type(output).__qualname__}, an opaque "
+        f"container whose tensors cannot be followed; {remedy}"
+    )
+
+
+def _refuse_side_effects(
+    module: nn.Module, attributes: dict[int, dict[str, Any]], stand_ins: _StandIns
+) -> None:
+    """A tensor that the forward stores on the module would be lost or stale in a planned run."""
+    known = {id(fake) for fake in stand_ins.fakes}
+    for path, m in module.named_modules():
+        for name, value in {**m.__dict__, **m._buffers, **m._parameters}.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value is not attributes[id(m)].get(name)
+                and id(value) not in known
+            ):
+                raise UnsupportedModel(
+                    f"in module '{path or '(root)'}': the forward assigns a tensor to "
+                    f"self.{name}, which a planned run cannot reproduce. Return it, or update a "
+                    "registered buffer in place (self.{name}.copy_(...))",
+                    module_path=path,
+                )
+
+
+@contextlib.contextmanager
+def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which submodule is running."""
+    paths = {id(m): path for path, m in module.named_modules()}
+    stack = recorder.module_stack
+
+    def enter(m: nn.Module, args: Any) -> None:
+        stack.append(paths.get(id(m), stack[-1]))
+
+    def leave(m: nn.Module, args: Any, result: Any) -> None:
+        stack.pop()
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _quiet_tracing() -> Iterator[None]:
+    """Gradient mode on, autocast as the caller has it but with a weight cache of its own."""
+    torch.clear_autocast_cache()
+    with torch.enable_grad(), swap.transformers_sees_real_tensors():
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()

@@ -1,0 +1,446 @@
+"""Lower: a recorded run -> CDGraph of storages and of the units that make them.
+
+takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller).
+guarantees: views and in-place results are members of one storage; the allocation of a storage
+and all its mutations run as one unit, together with whatever reads an intermediate state of it;
+a node that reads what the run itself mutates outside (buffers, inputs), or mutates it, runs once;
+dead computations without effect are gone. source: DESIGN, sections 2 and 3.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import networkx
+import torch
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    Value,
+    ValueRef,
+    value_refs,
+)
+from rockplan.graph_builder.capture import Capture
+from rockplan.graph_builder.operators import statistics_positions, without_statistics
+from rockplan.graph_builder.record import RecordedCall
+from rockplan.interface import Interface
+
+# A plan executes below autograd, where these return what they are given.
+_SAME_VALUE = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """graph: unpriced, with values and calls; interface: in the graph's numbering;
+    samples: value of the graph -> real tensor, for measuring."""
+
+    graph: CDGraph
+    interface: Interface
+    samples: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    """Facts about recorded storages, by ordinal."""
+
+    of: tuple[int, ...]  # recorded value -> storage
+    kind: dict[int, DataKind]
+    writers: dict[int, tuple[int, ...]]  # storage -> positions of calls that allocate or mutate
+    mutated_outside: frozenset[int]  # resident storages that some call mutates
+
+
+def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
+    """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device."""
+    storages = _classify(capture)
+    views = _views(capture, storages)
+    live = _live_calls(capture, storages, views)
+    units = _units(capture, storages, live)
+    return _assemble(capture, storages, views, units, rng_state_bytes)
+
+
+def _classify(capture: Capture) -> _Storages:
+    of = tuple(v.storage for v in capture.values)
+    kind: dict[int, DataKind] = {}
+    leaves: list[tuple[DataKind, Iterable[int]]] = [
+        (DataKind.PARAMETER, (v for _, v in capture.parameters)),
+        (DataKind.BUFFER, (v for _, v in capture.buffers)),
+        (DataKind.INPUT, (v for _, v in capture.inputs)),
+        (DataKind.CONSTANT, (v for v, _ in capture.constants)),
+        (DataKind.TANGENT, (o.tangent for o in capture.outputs if o.tangent is not None)),
+    ]
+    for leaf_kind, values in leaves:
+        for value in values:
+            kind.setdefault(of[value], leaf_kind)
+    writers: dict[int, list[int]] = defaultdict(list)
+    mutated_outside: set[int] = set()
+    for position, recorded in enumerate(capture.calls):
+        own = DataKind.ACTIVATION if recorded.phase is Phase.FORWARD else DataKind.GRADIENT
+        written = {of[v] for v in recorded.writes}
+        for result in recorded.call.results:
+            if result is not None and of[result] not in kind:
+                kind[of[result]] = own
+                written.add(of[result])
+        for storage in sorted(written):
+            if kind[storage].resident:
+                mutated_outside.add(storage)
+            else:
+                _check_mutation(kind[storage], own, recorded)
+                writers[storage].append(position)
+    positions = {s: tuple(p) for s, p in writers.items()}
+    return _Storages(of, kind, positions, frozenset(mutated_outside))
+
+
+def _check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> None:
+    if kind is DataKind.TANGENT or kind is not own:
+        raise UnsupportedModel(
+            f"in module '{recorded.module or '(root)'}' at {recorded.source}: the backward of "
+            f"{recorded.call.op} modifies a tensor of the forward pass in place; return a new "
+            "tensor from the backward instead",
+            module_path=recorded.module,
+            source=recorded.source,
+        )
+
+
+def _views(capture: Capture, storages: _Storages) -> dict[int, int]:
+    """recorded value -> position of the call that derives it as a view."""
+    views: dict[int, int] = {}
+    seen: set[int] = set()
+    for position, recorded in enumerate(capture.calls):
+        read = {r.index for r in _refs(recorded.call)}
+        seen |= read
+        for result in recorded.call.results:
+            if result is not None and result not in seen:
+                seen.add(result)
+                if storages.of[result] in {storages.of[v] for v in read}:
+                    views[result] = position
+    return views
+
+
+def _refs(call: Call) -> list[ValueRef]:
+    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
+
+
+def _is_pure_view(recorded: RecordedCall, views: dict[int, int], position: int) -> bool:
+    """True if the call only derives views: no memory, no effect, no work."""
+    results = [r for r in recorded.call.results if r is not None]
+    return bool(results) and not recorded.writes and all(views.get(r) == position for r in results)
+
+
+def _live_calls(capture: Capture, storages: _Storages, views: dict[int, int]) -> tuple[int, ...]:
+    """Positions of the calls that matter: what outputs, gradients, effects and the generator
+    need; views excluded, since they are derived where they are read."""
+    roots = [o.value for o in capture.outputs if o.value is not None]
+    roots += [g for _, g in capture.gradients if g is not None]
+    needed = {storages.of[v] for v in roots}
+    live: list[int] = []
+    for position in range(len(capture.calls) - 1, -1, -1):
+        recorded = capture.calls[position]
+        if _is_pure_view(recorded, views, position):
+            continue
+        written = {storages.of[r] for r in recorded.call.results if r is not None}
+        written |= {storages.of[v] for v in recorded.writes}
+        effect = recorded.random or bool(
+            written & storages.mutated_outside & {storages.of[v] for v in recorded.writes}
+        )
+        if not effect and not written & needed:
+            continue
+        live.append(position)
+        needed |= written
+        needed |= {storages.of[r.index] for r in _refs(recorded.call)}
+    return tuple(reversed(live))
+
+
+def _units(
+    capture: Capture, storages: _Storages, live: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Group calls that must run together; units in execution order, calls in program order.
+
+    The calls that write one storage are one unit, with every call that reads an intermediate
+    state of it, and with everything on a path from the unit back into it (a unit must be convex).
+    """
+    is_live = set(live)
+    union = networkx.utils.UnionFind(live)
+    writers = {
+        storage: [p for p in positions if p in is_live]
+        for storage, positions in storages.writers.items()
+    }
+    for kept in writers.values():
+        union.union(*kept[:1], *kept)
+    dependencies: set[tuple[int, int]] = set()
+    for position in live:
+        for storage in {storages.of[r.index] for r in _refs(capture.calls[position].call)}:
+            made_by = writers.get(storage)
+            if made_by and position < made_by[-1]:
+                union.union(position, made_by[0])
+            elif made_by:
+                dependencies.add((made_by[0], position))
+    graph = networkx.DiGraph()
+    graph.add_nodes_from({union[p] for p in live})
+    graph.add_edges_from((union[a], union[b]) for a, b in sorted(dependencies))
+    members: dict[int, list[int]] = defaultdict(list)
+    for position in live:
+        members[union[position]].append(position)
+    components = list(networkx.strongly_connected_components(graph))
+    groups = [tuple(sorted(p for u in c for p in members[u])) for c in components]
+    return _in_order(capture, groups, dependencies, storages)
+
+
+def _in_order(
+    capture: Capture,
+    groups: list[tuple[int, ...]],
+    dependencies: set[tuple[int, int]],
+    storages: _Storages,
+) -> tuple[tuple[int, ...], ...]:
+    """Topological order of the groups, by last call where there is a choice.
+
+    Effects (random draws, mutations outside) stay in program order.
+    """
+    group_of = {p: g for g, group in enumerate(groups) for p in group}
+    edges = {(group_of[a], group_of[b]) for a, b in dependencies}
+    effects = [
+        p
+        for p in sorted(group_of)
+        if capture.calls[p].random or _touches_outside(capture.calls[p], storages)
+    ]
+    edges |= {(group_of[a], group_of[b]) for a, b in zip(effects, effects[1:], strict=False)}
+    edges = {(a, b) for a, b in edges if a != b}
+    followers: dict[int, list[int]] = defaultdict(list)
+    waiting = [0] * len(groups)
+    for a, b in edges:
+        followers[a].append(b)
+        waiting[b] += 1
+    ready = [(groups[g][-1], g) for g in range(len(groups)) if not waiting[g]]
+    heapq.heapify(ready)
+    ordered: list[tuple[int, ...]] = []
+    while ready:
+        _, g = heapq.heappop(ready)
+        ordered.append(groups[g])
+        for follower in followers[g]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (groups[follower][-1], follower))
+    if len(ordered) < len(groups):
+        stuck = capture.calls[min(groups[g][0] for g in range(len(groups)) if waiting[g])]
+        raise UnsupportedModel(
+            f"in module '{stuck.module or '(root)'}' at {stuck.source}: in-place operations and "
+            "random draws are interleaved in a way that a plan cannot separate; use the "
+            "out-of-place operations there",
+            module_path=stuck.module,
+            source=stuck.source,
+        )
+    return tuple(ordered)
+
+
+def _touches_outside(recorded: RecordedCall, storages: _Storages) -> bool:
+    touched = {storages.of[v] for v in recorded.writes}
+    touched |= {storages.of[r.index] for r in _refs(recorded.call)}
+    return bool(touched & storages.mutated_outside)
+
+
+class _Numbering:
+    """Recorded storages and values -> indices of the graph, in order of first appearance."""
+
+    def __init__(self, capture: Capture, storages: _Storages, views: dict[int, int]) -> None:
+        self._capture = capture
+        self._storages = storages
+        self._views = views
+        self._names: dict[str, int] = defaultdict(int)
+        self.data: list[DataNode] = []
+        self.values: list[Value] = []
+        self.data_of: dict[int, int] = {}
+        self.value_of: dict[int, int] = {}
+
+    def storage(self, ordinal: int, name: str, size_bytes: int) -> int:
+        if ordinal not in self.data_of:
+            index = len(self.data)
+            self.data_of[ordinal] = index
+            kind = self._storages.kind[ordinal]
+            self.data.append(DataNode(index, name, kind, size_bytes))
+        return self.data_of[ordinal]
+
+    def value(self, recorded: int, name: str | None = None) -> int:
+        """Index of a recorded value; its chain of views is numbered first."""
+        if recorded in self.value_of:
+            return self.value_of[recorded]
+        found = self._capture.values[recorded]
+        position = self._views.get(recorded)
+        if position is not None:
+            call = self._capture.calls[position].call
+            if call.op in _SAME_VALUE:
+                self.value_of[recorded] = self.value(_refs(call)[0].index)
+                return self.value_of[recorded]
+            for ref in _refs(call):
+                self.value(ref.index)
+            name = name or self.name(call.op)
+        name = name or self.name("value")
+        data = self.storage(found.storage, name, found.storage_bytes)
+        index = len(self.values)
+        self.value_of[recorded] = index
+        self.values.append(Value(index, data, name, found.spec))
+        if position is not None:
+            view = self.call(self._capture.calls[position].call)
+            only = tuple(r if r == index else None for r in view.results)
+            self.values[index] = replace(self.values[index], view=replace(view, results=only))
+        return index
+
+    def name(self, op: str) -> str:
+        stem = op.split(".")[1] if "." in op else op
+        stem = stem.strip("_") or stem
+        number = self._names[stem]
+        self._names[stem] += 1
+        return f"{stem}_{number}"
+
+    def call(self, call: Call) -> Call:
+        """`call` with references to values of the graph."""
+
+        def translate(argument: object) -> object:
+            if isinstance(argument, ValueRef):
+                return ValueRef(self.value(argument.index))
+            if isinstance(argument, tuple):
+                return tuple(translate(item) for item in argument)
+            return argument
+
+        return Call(
+            call.op,
+            tuple(translate(a) for a in call.args),
+            tuple((k, translate(a)) for k, a in call.kwargs),
+            tuple(None if r is None else self.value_of.get(r) for r in call.results),
+        )
+
+
+def _assemble(
+    capture: Capture,
+    storages: _Storages,
+    views: dict[int, int],
+    units: Sequence[tuple[int, ...]],
+    rng_state_bytes: int,
+) -> Lowered:
+    numbering = _Numbering(capture, storages, views)
+    for name, value in (*capture.parameters, *capture.buffers):
+        numbering.value(value, name)
+    for position, value in capture.inputs:
+        numbering.value(value, f"input_{position}")
+    for number, (value, _) in enumerate(capture.constants):
+        numbering.value(value, f"constant_{number}")
+    nodes: list[ComputeNode] = []
+    for unit in sorted(units, key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
+        if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
+            recorded = capture.calls[unit[0]]
+            _check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
+        nodes.append(_node(capture, storages, numbering, unit, len(nodes)))
+    for position, output in enumerate(capture.outputs):
+        if output.value is not None:
+            numbering.value(output.value)
+        if output.tangent is not None:
+            numbering.value(output.tangent, f"tangent_{position}")
+    gradients = [g for _, g in capture.gradients if g is not None]
+    for gradient in gradients:
+        numbering.value(gradient)
+    data = tuple(numbering.data)
+    held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
+    owned = tuple(sorted(d for d in held if not data[d].kind.resident))
+    handed = {numbering.data_of[storages.of[g]] for g in gradients}
+    graph = CDGraph(
+        data=data,
+        nodes=tuple(nodes),
+        outputs=owned,
+        held=owned,
+        handed=tuple(sorted(d for d in handed - held if not data[d].kind.resident)),
+        rng_state_bytes=rng_state_bytes,
+        values=tuple(numbering.values),
+    )
+    of = numbering.value_of
+    interface = Interface(
+        parameters=tuple((name, of[v]) for name, v in capture.parameters),
+        buffers=tuple((name, of[v]) for name, v in capture.buffers),
+        inputs=tuple((position, of[v]) for position, v in capture.inputs),
+        constants=tuple(of[v] for v, _ in capture.constants),
+        outputs=tuple(
+            replace(
+                o,
+                value=None if o.value is None else of[o.value],
+                tangent=None if o.tangent is None else of[o.tangent],
+            )
+            for o in capture.outputs
+        ),
+        gradients=tuple((of[t], None if g is None else of[g]) for t, g in capture.gradients),
+        guards=capture.guards,
+    )
+    samples = {of[v]: t for v, t in capture.samples.items() if v in of}
+    return Lowered(graph, interface, samples)
+
+
+def _node(
+    capture: Capture,
+    storages: _Storages,
+    numbering: _Numbering,
+    unit: Sequence[int],
+    index: int,
+) -> ComputeNode:
+    recorded = [capture.calls[p] for p in unit]
+    reads: set[int] = set()
+    writes: set[int] = set()
+    calls: list[Call] = []
+    names: list[str] = []
+    for entry in recorded:
+        for ref in _refs(entry.call):
+            reads.add(numbering.values[numbering.value(ref.index)].data)
+        name = numbering.name(entry.call.op)
+        names.append(name)
+        for place, result in enumerate(entry.call.results):
+            if result is not None and result not in numbering.value_of:
+                suffix = "" if len(entry.call.results) == 1 else f"_{place}"
+                value = numbering.value(result, name + suffix)
+                if numbering.values[value].view is None:
+                    writes.add(numbering.values[value].data)
+        calls.append(numbering.call(entry.call))
+    main = recorded[0]
+    effect = any(_mutates_outside(e, storages) for e in recorded)
+    recalls = tuple(_again(call) for call in calls)
+    pure_again = all(
+        not _mutates_outside(e, storages) or again is not call
+        for e, call, again in zip(recorded, calls, recalls, strict=True)
+    )
+    unstable = any(_reads_mutated(e, storages) for e in recorded)
+    return ComputeNode(
+        index=index,
+        name=names[0],
+        phase=main.phase,
+        reads=tuple(sorted(reads - writes)),
+        writes=tuple(sorted(writes)),
+        random=any(e.random for e in recorded),
+        recomputable=(not effect or pure_again) and not unstable,
+        calls=tuple(calls),
+        recalls=recalls,
+        module=main.module,
+        source=main.source,
+    )
+
+
+def _again(call: Call) -> Call:
+    """How `call` runs again: without touching running statistics."""
+    plain = without_statistics(call.op, call.args)
+    return call if plain is None else replace(call, op=plain[0], args=plain[1])
+
+
+def _mutates_outside(recorded: RecordedCall, storages: _Storages) -> bool:
+    return any(storages.of[v] in storages.mutated_outside for v in recorded.writes)
+
+
+def _reads_mutated(recorded: RecordedCall, storages: _Storages) -> bool:
+    """True if the call uses the content of a storage that the run mutates outside."""
+    ignored = statistics_positions(recorded.call.op) or ()
+    if without_statistics(recorded.call.op, recorded.call.args) is None:
+        ignored = ()
+    args = [a for i, a in enumerate(recorded.call.args) if i not in ignored]
+    used = [*value_refs(args), *(r for _, a in recorded.call.kwargs for r in value_refs(a))]
+    return any(storages.of[r.index] in storages.mutated_outside for r in used)

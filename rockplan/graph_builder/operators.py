@@ -1,0 +1,126 @@
+"""Facts about ATen operators that their schemas do not all state.
+
+Which arguments a call writes, whether it draws random numbers, how it runs again without side
+effects, and which operators read values or make shapes that depend on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+# Running statistics are written by these although their schema does not say so: the argument
+# positions of (running_mean, running_var, training).
+_BATCH_NORM_STATISTICS = {
+    "aten.native_batch_norm.default": (3, 4, 5),
+    "aten.cudnn_batch_norm.default": (3, 4, 5),
+    "aten.miopen_batch_norm.default": (3, 4, 5),
+}
+# Same, for operators whose schema does mark them; None: always training.
+_BATCH_NORM_DECLARED = {
+    "aten._native_batch_norm_legit.default": (3, 4, 5),
+    "aten._batch_norm_with_update.default": (3, 4, None),
+}
+# Re-execution without statistics goes through another overload where None is not accepted.
+_WITHOUT_STATISTICS = {
+    "aten._native_batch_norm_legit.default": "aten._native_batch_norm_legit.no_stats",
+    "aten._batch_norm_with_update.default": "aten._batch_norm_no_update.default",
+}
+
+VALUE_READS = frozenset(
+    {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"}
+)
+
+_STORAGE_SURGERY = frozenset(
+    {"set_", "resize_", "resize_as_", "_resize_output_", "storage_resize_", "swap_data"}
+)
+
+# Drawn from a generator although untagged.
+_UNTAGGED_RANDOM = {"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"}
+
+
+def operator_name(operator: OpOverload) -> str:
+    """'aten.addmm.default' for torch.ops.aten.addmm.default."""
+    return str(operator)
+
+
+def resolve(name: str) -> OpOverload:
+    """Inverse of `operator_name`."""
+    namespace, packet, overload = name.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    assert isinstance(found, OpOverload)
+    return found
+
+
+def tensors(arguments: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested arguments, in order."""
+    for leaf in pytree.tree_iter(arguments):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def written(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that this call mutates."""
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            found += tensors(args[position])
+        elif argument.name in kwargs:
+            found += tensors(kwargs[argument.name])
+    statistics = _BATCH_NORM_STATISTICS.get(operator_name(operator))
+    if statistics is not None and args[statistics[2]]:
+        found += tensors(args[statistics[0]])
+        found += tensors(args[statistics[1]])
+    return tuple(found)
+
+
+def changes_storage(operator: OpOverload) -> bool:
+    """True if the call exchanges or resizes the storage of an argument."""
+    return operator._schema.name.split("::")[-1] in _STORAGE_SURGERY
+
+
+def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if the call may draw from a generator; attention and RNNs only with dropout > 0."""
+    tagged = torch.Tag.nondeterministic_seeded in operator.tags
+    if not tagged and operator_name(operator) not in _UNTAGGED_RANDOM:
+        return False
+    for position, argument in enumerate(operator._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if argument.name in ("dropout_p", "dropout"):
+            value = argument.default_value if value is None else value
+            return bool(value)
+        if argument.name == "train" and operator_name(operator) == "aten.native_dropout.default":
+            return value is not False
+    return True
+
+
+def without_statistics(
+    name: str, args: tuple[object, ...]
+) -> tuple[str, tuple[object, ...]] | None:
+    """(operator, args) that computes the same as batch normalization in training mode but
+    leaves running statistics alone; None if `name` is no such operator."""
+    positions = _BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED.get(name)
+    if positions is None:
+        return None
+    mean, variance, training = positions
+    if training is not None and not args[training]:
+        return None
+    if name == "aten._native_batch_norm_legit.default":
+        kept = tuple(a for i, a in enumerate(args) if i not in (mean, variance))
+    else:
+        kept = tuple(None if i in (mean, variance) else a for i, a in enumerate(args))
+    return _WITHOUT_STATISTICS.get(name, name), kept
+
+
+def statistics_positions(name: str) -> tuple[int, int] | None:
+    """Positions of running mean and variance, which training mode writes but does not read."""
+    positions = _BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED.get(name)
+    return None if positions is None else positions[:2]

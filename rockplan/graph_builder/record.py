@@ -1,0 +1,243 @@
+"""Recorder: every ATen call of a run over fake tensors, forward and backward, as values.
+
+The recorder is the outermost dispatch mode above FakeTensorMode, below autograd and autocast:
+it sees exactly the operators that eager PyTorch would execute, casts and saved-tensor detaches
+included, and records them without changing one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rockplan.errors import DataDependentShape, UnsupportedModel
+from rockplan.graph import Call, Phase, TensorSpec, ValueRef
+from rockplan.graph_builder import operators
+from rockplan.interface import Guard
+
+_TORCH_FOLDER = torch.__path__[0]
+_OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedValue:
+    """One tensor: where it lives (`storage` is an ordinal) and what it looks like."""
+
+    spec: TensorSpec
+    storage: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One operator call. writes: values that it mutates in place; random: draws numbers."""
+
+    call: Call
+    phase: Phase
+    writes: tuple[int, ...]
+    random: bool
+    module: str
+    source: str
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """The static description of `tensor`; sparse and nested layouts have no strides."""
+    return TensorSpec(
+        shape=tuple(int(s) for s in tensor.shape),
+        stride=tuple(int(s) for s in tensor.stride()),
+        offset=int(tensor.storage_offset()),
+        dtype=str(tensor.dtype),
+        device=str(tensor.device),
+    )
+
+
+ReadValue = Callable[["Recorder", OpOverload, Call, str, str], object]
+
+
+class Recorder(TorchDispatchMode):
+    """Records calls; `read_value` decides what happens where Python reads a tensor's value."""
+
+    def __init__(self, fake_mode: FakeTensorMode, read_value: ReadValue) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.read_value = read_value
+        self.phase = Phase.FORWARD
+        self.values: list[RecordedValue] = []
+        self.calls: list[RecordedCall] = []
+        self.constants: list[tuple[int, torch.Tensor]] = []
+        self.guards: list[Guard] = []
+        self.module_stack: list[str] = [""]
+        self._index_of: dict[int, int] = {}
+        self._alive: list[object] = []
+        self._storages: dict[int, int] = {}
+        self._sequence: list[int] = []
+        self._sequence_place: list[tuple[str, str]] = []
+
+    def value(self, tensor: torch.Tensor) -> int:
+        """Index of `tensor`; a tensor never seen before becomes a new value."""
+        index = self._index_of.get(id(tensor))
+        if index is None:
+            index = len(self.values)
+            self._index_of[id(tensor)] = index
+            self._alive.append(tensor)
+            self.values.append(self._describe(tensor))
+        return index
+
+    def _describe(self, tensor: torch.Tensor) -> RecordedValue:
+        if tensor.layout is not torch.strided:
+            module, source = self._place()
+            raise UnsupportedModel(
+                f"{where(module, source)}: a tensor with layout {tensor.layout} cannot be "
+                "planned; use dense tensors (for nn.Embedding: sparse=False)",
+                module_path=module,
+                source=source,
+            )
+        storage = tensor.untyped_storage()
+        ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
+        self._alive.append(storage)
+        return RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes()))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and func.namespace == "prim":
+            return func(*args, **kwargs)
+        module, source = self._place()
+        self._refuse_unsupported(func, module, source)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._known_tensor, (args, kwargs))
+        if operators.operator_name(func) in operators.VALUE_READS:
+            return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
+        writes = tuple(self.value(t) for t in operators.written(func, args, kwargs))
+        call = self._call(func, args, kwargs, ())
+        try:
+            result = func(*args, **kwargs)
+        except DynamicOutputShapeException as error:
+            raise DataDependentShape(
+                f"{where(module, source)}: the shape of the result of {func} depends on the "
+                "values of its input; a plan needs static shapes. Replace it by a masked "
+                "operation (torch.where, multiplication by the mask)",
+                module_path=module,
+                source=source,
+            ) from error
+        results = tuple(
+            self.value(leaf) if isinstance(leaf, torch.Tensor) else None
+            for leaf in _result_leaves(result)
+        )
+        call = Call(call.op, call.args, call.kwargs, results)
+        random = operators.is_random(func, args, kwargs)
+        self.calls.append(RecordedCall(call, self.phase, writes, random, module, source))
+        return result
+
+    def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
+        if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
+            raise UnsupportedModel(
+                f"{where(module, source)}: the higher-order operator {func} cannot be planned; "
+                "call its parts directly (for a compiled submodule: plan the original)",
+                module_path=module,
+                source=source,
+            )
+        if operators.changes_storage(func):
+            raise UnsupportedModel(
+                f"{where(module, source)}: {func} exchanges the storage of a tensor, which a "
+                "plan cannot follow; create a new tensor instead",
+                module_path=module,
+                source=source,
+            )
+
+    def _known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensors of the model that are neither parameters nor buffers are constants."""
+        if isinstance(tensor, FakeTensor):
+            self.value(tensor)
+            return tensor
+        for index, constant in self.constants:
+            if constant is tensor:
+                return self._alive_value(index)
+        with torch._C._DisableTorchDispatch():
+            plain = tensor.detach()
+        fake = self.fake_mode.from_tensor(plain, static_shapes=True)
+        self.constants.append((self.value(fake), tensor))
+        return fake
+
+    def _alive_value(self, index: int) -> torch.Tensor:
+        for candidate in self._alive:
+            if isinstance(candidate, torch.Tensor) and self._index_of.get(id(candidate)) == index:
+                return candidate
+        raise AssertionError("a recorded value is kept alive")
+
+    def _call(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: tuple[int | None, ...],
+    ) -> Call:
+        def reference(tensor: torch.Tensor) -> ValueRef:
+            return ValueRef(self.value(tensor))
+
+        symbolic_args = _plain(pytree.tree_map_only(torch.Tensor, reference, args))
+        symbolic_kwargs = pytree.tree_map_only(torch.Tensor, reference, kwargs)
+        return Call(
+            operators.operator_name(func),
+            tuple(symbolic_args),
+            tuple((name, _plain(value)) for name, value in symbolic_kwargs.items()),
+            results,
+        )
+
+    def _place(self) -> tuple[str, str]:
+        """Module path and source line of the user's model that the current call belongs to."""
+        if self.phase is Phase.FORWARD:
+            place = (self.module_stack[-1], user_source())
+            self._sequence.append(torch._C._autograd._get_sequence_nr() - 1)
+            self._sequence_place.append(place)
+            return place
+        node = torch._C._current_autograd_node()
+        if node is None or not self._sequence:
+            return "", ""
+        position = bisect.bisect_left(self._sequence, node._sequence_nr())
+        return self._sequence_place[min(position, len(self._sequence) - 1)]
+
+
+def _plain(arguments: Any) -> Any:
+    """Immutable form of nested arguments: lists and tuples become tuples."""
+    if isinstance(arguments, list | tuple):
+        return tuple(_plain(item) for item in arguments)
+    return arguments
+
+
+def _result_leaves(result: Any) -> list[Any]:
+    if isinstance(result, tuple | list):
+        leaves: list[Any] = []
+        for item in result:
+            leaves += item if isinstance(item, tuple | list) else [item]
+        return leaves
+    return [result]
+
+
+def where(module: str, source: str) -> str:
+    """The place in the user's model, as error messages state it."""
+    return f"in module '{module or '(root)'}' at {source or 'an unknown line'}"
+
+
+def user_source() -> str:
+    """'file.py:12' of the innermost frame outside torch and rockplan."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not (name.startswith((_TORCH_FOLDER, _OWN_FOLDER)) or name[0] == "<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

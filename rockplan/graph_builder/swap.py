@@ -1,0 +1,82 @@
+"""Stand-ins for a module's tensors, and a guarantee that the module comes back as it was.
+
+`functional_call` corrupts modules that are reached by two paths (pytorch 164759), so the
+dictionaries of parameters and buffers are exchanged directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_TENSOR_DICTIONARIES = ("_parameters", "_buffers")
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
+    """Restore every attribute of every submodule on exit, also after an exception.
+
+    Yields id(submodule) -> its attributes at entry. Dictionaries, lists and sets that are
+    attributes are restored in place, one level deep, so that references to them stay valid.
+    """
+    modules = list(module.modules())
+    attributes = {id(m): dict(m.__dict__) for m in modules}
+    contents = {
+        id(m): {k: _copy(v) for k, v in m.__dict__.items() if isinstance(v, dict | list | set)}
+        for m in modules
+    }
+    try:
+        yield attributes
+    finally:
+        for m in modules:
+            m.__dict__.clear()
+            m.__dict__.update(attributes[id(m)])
+            for name, content in contents[id(m)].items():
+                _refill(m.__dict__[name], content)
+
+
+def _copy(container: Any) -> Any:
+    return container.copy()
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer by `stand_in(tensor)`; undone by `restored`."""
+    for m in module.modules():
+        for dictionary in _TENSOR_DICTIONARIES:
+            entries = m.__dict__[dictionary]
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    entries[name] = stand_in(tensor)
+        if isinstance(m, nn.RNNBase):
+            m._flat_weights = [
+                stand_in(w) if isinstance(w, torch.Tensor) else w for w in m._flat_weights
+            ]
+
+
+@contextlib.contextmanager
+def transformers_sees_real_tensors() -> Iterator[None]:
+    """transformers builds explicit masks where it meets fake tensors, which changes kernels;
+    let it take the same path as in eager execution."""
+    replaced: list[tuple[Any, Any]] = []
+    for name, library in list(sys.modules.items()):
+        if name.split(".")[0] == "transformers" and "is_fake_tensor" in vars(library):
+            replaced.append((library, vars(library)["is_fake_tensor"]))
+            library.__dict__["is_fake_tensor"] = lambda x: False
+    try:
+        yield
+    finally:
+        for library, function in replaced:
+            library.__dict__["is_fake_tensor"] = function

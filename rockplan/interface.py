@@ -1,0 +1,63 @@
+"""Interface: how the values of a captured graph meet the module and its caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rockplan.graph import Call
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLeaf:
+    """One leaf of the module's result: a tensor (`value`) or a literal.
+
+    tangent: value of its incoming gradient, None if it is not differentiated.
+    requires_grad: as in eager execution.
+    """
+
+    value: int | None
+    literal: object
+    tangent: int | None
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that Python read during capture: `calls` compute the arguments of `read` from
+    integer inputs, and every later call of the planned module must find `expected` again.
+
+    Value references are in the numbering of the recorded run; inputs: (value, leaf position),
+    constants: (value, position among the constants).
+    """
+
+    calls: tuple[Call, ...]
+    read: Call
+    expected: object
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, int], ...]
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Values of the graph by their role.
+
+    parameters, buffers: (dotted name, value); inputs: (leaf position of (args, kwargs), value);
+    constants: values, in the order of the tensors kept beside; outputs: leaves of the result;
+    gradients: (value of a parameter or input, value of its gradient; None: no dependence).
+    """
+
+    parameters: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[int, ...]
+    outputs: tuple[OutputLeaf, ...]
+    gradients: tuple[tuple[int, int | None], ...]
+    guards: tuple[Guard, ...]
+
+    @property
+    def residents(self) -> tuple[int, ...]:
+        """Values handed to the generated code, in this order."""
+        named = [v for _, v in (*self.parameters, *self.buffers)]
+        return (*named, *(v for _, v in self.inputs), *self.constants)
