@@ -1,0 +1,484 @@
+"""Partition: cut the whole graph into a chain of blocks (Rockmate, section 3.3).
+
+takes: a CDGraph, priced or not. returns: Blocks in order of their forward nodes.
+guarantees: every node belongs to exactly one block; the forward nodes of a block are a slice of
+the forward order, its backward nodes a slice of the backward order; the keep-all schedule of
+every problem is legal.
+
+A storage that alone is read by what comes later is a separator: the chain passes nothing else
+from block to block. Pinned storages (outputs of the module, results that cannot be recomputed,
+masks and tables that depend on no parameter and serve several blocks) are kept from their
+computation to their last use and take no part in the search for separators; in a problem they are
+resident, and their bytes are the background of the blocks that run meanwhile.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from rockplan.block import Block
+from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, producers, readers
+from rockplan.graph_builder.canonical import problem_digest
+
+# A block of 26 forward nodes is solved in 0.1 s; two layers of GPT-2 as one take 7 to 47 s.
+_LARGE_BLOCK_FORWARD_NODES = 40
+# The UNet of Stable Diffusion has 12 skips; every pin costs its bytes for most of the iteration.
+_MOST_PINS = 12
+
+_FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
+
+
+def partition(
+    graph: CDGraph,
+    differentiable_inputs: frozenset[int] | None = None,
+    pins: frozenset[int] | None = None,
+) -> tuple[Block, ...]:
+    """Blocks of `graph`.
+
+    differentiable_inputs: data of kind INPUT that carry activations, so that what is computed
+    from them is worth recomputing; None takes the inputs of floating dtype.
+    pins: activations to pin besides those that must be; None leaves the choice to `choose_pins`.
+    """
+    side = side_storages(graph, differentiable_inputs)
+    kept = _unavoidable_pins(graph) | side
+    kept |= choose_pins(graph, kept) if pins is None else pins
+    # A gradient that crosses several boundaries wherever they are is no reason to place one:
+    # the second search does without those that the first one finds.
+    first_chain = _chain(graph, kept)
+    chain = _chain(graph, kept | _spanning(first_chain))
+    kept = kept - _local(chain, side) | _spanning(chain)
+    chain = replace(chain, kept=kept)
+    background = _background_bytes(chain)
+    return tuple(_block(chain, s, background[s]) for s in range(len(chain.forward)))
+
+
+def side_storages(
+    graph: CDGraph, differentiable_inputs: frozenset[int] | None = None
+) -> frozenset[int]:
+    """Activations that depend on constants and on inputs without gradient only, through nodes
+    that are not random: masks, position ids, rotary tables. One copy serves every block."""
+    if differentiable_inputs is None:
+        differentiable_inputs = _floating_inputs(graph)
+    known = {
+        d.index
+        for d in graph.data
+        if d.kind is DataKind.CONSTANT
+        or (d.kind is DataKind.INPUT and d.index not in differentiable_inputs)
+    }
+    side: set[int] = set()
+    for node in graph.forward:
+        if not node.random and known.issuperset(node.reads):
+            known.update(node.writes)
+            side.update(node.writes)
+    return frozenset(side)
+
+
+def _floating_inputs(graph: CDGraph) -> frozenset[int]:
+    floating = {v.data for v in graph.values if v.spec.dtype.startswith(_FLOATING)}
+    return frozenset(d for d in floating if graph.data[d].kind is DataKind.INPUT)
+
+
+def _unavoidable_pins(graph: CDGraph) -> frozenset[int]:
+    """What the caller holds, and what cannot be computed again.
+
+    Gradients are computed once anyway: those are not kept longer than they are needed.
+    """
+    once = (d for n in graph.forward if not n.recomputable for d in n.writes)
+    return frozenset((*graph.outputs, *graph.held, *once))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Boundary between block s and block s + 1: the separator, the first forward node of block
+    s + 1, and the first backward node of block s (indices of nodes)."""
+
+    separator: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Where nodes and storages stand: separators[s] lies between block s and block s + 1."""
+
+    graph: CDGraph
+    kept: frozenset[int]
+    separators: tuple[int, ...]
+    forward: tuple[range, ...]
+    backward: tuple[range, ...]
+    block_of: tuple[int, ...]
+    producers: dict[int, int]
+    readers: dict[int, tuple[int, ...]]
+
+    def made_in(self, data: int) -> int | None:
+        """Block whose node writes `data`."""
+        node = self.producers.get(data)
+        return None if node is None else self.block_of[node]
+
+    def read_in(self, data: int) -> set[int]:
+        """Blocks whose nodes read `data`."""
+        return {self.block_of[n] for n in self.readers[data]}
+
+
+def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
+    cuts = _cuts(graph, kept)
+    forward_length, length = len(graph.forward), len(graph.nodes)
+    forward = [range(*ends) for ends in pairwise([0, *(c.forward for c in cuts), forward_length])]
+    ends = [length, *(c.backward for c in cuts), forward_length]
+    backward = [range(below, above) for above, below in pairwise(ends)]
+    block_of = [0] * length
+    for s, slices in enumerate(zip(forward, backward, strict=True)):
+        for node in (*slices[0], *slices[1]):
+            block_of[node] = s
+    return _Chain(
+        graph=graph,
+        kept=kept,
+        separators=tuple(c.separator for c in cuts),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        block_of=tuple(block_of),
+        producers=producers(graph),
+        readers=readers(graph),
+    )
+
+
+# Cuts
+
+
+def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
+    """Every legal cut, in forward order.
+
+    Within its window the backward order is cut where the fewest bytes of gradients cross. A
+    block without a backward node inside the chain would leave its gradient alive across two
+    boundaries: there, and where the window is empty, the boundary is dropped, and the two blocks
+    are one.
+    """
+    separators = _separators(graph, kept)
+    windows = _windows(graph, kept, separators)
+    crossing = _crossing_bytes(graph, kept)
+    begin, end = len(graph.forward), len(graph.nodes)
+    found: list[_Cut] = []
+    above = begin
+    for (separator, forward), (low, high) in zip(separators[::-1], windows[::-1], strict=True):
+        first = max(low, above + 1 if begin < above < end else above)
+        if first <= high:
+            above = min(range(first, high + 1), key=crossing.__getitem__)
+            found.append(_Cut(separator, forward, above))
+    return tuple(found[::-1])
+
+
+def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
+    """(separator, first node after it) in forward order, each at its earliest place."""
+    found: dict[int, int] = {}
+    for position, alive in enumerate(_alive_between(graph, kept)):
+        if len(alive) == 1:
+            (separator,) = alive
+            found.setdefault(separator, position + 1)
+    return list(found.items())
+
+
+def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]:
+    """After each forward node: the storages that later forward nodes read, pinned ones apart."""
+    last_read = {d: n.index for n in graph.forward for d in n.reads}
+    alive: frozenset[int] = frozenset()
+    found: list[frozenset[int]] = []
+    for node in graph.forward:
+        made = {d for d in node.writes if d in last_read and d not in kept}
+        alive = (alive | made) - {d for d in node.reads if last_read[d] == node.index}
+        found.append(alive)
+    return found
+
+
+def _windows(
+    graph: CDGraph, kept: frozenset[int], separators: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """For each separator the lowest and the highest index of the first backward node below it;
+    an empty window has low > high.
+
+    A backward node must stand in a block that has what it reads: the block that makes the
+    storage or, for a separator, also the next one. What is there for every block (parameters,
+    inputs, pinned storages) shows in the same way where a node belongs, but does not force it.
+    """
+    starts = [forward for _, forward in separators]
+    blocks: dict[int, tuple[int, int]] = {}
+    for node in graph.forward:
+        block = bisect_right(starts, node.index)
+        for d in (*node.reads, *node.writes):
+            blocks[d] = (blocks.get(d, (block, block))[0], block)
+    made = {d for n in graph.forward for d in n.writes if d not in kept}
+    forced = {d: ends for d, ends in blocks.items() if d in made}
+    legal = _windows_for(graph, forced, len(separators))
+    natural = _windows_for(graph, blocks, len(separators))
+    return [n if n[0] <= n[1] else m for n, m in zip(natural, legal, strict=True)]
+
+
+def _windows_for(
+    graph: CDGraph, blocks: Mapping[int, tuple[int, int]], count: int
+) -> list[tuple[int, int]]:
+    """Windows of `count` boundaries if `blocks` are the first and last block of each storage."""
+    after_last = [len(graph.forward)] * (count + 1)
+    first = [len(graph.nodes)] * (count + 1)
+    for node in graph.backward:
+        for d in node.reads:
+            if d in blocks:
+                low, high = blocks[d]
+                after_last[low] = max(after_last[low], node.index + 1)
+                first[high] = min(first[high], node.index)
+    lows = list(accumulate(reversed(after_last), max))[::-1]
+    highs = list(accumulate(first, min))
+    return list(zip(lows[1:], highs[:-1], strict=True))
+
+
+def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
+    """At each node: bytes of gradients (tangents too) made before it, read at it or later."""
+    last_read = {d: n.index for n in graph.backward for d in n.reads}
+    born = {d: n.index + 1 for n in graph.backward for d in n.writes}
+    born |= {d.index: len(graph.forward) for d in graph.data if d.kind is DataKind.TANGENT}
+    lifetimes = [
+        (begin, last_read[d] + 1, graph.data[d].size_bytes)
+        for d, begin in born.items()
+        if d in last_read and d not in kept
+    ]
+    return _sum_over_time(lifetimes, len(graph.nodes) + 1)
+
+
+def _sum_over_time(lifetimes: Iterable[tuple[int, int, int]], length: int) -> list[int]:
+    """Bytes alive at each of `length` places; a lifetime is (first, one after the last, bytes)."""
+    change = [0] * (length + 1)
+    for begin, end, size_bytes in lifetimes:
+        change[begin] += size_bytes
+        change[end] -= size_bytes
+    return list(accumulate(change))[:length]
+
+
+# Pins
+
+
+def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
+    """Activations whose pinning lets the chain be cut where it could not be (skips of a UNet,
+    the encoder's output of T5), few and small; empty if no block is too large.
+
+    Greedy: what is alive together between two forward nodes, and for longer than a block should
+    be, is a candidate; the one that takes the most work off too large blocks per byte is pinned,
+    until nothing is gained.
+    """
+    made_at = producers(graph)
+    last_read = {d: n.index for n in graph.forward for d in n.reads}
+    alive = _alive_between(graph, kept)
+    outlives = {
+        d for a in alive for d in a if last_read[d] - made_at[d] > _LARGE_BLOCK_FORWARD_NODES
+    }
+    pins: frozenset[int] = frozenset()
+    while len(pins) < _MOST_PINS:
+        excess = _excess(alive)
+        candidates = [
+            c
+            for c in dict.fromkeys(a & outlives for a in alive)
+            if c and len(c) + len(pins) <= _MOST_PINS
+        ]
+        gains = [
+            (excess - _excess([a - c for a in alive])) / sum(graph.data[d].size_bytes for d in c)
+            for c in candidates
+        ]
+        if max(gains, default=0) <= 0:
+            break
+        chosen = candidates[gains.index(max(gains))]
+        pins |= chosen
+        alive = [a - chosen for a in alive]
+    return pins
+
+
+def _excess(alive: Sequence[frozenset[int]]) -> int:
+    """Sum of squared sizes (forward nodes) of the blocks that are too large."""
+    found: set[int] = set()
+    starts = [0]
+    for position, storages in enumerate(alive):
+        if len(storages) == 1 and not storages <= found:
+            found |= storages
+            starts.append(position + 1)
+    sizes = [b - a for a, b in pairwise([*starts, len(alive)])]
+    return sum(size * size for size in sizes if size > _LARGE_BLOCK_FORWARD_NODES)
+
+
+# What stays outside the problems
+
+
+def _local(chain: _Chain, side: frozenset[int]) -> set[int]:
+    """Side storages of one block only: nothing is gained by keeping them longer than it needs."""
+    unavoidable = _unavoidable_pins(chain.graph)
+    return {d for d in side - unavoidable if chain.read_in(d) <= {chain.made_in(d)}}
+
+
+def _spanning(chain: _Chain) -> set[int]:
+    """Gradients that live across several boundaries, and tangents that several blocks read."""
+    found = set()
+    for data in chain.graph.data:
+        blocks = chain.read_in(data.index)
+        made_in = chain.made_in(data.index)
+        if data.kind is DataKind.GRADIENT and made_in is not None:
+            if min(blocks, default=made_in) < made_in - 1:
+                found.add(data.index)
+        elif data.kind is DataKind.TANGENT and len(blocks) > 1:
+            found.add(data.index)
+    return found
+
+
+def _background_bytes(chain: _Chain) -> list[int]:
+    """For each block: the most bytes alive outside its problem while it runs.
+
+    It runs forward in the first pass, perhaps forward again while the blocks above it run
+    backward, and backward.
+    """
+    lifetimes = list(_lifetimes(chain))
+    outside = _sum_over_time(
+        ((begin, end, chain.graph.data[d].size_bytes) for d, begin, end in lifetimes),
+        len(chain.graph.nodes),
+    )
+    forward_length = len(chain.graph.forward)
+    background: list[int] = []
+    for s, (first, second) in enumerate(zip(chain.forward, chain.backward, strict=True)):
+        own = [t for t in lifetimes if t[0] not in chain.kept and chain.read_in(t[0]) == {s}]
+        background.append(
+            max(
+                max((outside[n] for n in first), default=0),
+                max((outside[n] for n in range(forward_length, second.start)), default=0),
+                max((outside[n] - _alive_bytes(chain, own, n) for n in second), default=0),
+            )
+        )
+    return background
+
+
+def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node: int) -> int:
+    return sum(chain.graph.data[d].size_bytes for d, begin, end in lifetimes if begin <= node < end)
+
+
+def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
+    """(data, first node, one after the last node) of pinned storages and of tangents.
+
+    A forward node that may run again needs what it reads until its block has run backward.
+    """
+    graph = chain.graph
+    for data in graph.data:
+        is_tangent = data.kind is DataKind.TANGENT
+        if data.kind.resident or not (is_tangent or data.index in chain.kept):
+            continue
+        begin = len(graph.forward) if is_tangent else chain.producers[data.index]
+        ends = [_needed_until(chain, node) for node in chain.readers[data.index]]
+        if data.index in graph.outputs:
+            ends.append(len(graph.forward))
+        if data.index in graph.held:
+            ends.append(len(graph.nodes))
+        yield data.index, begin, max(ends, default=begin if is_tangent else begin + 1)
+
+
+def _needed_until(chain: _Chain, node: int) -> int:
+    """One after the last node during which `node` may still run."""
+    reader = chain.graph.nodes[node]
+    if reader.phase is Phase.FORWARD and _may_rerun(reader, chain.kept):
+        return max(node + 1, chain.backward[chain.block_of[node]].stop)
+    return node + 1
+
+
+def _may_rerun(node: ComputeNode, kept: frozenset[int]) -> bool:
+    return node.recomputable and not kept.issuperset(node.writes)
+
+
+# Problems
+
+
+def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
+    graph = chain.graph
+    # The last block passes on nothing; what it is there for are the outputs of the module.
+    outputs = (*chain.separators, *graph.outputs[:1])
+    problem = _problem(chain, s)
+    incoming = [
+        d
+        for d in graph.data
+        if d.kind is DataKind.GRADIENT
+        and d.index not in chain.kept
+        and chain.made_in(d.index) == s + 1
+        and s in chain.read_in(d.index)
+    ]
+    return Block(
+        index=s,
+        forward=tuple(chain.forward[s]),
+        backward=tuple(chain.backward[s]),
+        input=chain.separators[s - 1] if s else None,
+        output=outputs[s],
+        problem=problem,
+        digest=problem_digest(problem),
+        incoming_gradient_bytes=sum(d.size_bytes for d in incoming),
+        background_bytes=background_bytes,
+        name=_common_module([graph.nodes[n].module for n in chain.forward[s]]),
+    )
+
+
+def _problem(chain: _Chain, s: int) -> CDGraph:
+    """Block `s` as a graph of its own; storages are numbered by first appearance."""
+    graph = chain.graph
+    nodes = [graph.nodes[n] for n in (*chain.forward[s], *chain.backward[s])]
+    made = {d for n in nodes for d in n.writes} - chain.kept
+    local: dict[int, int] = {}
+    for node in nodes:
+        for d in (*node.reads, *(d for d in node.writes if d in made)):
+            local.setdefault(d, len(local))
+    outgoing = {
+        d for d in made if graph.data[d].kind is DataKind.GRADIENT and not chain.read_in(d) <= {s}
+    }
+
+    def indices(data: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(local[d] for d in data if d in local))
+
+    return CDGraph(
+        data=tuple(
+            DataNode(i, f"d{i}", _kind_in_problem(chain, d, made), graph.data[d].size_bytes)
+            for d, i in local.items()
+        ),
+        nodes=tuple(
+            replace(
+                node,
+                index=i,
+                name=f"n{i}",
+                reads=indices(node.reads),
+                writes=indices(made.intersection(node.writes)),
+                workspace_bytes=node.workspace_bytes + _copies_bytes(chain, node),
+                calls=(),
+                recalls=(),
+            )
+            for i, node in enumerate(nodes)
+        ),
+        outputs=indices(chain.separators[s : s + 1]),
+        held=indices(outgoing),
+        handed=indices(made.intersection(graph.handed) - outgoing),
+        rng_state_bytes=graph.rng_state_bytes,
+    )
+
+
+def _kind_in_problem(chain: _Chain, data: int, made: set[int]) -> DataKind:
+    kind = chain.graph.data[data].kind
+    if data in chain.kept:
+        return DataKind.CONSTANT
+    if data in made or kind.resident:
+        return kind
+    return DataKind.INPUT if kind is DataKind.ACTIVATION else DataKind.TANGENT
+
+
+def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
+    """Bytes of the pinned results that a re-execution of `node` makes a second time."""
+    if not _may_rerun(node, chain.kept):
+        return 0
+    return sum(chain.graph.data[d].size_bytes for d in node.writes if d in chain.kept)
+
+
+def _common_module(modules: Sequence[str]) -> str:
+    """The deepest module path that holds at least two thirds of `modules`."""
+    counts: Counter[str] = Counter()
+    for path in modules:
+        parts = path.split(".") if path else []
+        counts.update(".".join(parts[:depth]) for depth in range(len(parts) + 1))
+    common = [path for path, count in counts.items() if 3 * count >= 2 * len(modules)]
+    return max(common, key=lambda path: (path.count("."), len(path)), default="")
