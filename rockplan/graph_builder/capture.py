@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import (
     CaptureError,
@@ -194,7 +195,7 @@ class _ValueReader:
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
     """Clones, because evaluated calls may write in place."""
-    with torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         return {v: t.detach().clone() for v, t in known.items() if v in wanted}
 
 

@@ -288,9 +288,21 @@ class _Numbering:
         self.values.append(Value(index, data, name, found.spec))
         if position is not None:
             view = self.call(self._capture.calls[position].call)
-            only = tuple(r if r == index else None for r in view.results)
-            self.values[index] = replace(self.values[index], view=replace(view, results=only))
+            self.values[index] = replace(self.values[index], view=view)
         return index
+
+    def views_with_siblings(self) -> tuple[Value, ...]:
+        """All values; a view names every result of its call that the graph uses, so that one
+        execution derives them all."""
+        found = list(self.values)
+        for recorded, index in self.value_of.items():
+            call = self._capture.calls[self._views.get(recorded, 0)].call
+            view = found[index].view
+            if view is None or recorded not in self._views or call.op in _SAME_VALUE:
+                continue
+            named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
+            found[index] = replace(found[index], view=replace(view, results=named))
+        return tuple(found)
 
     def name(self, op: str) -> str:
         stem = op.split(".")[1] if "." in op else op
@@ -356,7 +368,7 @@ def _assemble(
         held=owned,
         handed=tuple(sorted(d for d in handed - held if not data[d].kind.resident)),
         rng_state_bytes=rng_state_bytes,
-        values=tuple(numbering.values),
+        values=numbering.views_with_siblings(),
     )
     of = numbering.value_of
     interface = Interface(

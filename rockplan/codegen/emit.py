@@ -1,0 +1,397 @@
+"""Emit: a schedule -> straight-line Python with explicit `del`s.
+
+takes: CDGraph with calls, Interface, Schedule. returns: Code. guarantees: the text executes the
+schedule event by event; each line names the place in the user's model; views are derived where
+they are read and cost no memory; one function for the forward phase, one for each slice of the
+backward phase, a slice ending where gradients are handed to autograd. source: DESIGN, section 4.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
+from rockplan.interface import Guard, Interface
+from rockplan.schedule import Compute, Free, Schedule
+
+_INDENT = "    "
+
+# Tensor methods with the argument order of the operator; they dispatch faster than overloads.
+_METHODS = {
+    "aten.view.default": "view",
+    "aten._unsafe_view.default": "view",
+    "aten.transpose.int": "transpose",
+    "aten.t.default": "t",
+    "aten.expand.default": "expand",
+    "aten.unsqueeze.default": "unsqueeze",
+    "aten.squeeze.dim": "squeeze",
+    "aten.permute.default": "permute",
+    "aten.select.int": "select",
+    "aten.as_strided.default": "as_strided",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """source: one module of Python text with `forward(frame)` and `backward_<k>(frame)`.
+
+    handed: for each backward slice, the values (parameters, inputs) whose gradients it returns.
+    operators: identifier in the text -> operator name.
+    checked: residents that the backward phase reads, so that a change between forward and
+    backward is noticed.
+    """
+
+    source: str
+    handed: tuple[tuple[int, ...], ...]
+    operators: tuple[tuple[str, str], ...]
+    checked: tuple[int, ...]
+
+
+def emit(graph: CDGraph, interface: Interface, schedule: Schedule) -> Code:
+    """Python text that executes `schedule`."""
+    return _Emitter(graph, interface, schedule).emit()
+
+
+class _Names:
+    """Unique Python identifiers for values and operators."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter({"frame": 1, "torch": 1, "rng": 1, "state": 1})
+        self._of: dict[object, str] = {}
+        self.operators: dict[str, str] = {}
+
+    def of(self, key: object, wish: str) -> str:
+        if key not in self._of:
+            stem = re.sub(r"\W", "_", wish)
+            if not stem or stem[0].isdigit() or keyword.iskeyword(stem):
+                stem = f"m_{stem}"
+            count = self._taken[stem]
+            self._taken[stem] += 1
+            name = stem if not count else f"{stem}_v{count}"
+            self._taken[name] += count > 0
+            self._of[key] = name
+        return self._of[key]
+
+    def operator(self, op: str) -> str:
+        namespace, packet, overload = op.split(".")
+        wish = f"{namespace}_{packet}" + ("" if overload == "default" else f"_{overload}")
+        name = self.of(("operator", op), wish)
+        self.operators[name] = op
+        return name
+
+
+class _Emitter:
+    """Walks the events of one schedule; `_live` maps each storage to its variables."""
+
+    def __init__(self, graph: CDGraph, interface: Interface, schedule: Schedule) -> None:
+        self._graph = graph
+        self._interface = interface
+        self._schedule = schedule
+        self._names = _Names()
+        self._lines: list[str] = []
+        self._live: dict[int, list[int]] = defaultdict(list)
+        self._shadowed: set[int] = set()
+        self._carried: tuple[str, ...] = ()
+        self._resident = {v: i for i, v in enumerate(interface.residents)}
+        self._targets: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for target, gradient in interface.gradients:
+            if gradient is not None:
+                self._targets[graph.values[gradient].data].append((target, gradient))
+        self._executions = Counter(schedule.computes)
+        self._done: Counter[int] = Counter()
+        self._last_read = {
+            d: position
+            for position, event in enumerate(schedule.events)
+            if isinstance(event, Compute)
+            for d in graph.nodes[event.node].reads
+        }
+        self._handed: list[tuple[int, ...]] = []
+        self._checked: set[int] = set()
+        self._states: dict[int, str] = {}
+        self._place = ""
+
+    def emit(self) -> Code:
+        events = self._schedule.events
+        boundary = self._schedule.forward_length
+        self._begin("forward")
+        for event in events[:boundary]:
+            self._event(event)
+        self._end_forward()
+        slices = self._merged_slices()
+        for number, (first, last) in enumerate(slices):
+            self._begin(f"backward_{number}")
+            if number == 0:
+                self._take_tangents()
+            self._take_carried()
+            for event in events[first:last]:
+                self._event(event)
+            frees = [e for e in events[first:last] if isinstance(e, Free)]
+            handed = [e.data for e in frees if self._is_handed(e)]
+            self._end_slice(handed, last, is_last=number == len(slices) - 1)
+        return Code(
+            source="\n".join(self._lines) + "\n",
+            handed=tuple(self._handed),
+            operators=tuple(self._names.operators.items()),
+            checked=tuple(sorted(self._checked)),
+        )
+
+    # -- slices and what travels between them ----------------------------------------------
+
+    def _slices(self) -> Iterator[tuple[int, int]]:
+        """Event ranges of the backward phase; each ends after a run of frees that hands
+        gradients over."""
+        events = self._schedule.events
+        start = self._schedule.forward_length
+        hands = False
+        for position in range(start, len(events)):
+            hands = hands or self._is_handed(events[position])
+            run_ends = position + 1 == len(events) or isinstance(events[position + 1], Compute)
+            if hands and run_ends:
+                yield start, position + 1
+                start, hands = position + 1, False
+        if start < len(events) or start == self._schedule.forward_length:
+            yield start, len(events)
+
+    def _merged_slices(self) -> list[tuple[int, int]]:
+        """Slices, where the last one hands something over: what follows the last gradient
+        belongs to it."""
+        slices = list(self._slices())
+        first, last = slices[-1]
+        hands = any(self._is_handed(e) for e in self._schedule.events[first:last])
+        if not hands and len(slices) > 1:
+            slices[-2:] = [(slices[-2][0], last)]
+        return slices
+
+    def _is_handed(self, event: object) -> bool:
+        return isinstance(event, Free) and event.data in self._graph.handed
+
+    def _begin(self, name: str) -> None:
+        self._lines += ["", "", f"def {name}(frame):"] if self._lines else [f"def {name}(frame):"]
+        self._place = ""
+        for data, variables in self._live.items():
+            if self._graph.data[data].kind.resident:
+                variables.clear()
+
+    def _line(self, text: str) -> None:
+        """Add one statement; neighbouring `del`s become one."""
+        dels = f"{_INDENT}del "
+        if text.startswith("del ") and self._lines[-1].startswith(dels):
+            self._lines[-1] += f", {text.removeprefix('del ')}"
+        else:
+            self._lines.append(_INDENT + text)
+
+    def _take_tangents(self) -> None:
+        tangents = [o.tangent for o in self._interface.outputs if o.tangent is not None]
+        self._line(f"{_tuple(map(self._name, tangents))} = frame.take_tangents()")
+        for tangent in tangents:
+            self._live[self._graph.values[tangent].data].append(tangent)
+
+    def _take_carried(self) -> None:
+        if self._carried:
+            self._line(f"{_tuple(self._carried)} = frame.take()")
+
+    def _carry(self, position: int) -> None:
+        """Put what later events need into the frame: one variable for each storage of ours,
+        and generator states. What only the caller holds is left to the caller."""
+        held = set(self._graph.held)
+        names: list[str] = []
+        for d in sorted(self._live):
+            needed = d not in held or self._last_read.get(d, -1) >= position
+            kept = [v for v in self._live[d] if self._graph.values[v].view is None]
+            self._live[d] = kept if needed and not self._graph.data[d].kind.resident else []
+            names += map(self._name, self._live[d])
+        self._carried = (*names, *sorted(self._states.values()))
+        if self._carried:
+            self._line(f"frame.carry({_tuple(self._carried)})")
+
+    def _end_forward(self) -> None:
+        outputs = [leaf.value for leaf in self._interface.outputs if leaf.value is not None]
+        for value in outputs:
+            self._need(value)
+        self._carry(self._schedule.forward_length)
+        self._checked.clear()
+        self._line(f"return {_tuple(map(self._name, outputs))}")
+
+    def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
+        pairs = [pair for d in handed for pair in self._targets[d]]
+        if is_last:
+            given = {t for targets in self._handed for t in targets} | {t for t, _ in pairs}
+            every = [pair for d in sorted(self._targets) for pair in self._targets[d]]
+            pairs += [pair for pair in every if pair[0] not in given]
+        for _, gradient in pairs:
+            self._need(gradient)
+        for d in handed:
+            self._live[d] = []
+        if not is_last:
+            self._carry(position)
+        self._handed.append(tuple(target for target, _ in pairs))
+        self._line(f"return {_tuple(self._name(g) for _, g in pairs)}")
+
+    # -- events ----------------------------------------------------------------------------
+
+    def _event(self, event: Compute | Free) -> None:
+        if isinstance(event, Compute):
+            self._compute(self._graph.nodes[event.node])
+        elif event.data not in self._graph.handed:
+            self._drop(event.data)
+
+    def _drop(self, data: int) -> None:
+        if self._live[data]:
+            self._line(f"del {', '.join(map(self._name, self._live[data]))}")
+        self._live[data] = []
+
+    def _compute(self, node: ComputeNode) -> None:
+        again = self._done[node.index] > 0
+        self._done[node.index] += 1
+        place = f"{node.module or '(root)'}  {node.source.rsplit('/', 1)[-1]}"
+        place += "  [recomputed]" if again else ""
+        if place != self._place:
+            self._line(f"# {place}")
+            self._place = place
+        replayed = node.random and self._executions[node.index] > 1
+        if replayed:
+            self._before_random(node, again)
+        self._calls(node, again)
+        if replayed and again:
+            self._line("rng.end(state)")
+            self._line("del state")
+        if replayed and self._done[node.index] == self._executions[node.index]:
+            self._line(f"del {self._states.pop(node.index)}")
+
+    def _before_random(self, node: ComputeNode, again: bool) -> None:
+        results = [r for c in node.calls for r in c.results if r is not None]
+        device = self._graph.values[results[0]].spec.device
+        if again:
+            self._line(f'state = rng.begin({self._states[node.index]}, "{device}")')
+            return
+        name = self._names.of(("state", node.index), f"rng_{node.name}")
+        self._states[node.index] = name
+        self._line(f'{name} = rng.save("{device}")')
+
+    def _calls(self, node: ComputeNode, again: bool) -> None:
+        """A re-execution makes its own copy of a storage that is alive, and drops it."""
+        alive = {d: self._live[d] for d in node.writes if self._live[d]}
+        self._shadowed = set(alive)
+        for data in alive:
+            self._live[data] = []
+        for call in node.recalls if again else node.calls:
+            for ref in _refs(call):
+                self._need(ref.index)
+            self._assign(call)
+        for data in alive:
+            self._drop(data)
+        self._shadowed = set()
+        self._live.update(alive)
+
+    def _assign(self, call: Call) -> None:
+        """One statement: the call, its results bound to variables."""
+        expression = _expression(call, self._name, self._names.operator)
+        read = {ref.index for ref in _refs(call)}
+        fresh = [r for r in call.results if r is not None and r not in read]
+        if not fresh:
+            self._line(expression)
+            return
+        targets = ["_" if r not in fresh else self._name(r) for r in call.results]
+        self._line(f"{_pattern(call.op, targets)} = {expression}")
+        if "_" in targets:
+            self._line("del _")
+        for result in fresh:
+            self._live[self._graph.values[result].data].append(result)
+
+    def _need(self, value: int) -> None:
+        """Make the variable of `value` available: load it, or derive the view again."""
+        found = self._graph.values[value]
+        if value in self._live[found.data]:
+            return
+        if value in self._resident:
+            position = self._resident[value]
+            self._line(f"{self._name(value)} = frame.residents[{position}]")
+            self._live[found.data].append(value)
+            self._checked.add(position)
+        elif found.view is not None:
+            for ref in _refs(found.view):
+                self._need(ref.index)
+            self._assign(found.view)
+        else:
+            raise AssertionError(f"{found.name} is not alive where it is read")
+
+    def _name(self, value: int) -> str:
+        found = self._graph.values[value]
+        name = self._names.of(value, found.name)
+        return f"{name}_again" if found.data in self._shadowed else name
+
+
+def _tuple(names: Iterable[str]) -> str:
+    return f"({''.join(f'{n}, ' for n in names).rstrip()})"
+
+
+def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Text of `guard_<number>(leaves, constants)`, and its operators."""
+    names = _Names()
+
+    def name(value: int) -> str:
+        return names.of(value, f"v{value}")
+
+    lines = [f"def guard_{number}(leaves, constants):"]
+    lines += [f"{_INDENT}{name(v)} = leaves[{i}]" for v, i in guard.inputs]
+    lines += [f"{_INDENT}{name(v)} = constants[{i}]" for v, i in guard.constants]
+    for call in guard.calls:
+        targets = ["_" if r is None else name(r) for r in call.results]
+        expression = _expression(call, name, names.operator)
+        lines.append(f"{_INDENT}{_pattern(call.op, targets)} = {expression}")
+    lines.append(f"{_INDENT}return {_expression(guard.read, name, names.operator)}")
+    return "\n".join(lines) + "\n", tuple(names.operators.items())
+
+
+def _refs(call: Call) -> list[ValueRef]:
+    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
+
+
+def _pattern(op: str, targets: Sequence[str]) -> str:
+    """Left-hand side for the result of `op`: a name, or as many as it returns."""
+    namespace, packet, overload = op.split(".")
+    returns = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema.returns
+    if len(returns) == 1 and str(returns[0].type) in ("Tensor", "Optional[Tensor]"):
+        return targets[0]
+    if len(returns) > 1 and any("List" in str(r.type) for r in returns):
+        raise UnsupportedModel(f"operator {op} returns nested lists, which cannot be planned")
+    return "".join(f"{t}, " for t in targets).rstrip()
+
+
+def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
+    args = [_literal(a, name) for a in call.args]
+    kwargs = [f"{k}={_literal(a, name)}" for k, a in call.kwargs]
+    method = _METHODS.get(call.op)
+    if method is not None and not kwargs:
+        return f"{args[0]}.{method}({', '.join(args[1:])})"
+    return f"{operator(call.op)}({', '.join(args + kwargs)})"
+
+
+def _literal(argument: object, name: Callable[[int], str]) -> str:
+    if isinstance(argument, ValueRef):
+        return name(argument.index)
+    if isinstance(argument, tuple):
+        return f"[{', '.join(_literal(a, name) for a in argument)}]"
+    if isinstance(argument, float):
+        return (
+            repr(argument)
+            if argument == argument and abs(argument) != float("inf")
+            else (f'float("{argument}")')
+        )
+    if isinstance(argument, torch.device):
+        return f'torch.device("{argument}")'
+    if argument is None or isinstance(argument, bool | int | complex | str):
+        return repr(argument)
+    if isinstance(argument, torch.dtype | torch.layout | torch.memory_format):
+        return str(argument)
+    raise UnsupportedModel(
+        f"an operator takes a {type(argument).__name__} as argument, which cannot be written "
+        "into a plan; pass plain numbers and tensors (no torch.Generator objects)"
+    )

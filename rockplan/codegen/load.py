@@ -1,0 +1,50 @@
+"""Load: generated text -> functions.
+
+The text always comes from `emit` in this process, never from a file.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rockplan.codegen import random_state
+from rockplan.codegen.emit import Code, emit_guard
+from rockplan.interface import Interface
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """forward(frame) -> output tensors; backward[k](frame) -> gradients of slice k;
+    guards[i](leaves, constants) -> the value that must equal `expected` of guard i."""
+
+    forward: Callable[[Any], tuple[torch.Tensor, ...]]
+    backward: tuple[Callable[[Any], tuple[torch.Tensor, ...]], ...]
+    guards: tuple[Callable[[Any, Any], object], ...]
+
+
+def load(code: Code, interface: Interface, name: str) -> Functions:
+    """Compile the text of a plan; `name` appears in tracebacks."""
+    namespace = _execute(code.source, code.operators, f"<rockplan {name}>")
+    guards = []
+    for number, guard in enumerate(interface.guards):
+        text, operators = emit_guard(guard, number)
+        guards.append(
+            _execute(text, operators, f"<rockplan guard {number} {name}>")[f"guard_{number}"]
+        )
+    backward = tuple(namespace[f"backward_{k}"] for k in range(len(code.handed)))
+    return Functions(namespace["forward"], backward, tuple(guards))
+
+
+def _execute(text: str, operators: tuple[tuple[str, str], ...], filename: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"torch": torch, "rng": random_state}
+    for identifier, op in operators:
+        library, packet, overload = op.split(".")
+        namespace[identifier] = getattr(getattr(getattr(torch.ops, library), packet), overload)
+    linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+    exec(compile(text, filename, "exec"), namespace)
+    return namespace

@@ -1,0 +1,192 @@
+"""The planned module: a drop-in that runs plans where they hold.
+
+It is a shallow copy of the original whose class is derived from the original's: parameters,
+buffers, submodules, `state_dict` keys and methods are the original's own; only `forward` is
+replaced. Before each call cheap guards compare everything the plan was captured under; where
+they do not hold, another program is used, planned, or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rockplan.codegen import runtime
+from rockplan.codegen.runtime import Executable
+from rockplan.codegen.signature import (
+    ModuleSignature,
+    call_key,
+    module_signature,
+    signature_holds,
+)
+from rockplan.errors import StalePlan
+from rockplan.interface import Interface
+from rockplan.plan import Plan
+
+# Registries of the root module that the drop-in has for itself.
+_OWN_REGISTRIES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One plan with what it takes to run it on one kind of call."""
+
+    plan: Plan
+    interface: Interface
+    executable: Executable
+    constants: tuple[torch.Tensor, ...]
+    output_spec: pytree.TreeSpec
+
+
+MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Program]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A program bound to the tensors of one module tree in one state."""
+
+    program: Program
+    signature: ModuleSignature
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _State:
+    """What a planned module carries besides the original's attributes."""
+
+    original: type[nn.Module]
+    instance_forward: Callable[..., Any] | None
+    make_program: MakeProgram
+    on_mismatch: str
+    programs: dict[Any, list[_Bound]] = field(default_factory=dict)
+    latest: Program | None = None
+
+
+class Planned:
+    """Mixed in before the original's class; see the module's docstring."""
+
+    _rockplan: _State
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran last; before the first call, the one that `solve` made."""
+        assert self._rockplan.latest is not None
+        return self._rockplan.latest.plan
+
+    @property
+    def code(self) -> str:
+        """The generated Python of `plan`."""
+        assert self._rockplan.latest is not None
+        return self._rockplan.latest.executable.code.source
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._rockplan
+        assert isinstance(self, nn.Module)
+        if not torch.is_grad_enabled():
+            return self._original_forward(*args, **kwargs)
+        leaves, input_spec = pytree.tree_flatten((args, kwargs))
+        key = (input_spec, call_key(leaves))
+        bound = _matching(state.programs.get(key, ()), leaves)
+        if bound is None:
+            if not self.training or state.on_mismatch == "original":
+                return self._original_forward(*args, **kwargs)
+            if state.on_mismatch == "error":
+                raise StalePlan(
+                    "this call does not match what was planned: shapes, dtypes, requires_grad, "
+                    "autocast, training flags, attributes or hooks of submodules, or values "
+                    "that the forward reads have changed. Plan again with this sample, or pass "
+                    "Options(on_mismatch='replan')"
+                )
+            program = state.make_program(self, args, kwargs)
+            bound = _bind(self, program)
+            state.programs.setdefault(key, []).append(bound)
+        state.latest = bound.program
+        return _run(bound, leaves)
+
+    def _original_forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._rockplan
+        if state.instance_forward is not None:
+            return state.instance_forward(*args, **kwargs)
+        return state.original.forward(self, *args, **kwargs)
+
+
+def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
+    for bound in reversed(candidates):
+        if signature_holds(bound.signature) and _guards_hold(bound.program, leaves):
+            return bound
+    return None
+
+
+def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
+    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
+    return all(check(leaves, program.constants) == guard.expected for check, guard in checks)
+
+
+def _run(bound: _Bound, leaves: Sequence[Any]) -> Any:
+    program = bound.program
+    inputs = (leaves[i] for i, _ in program.interface.inputs)
+    residents = [*bound.tensors, *inputs, *program.constants]
+    tensors = iter(runtime.call(program.executable, residents))
+    leaves = [
+        leaf.literal if leaf.value is None else next(tensors) for leaf in program.interface.outputs
+    ]
+    return pytree.tree_unflatten(leaves, program.output_spec)
+
+
+def _bind(module: nn.Module, program: Program) -> _Bound:
+    interface = program.interface
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    tensors = (
+        *(parameters[name] for name, _ in interface.parameters),
+        *(buffers[name] for name, _ in interface.buffers),
+    )
+    return _Bound(program, module_signature(module), tensors)
+
+
+def planned_module(
+    module: nn.Module,
+    program: Program,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    make_program: MakeProgram,
+    on_mismatch: str,
+) -> nn.Module:
+    """The drop-in for `module`, which starts with `program` for calls like (args, kwargs)."""
+    attributes = dict(module.__dict__)
+    for name in _OWN_REGISTRIES:
+        if attributes.get(name) is not None:
+            attributes[name] = attributes[name].copy()
+    state = _State(type(module), attributes.pop("forward", None), make_program, on_mismatch)
+    planned = nn.Module.__new__(_planned_class(type(module)))
+    planned.__dict__.update(attributes, _rockplan=state)
+    leaves, input_spec = pytree.tree_flatten((args, kwargs))
+    state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]
+    state.latest = program
+    return planned
+
+
+@functools.cache
+def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
+    """A class with the original's name, derived from it, with a planned forward."""
+    body = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (Planned, original), body)

@@ -1,0 +1,48 @@
+"""Replay of random draws: a recomputation sees the generator state of the first execution.
+
+The generated code calls `save` before a first execution, and `begin` and `end` around a
+re-execution, so the generator that the user sees is never moved by a replay.
+"""
+
+from __future__ import annotations
+
+import torch
+
+State = tuple[torch.Generator, torch.Tensor]
+
+
+def _generator(device: str) -> torch.Generator:
+    found = torch.device(device)
+    if found.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if found.index is None else found.index
+    return torch.cuda.default_generators[index]
+
+
+def save(device: str) -> torch.Tensor:
+    """The state of the default generator of `device`, a CPU byte tensor."""
+    return _generator(device).get_state()
+
+
+def begin(state: torch.Tensor, device: str) -> State:
+    """Put the generator of `device` into `state`; returns what `end` needs to undo it."""
+    generator = _generator(device)
+    current = generator.get_state()
+    generator.set_state(state)
+    return generator, current
+
+
+def end(state: State) -> None:
+    """Put the generator back to where it was before `begin`."""
+    generator, current = state
+    generator.set_state(current)
+
+
+def state_bytes(device: torch.device) -> int:
+    """Size of one saved state as the budget counts it: on the device that is measured.
+
+    A CUDA generator's state lives in host memory, so it costs nothing there.
+    """
+    if device.type != "cpu":
+        return 0
+    return torch.default_generator.get_state().untyped_storage().nbytes()

@@ -1,0 +1,115 @@
+"""Signatures: everything that a captured run depended on, compared before each call.
+
+A call is described by `call_key` (hashable: arguments and global switches), the module by
+`module_signature` (identity of submodules, their plain attributes, hooks, parameters).
+Attributes that are changed in place inside a list or a configuration object are not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleEntry:
+    module: nn.Module
+    attributes: dict[str, Any]
+    children: tuple[tuple[str, nn.Module | None], ...]
+    hooks: tuple[int, ...]
+    tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
+
+
+ModuleSignature = tuple[_ModuleEntry, ...]
+
+
+def module_signature(module: nn.Module) -> ModuleSignature:
+    """What of the module tree decides which operations its forward executes."""
+    return tuple(
+        _ModuleEntry(
+            module=m,
+            attributes=dict(m.__dict__),
+            children=tuple(m._modules.items()),
+            hooks=tuple(len(m.__dict__.get(h) or ()) for h in _HOOKS),
+            tensors=tuple(
+                (kind, name, t, () if t is None else _parameter_key(t))
+                for kind in ("_parameters", "_buffers")
+                for name, t in m.__dict__[kind].items()
+            ),
+        )
+        for m in module.modules()
+    )
+
+
+def signature_holds(signature: ModuleSignature) -> bool:
+    """True if nothing that `module_signature` recorded has changed since."""
+    return all(map(_entry_holds, signature))
+
+
+def _entry_holds(entry: _ModuleEntry) -> bool:
+    attributes = entry.module.__dict__
+    try:
+        if attributes != entry.attributes:
+            return False
+    except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
+        return False
+    if tuple(attributes["_modules"].items()) != entry.children:
+        return False
+    if tuple(len(attributes.get(h) or ()) for h in _HOOKS) != entry.hooks:
+        return False
+    count = len(attributes["_parameters"]) + len(attributes["_buffers"])
+    return count == len(entry.tensors) and all(
+        attributes[kind].get(name) is tensor and (tensor is None or _parameter_key(tensor) == key)
+        for kind, name, tensor, key in entry.tensors
+    )
+
+
+def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.requires_grad,
+        tensor.dtype,
+        tensor.shape,
+        tensor.device,
+        tensor.stride() if tensor.layout is torch.strided else None,
+    )
+
+
+def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a program depends on outside the module: arguments and global switches.
+
+    leaves: of (args, kwargs). Tensors count by description, and by which of them are the same
+    object; other leaves by value, unhashable ones by identity.
+    """
+    first: dict[int, int] = {}
+    described: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            described.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
+        else:
+            hashable = type(leaf).__hash__ is not None
+            described.append((type(leaf), leaf if hashable else id(leaf)))
+    return (*described, *_global_key())
+
+
+def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (*_parameter_key(tensor), tensor.layout, tensor.storage_offset())
+
+
+def _global_key() -> tuple[Any, ...]:
+    """Switches of PyTorch that decide which operators a module calls."""
+    return (
+        *(
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            for kind in ("cpu", "cuda")
+        ),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    )
