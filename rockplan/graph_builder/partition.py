@@ -152,10 +152,10 @@ def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
 def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
     """Every legal cut, in forward order.
 
-    Within its window the backward order is cut where the fewest bytes of gradients cross. A
-    block without a backward node inside the chain would leave its gradient alive across two
-    boundaries: there, and where the window is empty, the boundary is dropped, and the two blocks
-    are one.
+    Within its window the backward order is cut where the fewest bytes of gradients cross, at
+    the earliest place that gives the block above a backward node. A block without one inside the
+    chain would leave its gradient alive across two boundaries: there, and where the window is
+    empty, the boundary is dropped, and the two blocks are one.
     """
     separators = _separators(graph, kept)
     windows = _windows(graph, kept, separators)
@@ -166,7 +166,8 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
     for (separator, forward), (low, high) in zip(separators[::-1], windows[::-1], strict=True):
         first = max(low, above + 1 if begin < above < end else above)
         if first <= high:
-            above = min(range(first, high + 1), key=crossing.__getitem__)
+            previous = above
+            above = min(range(first, high + 1), key=lambda n: (crossing[n], n == previous))
             found.append(_Cut(separator, forward, above))
     return tuple(found[::-1])
 
