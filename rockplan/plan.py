@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
 from rockplan.graph import CDGraph
-from rockplan.schedule import Schedule
+from rockplan.schedule import Compute, Schedule
 
 
 class Status(Enum):
@@ -69,3 +71,86 @@ class Plan:
     def overhead(self) -> float:
         """Predicted extra time over one execution of every node: 0.05 is 5 %."""
         return self.time_ns / max(self.eager_time_ns, 1) - 1.0
+
+    def __str__(self) -> str:
+        return "\n".join(_summary_lines(self) + _block_lines(self))
+
+
+def format_bytes(size_bytes: int) -> str:
+    """'1.5 MiB' for 1572864."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def kept_data(plan: Plan) -> frozenset[int]:
+    """Storages that are alive between the forward and the backward phase."""
+    alive: set[int] = set()
+    for event in plan.schedule.events[: plan.schedule.forward_length]:
+        if isinstance(event, Compute):
+            alive.update(plan.graph.nodes[event.node].writes)
+        else:
+            alive.discard(event.data)
+    return frozenset(alive)
+
+
+def recomputations(plan: Plan) -> dict[int, int]:
+    """node -> how often it runs again, for the nodes that do."""
+    executions = Counter(plan.schedule.computes)
+    return {node: count - 1 for node, count in sorted(executions.items()) if count > 1}
+
+
+def _summary_lines(plan: Plan) -> list[str]:
+    certificate = plan.certificate
+    share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
+    again = recomputations(plan)
+    return [
+        f"budget          {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes)",
+        f"predicted peak  {format_bytes(plan.peak_bytes)} ({share:.0%} of "
+        f"{format_bytes(plan.eager_peak_bytes)} with everything kept)",
+        f"saved           {format_bytes(plan.saved_bytes)} between forward and backward",
+        f"overhead        {plan.overhead:+.1%} predicted time "
+        f"({len(again)} of {len(plan.graph.forward)} forward operations run again)",
+        f"gap             {certificate.gap:.1%} above the proven bound at most "
+        f"({certificate.status.value})",
+        f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
+        f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
+        f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
+        "bytes count what is alive beyond parameters, buffers, inputs and .grad",
+    ]
+
+
+def _block_lines(plan: Plan) -> list[str]:
+    """One line for each block; neighbours that differ only in layer numbers are one line."""
+    kept = kept_data(plan)
+    again = recomputations(plan)
+    rows: dict[tuple[str, str, str], int] = {}
+    for block in plan.blocks:
+        own = [plan.graph.nodes[n] for n in block.forward]
+        kept_here = sorted(d for n in own for d in n.writes if d in kept)
+        size = sum(plan.graph.data[d].size_bytes for d in kept_here)
+        names = Counter(_stem(plan.graph.data[d].name) for d in kept_here)
+        repeated = Counter(_stem(n.name) for n in own for _ in range(again.get(n.index, 0)))
+        row = (
+            re.sub(r"\d+", "*", block.name) or "(root)",
+            f"{format_bytes(size)}: {_listing(names)}" if kept_here else "nothing",
+            _listing(repeated) or "nothing",
+        )
+        rows[row] = rows.get(row, 0) + 1
+    lines = []
+    for (name, keeps, repeats), count in rows.items():
+        lines += ["", f"{name}" + (f"  x{count}" if count > 1 else "")]
+        lines += [f"    keeps       {keeps}", f"    recomputes  {repeats}"]
+    return lines
+
+
+def _stem(name: str) -> str:
+    """'addmm' for 'addmm_12' and for 'addmm_12_0'."""
+    return re.sub(r"(_\d+)+$", "", name)
+
+
+def _listing(names: Counter[str]) -> str:
+    return ", ".join(f"{n} x{c}" if c > 1 else n for n, c in names.items())

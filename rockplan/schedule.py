@@ -83,3 +83,37 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
     for index, frees in zip(backward, backward_frees, strict=True):
         events += [Compute(index), *map(Free, frees)]
     return Schedule(tuple(events), forward_length)
+
+
+def merge_handovers(
+    graph: CDGraph, schedule: Schedule, during_bytes: Sequence[int], ends: frozenset[int]
+) -> Schedule:
+    """Hand gradients to autograd in groups, where waiting does not raise the peak.
+
+    Each hand-over costs a step of the autograd engine. A gradient waits for the next one unless
+    the bytes that wait would exceed the peak at some event; after each node of `ends` (the last
+    backward nodes of blocks) everything is handed over, so that hooks fire block by block.
+    during_bytes: of each event, as `simulate.timeline` finds them.
+    """
+    limit = max(during_bytes, default=0)
+    handed = set(graph.handed)
+    merged = list(schedule.events[: schedule.forward_length])
+    waiting: list[Event] = []
+    waiting_bytes = 0
+    backward = zip(
+        schedule.events[schedule.forward_length :],
+        during_bytes[schedule.forward_length :],
+        strict=True,
+    )
+    due = False
+    for event, event_bytes in backward:
+        if isinstance(event, Free) and event.data in handed:
+            waiting.append(event)
+            waiting_bytes += graph.data[event.data].size_bytes
+            continue
+        if isinstance(event, Compute) and (due or event_bytes + waiting_bytes > limit):
+            merged += waiting
+            waiting, waiting_bytes, due = [], 0, False
+        merged.append(event)
+        due = due or (isinstance(event, Compute) and event.node in ends)
+    return Schedule((*merged, *waiting), schedule.forward_length)

@@ -16,14 +16,16 @@ from rockplan.codegen import random_state
 from rockplan.codegen.emit import Code, emit_guard
 from rockplan.interface import Interface
 
+SliceFunction = Callable[[Any], tuple[torch.Tensor, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Functions:
     """forward(frame) -> output tensors; backward[k](frame) -> gradients of slice k;
     guards[i](leaves, constants) -> the value that must equal `expected` of guard i."""
 
-    forward: Callable[[Any], tuple[torch.Tensor, ...]]
-    backward: tuple[Callable[[Any], tuple[torch.Tensor, ...]], ...]
+    forward: SliceFunction
+    backward: tuple[SliceFunction, ...]
     guards: tuple[Callable[[Any, Any], object], ...]
 
 
@@ -44,7 +46,8 @@ def _execute(text: str, operators: tuple[tuple[str, str], ...], filename: str) -
     namespace: dict[str, Any] = {"torch": torch, "rng": random_state}
     for identifier, op in operators:
         library, packet, overload = op.split(".")
-        namespace[identifier] = getattr(getattr(getattr(torch.ops, library), packet), overload)
+        operator = getattr(getattr(getattr(torch.ops, library), packet), overload)
+        namespace[identifier] = operator._op  # without the Python frame of OpOverload.__call__
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), namespace)
     return namespace

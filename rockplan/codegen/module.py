@@ -177,7 +177,7 @@ def planned_module(
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
     state = _State(type(module), attributes.pop("forward", None), make_program, on_mismatch)
-    planned = nn.Module.__new__(_planned_class(type(module)))
+    planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
     state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]

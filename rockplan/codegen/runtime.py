@@ -10,14 +10,14 @@ source: DESIGN, section 4.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rockplan.codegen.emit import Code, emit
-from rockplan.codegen.load import Functions, load
+from rockplan.codegen.load import Functions, SliceFunction, load
 from rockplan.errors import BackwardError
 from rockplan.graph import CDGraph
 from rockplan.interface import Interface, OutputLeaf
@@ -106,17 +106,19 @@ class Frame:
         return tuple(t._version for t in read if not t.is_inference())
 
 
-@contextlib.contextmanager
-def _as_captured(device_types: Sequence[str]) -> Iterator[None]:
-    """Kernels as in eager: below autograd, gradient mode on (some kernels look at it), and
-    autocast off, because its casts are operations of the graph."""
+def _execute(frame: Frame, function: SliceFunction) -> tuple[torch.Tensor, ...]:
+    """Run generated code with the kernels of eager: below autograd, gradient mode on (some
+    kernels look at it), and autocast off, because its casts are operations of the graph."""
+    autocast = [d for d in frame.executable.devices if torch.is_autocast_enabled(d)]
+    if not autocast:
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            return function(frame)
     with contextlib.ExitStack() as stack:
-        for device_type in device_types:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
+        for device_type in autocast:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        yield
+        return function(frame)
 
 
 class _Seam(torch.autograd.Function):
@@ -138,8 +140,7 @@ class _Seam(torch.autograd.Function):
         frame: Frame = ctx.frame
         _check_turn(frame, ctx.number)
         frame.next_slice += 1
-        with _as_captured(frame.executable.devices):
-            gradients = frame.executable.functions.backward[ctx.number](frame)
+        gradients = _execute(frame, frame.executable.functions.backward[ctx.number])
         return (None, None, None if ctx.is_first else token, *gradients)
 
 
@@ -211,8 +212,7 @@ def _tangents(
 def call(executable: Executable, residents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run the forward phase and hang the backward slices into autograd."""
     frame = Frame(executable, residents)
-    with _as_captured(executable.devices):
-        outputs = list(executable.functions.forward(frame))
+    outputs = list(_execute(frame, executable.functions.forward))
     frame.note_versions()
     token: torch.Tensor | None = None
     for number in reversed(range(len(executable.targets))):

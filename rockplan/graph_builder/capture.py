@@ -270,7 +270,15 @@ def _backward(
     ]
     recorder.phase = Phase.BACKWARD
     with recorder, torch.autograd.set_multithreading_enabled(False):
-        found = torch.autograd.grad(roots, targets, tangents, allow_unused=True)
+        try:
+            found = torch.autograd.grad(roots, targets, tangents, allow_unused=True)
+        except RockplanError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"the backward pass of the module does not run: {type(error).__name__}: {error}. "
+                "Check that the original module's backward works on the sample"
+            ) from error
     return {i: recorder.value(t) for i, t in zip(differentiated, tangents, strict=True)}, found
 
 

@@ -34,6 +34,9 @@ from rockplan.graph_builder.operators import statistics_positions, without_stati
 from rockplan.graph_builder.record import RecordedCall
 from rockplan.interface import Interface
 
+# The caller's loss and its gradient.
+_CALLER_SCALARS = 2
+
 # A plan executes below autograd, where these return what they are given.
 _SAME_VALUE = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
@@ -357,6 +360,7 @@ def _assemble(
     gradients = [g for _, g in capture.gradients if g is not None]
     for gradient in gradients:
         numbering.value(gradient)
+    held_tangents = _held_tangents(capture, numbering)
     data = tuple(numbering.data)
     held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
     owned = tuple(sorted(d for d in held if not data[d].kind.resident))
@@ -365,7 +369,7 @@ def _assemble(
         data=data,
         nodes=tuple(nodes),
         outputs=owned,
-        held=owned,
+        held=tuple(sorted({*owned, *held_tangents})),
         handed=tuple(sorted(d for d in handed - held if not data[d].kind.resident)),
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
@@ -389,6 +393,24 @@ def _assemble(
     )
     samples = {of[v]: t for v, t in capture.samples.items() if v in of}
     return Lowered(graph, interface, samples)
+
+
+def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
+    """Scalars that the caller's backward() holds from its start to its end.
+
+    The gradient of a loss is the root of the engine's run. Where the module returns no loss, the
+    caller computes one: its value and its gradient are counted as one more tangent.
+    """
+    tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
+    scalars = [t for t in tangents if not capture.values[t].spec.shape]
+    if scalars:
+        return {numbering.values[numbering.value(t)].data for t in scalars}
+    first = numbering.values[numbering.value(tangents[0])]
+    element_bytes = getattr(torch, first.spec.dtype.removeprefix("torch.")).itemsize
+    index = len(numbering.data)
+    size_bytes = _CALLER_SCALARS * element_bytes
+    numbering.data.append(DataNode(index, "caller_loss", DataKind.TANGENT, size_bytes))
+    return {index}
 
 
 def _node(

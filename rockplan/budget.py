@@ -1,0 +1,72 @@
+"""Budgets as users write them -> bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rockplan.errors import InvalidBudget
+
+Number = TypeVar("Number", int, float)
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_EXAMPLES = "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, or 'min'"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Exactly one of: size_bytes, share of the unplanned peak (0.4 is 40 %), is_minimum."""
+
+    size_bytes: int | None = None
+    share: float | None = None
+    is_minimum: bool = False
+
+    def within(self, unplanned_peak_bytes: int) -> int | None:
+        """The budget in bytes, rounded down; None for the minimum."""
+        if self.share is not None:
+            return int(self.share * unplanned_peak_bytes)
+        return self.size_bytes
+
+
+def parse_budget(budget: object) -> Budget:
+    """Parse what `solve` takes as budget. Raises InvalidBudget with what is accepted."""
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise InvalidBudget(f"budget {budget!r} is a {type(budget).__name__}; {_EXAMPLES}")
+    if isinstance(budget, str):
+        return _parse_text(budget)
+    if budget != budget or budget in (float("inf"), float("-inf")):
+        raise InvalidBudget(f"budget {budget!r} is not finite; {_EXAMPLES}")
+    return Budget(size_bytes=_positive(int(budget), budget))
+
+
+def _parse_text(text: str) -> Budget:
+    if text.strip().lower() == "min":
+        return Budget(is_minimum=True)
+    match = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(%|[A-Za-z]*)\s*", text)
+    if match is None or (match[2] != "%" and match[2].upper() not in _UNITS):
+        raise InvalidBudget(f"budget {text!r} does not parse; {_EXAMPLES}")
+    number = float(match[1].replace("_", ""))
+    if match[2] == "%":
+        _positive(number, text)
+        return Budget(share=number / 100)
+    return Budget(size_bytes=_positive(int(number * _UNITS[match[2].upper()]), text))
+
+
+def _positive(number: Number, budget: object) -> Number:
+    if number <= 0:
+        raise InvalidBudget(f"budget {budget!r} is not positive; {_EXAMPLES}")
+    return number
