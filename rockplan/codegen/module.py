@@ -128,6 +128,13 @@ class Planned:
         return state.original.forward(self, *args, **kwargs)
 
 
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """The unplanned forward of `module`, planned or not."""
+    if isinstance(module, Planned):
+        return module._original_forward
+    return module.forward
+
+
 def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
     for bound in reversed(candidates):
         if signature_holds(bound.signature) and _guards_hold(bound.program, leaves):

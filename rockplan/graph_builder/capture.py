@@ -9,7 +9,7 @@ source: DESIGN, section 2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,10 @@ from rockplan.graph_builder.record import (
 )
 from rockplan.interface import Guard, OutputLeaf
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
+_PURE_HOOKS = ("torch.nn.utils.", "transformers.")
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:
@@ -66,13 +70,20 @@ class Capture:
     samples: dict[int, torch.Tensor]
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
+    forward: what to call instead of `module.forward`.
     Outputs: where the result holds scalars that require a gradient (a loss), the backward pass
     starts from those alone; otherwise from every output that requires a gradient.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
+    _refuse_hooks(module)
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     reader = _ValueReader()
@@ -88,11 +99,12 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
+        recorder.leaf_storages = frozenset(v.storage for v in recorder.values)
         reader.start({v: (i, real_leaves[i]) for i, v in inputs})
         fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
         with _quiet_tracing(), fake_mode:
             with recorder, _module_paths(module, recorder):
-                result = _call_module(module, fake_args, fake_kwargs)
+                result = _call_module(forward or module.forward, fake_args, fake_kwargs)
             outputs, output_spec = pytree.tree_flatten(result)
             differentiated = _differentiated(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
@@ -229,14 +241,29 @@ def _tensor_names(
     return parameters, buffers
 
 
-def _call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_hooks(module: nn.Module) -> None:
+    """Hooks of submodules would run during capture only. Those of the root run around the
+    planned forward as always; those of libraries that compute weights are part of the graph."""
+    for path, m in module.named_modules():
+        hooks = [h for name in _HOOKS for h in (m.__dict__.get(name) or {}).values()]
+        foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
+        if path and foreign:
+            raise UnsupportedModel(
+                f"in module '{path}': the hook {getattr(foreign[0], '__qualname__', foreign[0])} "
+                "on a submodule would not run in a planned step; remove it before planning, or "
+                "put it on the root module or on the parameters",
+                module_path=path,
+            )
+
+
+def _call_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        return module.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     except RockplanError:
         raise
     except Exception as error:
         raise CaptureError(
-            f"the sample does not run through {type(module).__name__}.forward: "
+            "the sample does not run through the model's forward: "
             f"{type(error).__name__}: {error}. Check the shapes, dtypes and devices of "
             "sample_input (and sample_kwargs) by calling the module on them"
         ) from error
@@ -288,12 +315,23 @@ def _output_leaves(
     found: list[OutputLeaf] = []
     for position, output in enumerate(outputs):
         if isinstance(output, torch.Tensor):
+            _refuse_alias(recorder, output, position)
             tangent = tangents.get(position)
             found.append(OutputLeaf(recorder.value(output), None, tangent, output.requires_grad))
             continue
         _refuse_opaque(output, position)
         found.append(OutputLeaf(None, output, None, False))
     return tuple(found)
+
+
+def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
+    """An output that shares storage with a tensor of the caller could be changed through it."""
+    storage = recorder.values[recorder.value(output)].storage
+    if output.requires_grad and storage in recorder.leaf_storages:
+        raise UnsupportedModel(
+            f"leaf {position} of the module's result is, or is a view of, an input or a parameter "
+            "that requires a gradient; return a clone of it"
+        )
 
 
 def _refuse_opaque(output: object, position: int) -> None:

@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self.constants: list[tuple[int, torch.Tensor]] = []
         self.guards: list[Guard] = []
         self.module_stack: list[str] = [""]
+        self.leaf_storages: frozenset[int] = frozenset()
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
         self._storages: dict[int, int] = {}
