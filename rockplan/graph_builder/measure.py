@@ -1,0 +1,548 @@
+"""Measure: what every unique operator call costs, one operator at a time.
+
+takes: a CDGraph. returns: a Profile (`measure`, `roofline`), or the graph with its prices filled
+in (`price`). guarantees: inputs are made up from the specs, so memory for one operator is enough
+whatever the model needs; generators, thread counts and global flags stay as they were.
+
+Workspace is the peak of bytes alive inside the operator beyond its inputs and its results. On
+CPU it comes from the profiler's memory events, on CUDA from the allocator's peak; so do the
+sizes of the results, which can differ from what fake tensors say (workspaces of mkldnn, padding).
+An operator that does not run on made-up inputs (it checks values) is estimated from its specs;
+its cost has `repeats` 0, and `Profile.source` says how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from rockplan.errors import PlanFormatError
+from rockplan.graph import Call, CDGraph, ComputeNode, TensorSpec, ValueRef, value_refs
+from rockplan.graph_builder import operators
+from rockplan.graph_builder.canonical import canonical_literal, digest
+from rockplan.graph_builder.evaluate import substitute
+from rockplan.graph_builder.ruler import memory_events, peak_of, profiler_events
+from rockplan.profile import OpCost, Profile
+
+# The median of an operator of 10 us settles within 2 % after about 20 repeats; the slow ones,
+# which decide, are steady from the first.
+_LEAST_REPEATS = 3
+_MOST_REPEATS = 30
+_TIME_BOX_NS = 30_000_000
+
+# The caching allocator of CUDA hands out multiples of this.
+_CUDA_GRANULE_BYTES = 512
+
+# Rates for an operator that cannot be run: one core, or one accelerator, of ordinary speed.
+_CPU_RATES = (10e9, 50e9)
+_CUDA_RATES = (1e12, 50e12)
+
+_RANGE = "rockplan::call::"
+
+
+def call_key(graph: CDGraph, call: Call) -> str:
+    """Digest of operator, argument specs (shape, strides, dtype, device) and literals: equal for
+    calls that cost the same."""
+
+    def described(argument: object) -> object:
+        if isinstance(argument, ValueRef):
+            return replace(graph.values[argument.index].spec, offset=0)
+        if isinstance(argument, tuple | list):
+            return tuple(described(item) for item in argument)
+        return argument
+
+    arguments = [[name, canonical_literal(described(value))] for name, value in call.kwargs]
+    return digest([call.op, canonical_literal(described(call.args)), arguments])
+
+
+def measure(
+    graph: CDGraph,
+    values: Mapping[int, torch.Tensor],
+    *,
+    known: Profile | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """Execute each unique call of `graph` with made-up inputs.
+
+    values: real tensors for some indices of `graph.values` (integer inputs and what is computed
+    from them), used as arguments as they are. known: costs that need not be measured
+    again, if they hold for this device, this version of torch and this number of threads.
+    progress: called with (done, total) after each call.
+    """
+    calls = _unique_calls(graph)
+    found = _still_valid(known, _device(graph))
+    missing = {key: call for key, call in calls.items() if key not in found}
+    with _as_executed(graph):
+        inputs = _inputs(graph, values)
+        memory = _measure_memory(inputs, missing)
+        for done, (key, call) in enumerate(missing.items()):
+            if progress is not None:
+                progress(done, len(missing))
+            if key in memory:
+                found[key] = _measure_time(inputs, call, memory[key])
+            else:
+                found[key] = _estimate(graph, call, *_fallback_rates(graph))
+    if progress is not None:
+        progress(len(missing), len(missing))
+    return _profile("measured", _device(graph), {key: found[key] for key in calls})
+
+
+def roofline(graph: CDGraph, bytes_per_s: float, flops_per_s: float) -> Profile:
+    """Costs without execution, for a machine with these rates; sizes from specs, no workspace.
+
+    Time is the larger of bytes read and written over `bytes_per_s` and floating-point
+    operations (of matrix products, convolutions and attention) over `flops_per_s`.
+    """
+    costs: dict[str, OpCost] = {}
+    for node in graph.nodes:
+        for call in node.calls:
+            key = call_key(graph, call)
+            cost = _estimate(graph, call, bytes_per_s, flops_per_s)
+            costs[key] = _larger(costs.get(key, cost), cost)
+    rates = f"{bytes_per_s:g} B/s, {flops_per_s:g} flop/s"
+    return replace(_profile("roofline", _device(graph), costs), source="roofline", device=rates)
+
+
+def price(graph: CDGraph, profile: Profile) -> CDGraph:
+    """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
+
+    A node of several calls takes the sum of their times; its workspace is found by replaying
+    them, intermediate results freed at once. Raises PlanFormatError if a cost is missing.
+    """
+    costs = dict(profile.costs)
+    sizes: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    times: dict[int, int] = {}
+    for node in graph.nodes:
+        steps = [_step(graph, call, costs) for call in node.calls]
+        times[node.index] = sum(s.cost.time_ns for s in steps)
+        peaks[node.index] = _replay(node, steps)
+        for step in steps:
+            for made, size_bytes in step.made.items():
+                sizes[made] = max(sizes.get(made, 0), size_bytes)
+    data = tuple(replace(d, size_bytes=sizes.get(d.index, d.size_bytes)) for d in graph.data)
+    nodes = tuple(
+        replace(
+            node,
+            time_ns=times[node.index],
+            workspace_bytes=max(
+                0, peaks[node.index] - sum(data[d].size_bytes for d in node.writes)
+            ),
+        )
+        for node in graph.nodes
+    )
+    return replace(graph, data=data, nodes=nodes)
+
+
+# Replay of one node
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call of a node: its cost, the storages it allocates, the bytes of results that nobody
+    names, and the storages that it touches."""
+
+    cost: OpCost
+    made: dict[int, int]
+    unnamed_bytes: int
+    touched: frozenset[int]
+
+
+def _step(graph: CDGraph, call: Call, costs: Mapping[str, OpCost]) -> _Step:
+    cost = costs.get(call_key(graph, call))
+    if cost is None or len(cost.result_bytes) != len(call.results):
+        raise PlanFormatError(
+            f"the profile has no cost for {call.op} with these arguments: it belongs to another "
+            "model or shape. Measure again"
+        )
+    made: dict[int, int] = {}
+    unnamed_bytes = 0
+    for value, size_bytes in zip(call.results, cost.result_bytes, strict=True):
+        if value is None:
+            unnamed_bytes += size_bytes
+        elif size_bytes:
+            made[graph.values[value].data] = size_bytes
+    named = (ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs])))
+    results = (v for v in call.results if v is not None)
+    touched = frozenset(graph.values[v].data for v in (*named, *results))
+    return _Step(cost, made, unnamed_bytes, touched)
+
+
+def _replay(node: ComputeNode, steps: list[_Step]) -> int:
+    """Peak of bytes alive inside the node beyond its inputs; its `writes` live to the end."""
+    last_touch = {d: i for i, step in enumerate(steps) for d in step.touched}
+    alive: dict[int, int] = {}
+    peak = 0
+    for i, step in enumerate(steps):
+        during = sum(step.made.values()) + step.unnamed_bytes + step.cost.workspace_bytes
+        peak = max(peak, sum(alive.values()) + during)
+        alive |= step.made
+        for data in [d for d in alive if last_touch[d] == i and d not in node.writes]:
+            del alive[data]
+    return peak
+
+
+# Execution
+
+
+def _unique_calls(graph: CDGraph) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for node in graph.nodes:
+        for call in node.calls:
+            calls.setdefault(call_key(graph, call), call)
+    return calls
+
+
+def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
+    here = _profile("measured", device, {})
+    if known is None or not known.source.startswith("measured"):
+        return {}
+    if (known.device, known.torch_version, known.threads) != (
+        here.device,
+        here.torch_version,
+        here.threads,
+    ):
+        return {}
+    return dict(known.costs)
+
+
+def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
+    estimated = sum(cost.repeats == 0 for cost in costs.values())
+    return Profile(
+        source=f"{source} ({estimated} calls estimated)" if estimated else source,
+        device=_device_name(device),
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+        costs=tuple(sorted(costs.items())),
+    )
+
+
+def _device(graph: CDGraph) -> str:
+    """The accelerator that the graph's tensors live on, if any, else the CPU."""
+    devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
+    return devices[0] if devices else "cpu"
+
+
+def _device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def _as_executed(graph: CDGraph) -> Iterator[None]:
+    """The state in which generated code runs operators; generators are put back at the end."""
+    devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        for kind in sorted({"cpu", *(torch.device(d).type for d in devices)}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Execution:
+    """An operator with real arguments, ready to be called again and again."""
+
+    operator: OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def run(self) -> object:
+        return self.operator(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Where arguments come from: given real tensors, made-up ones, and for what is neither given
+    nor of floating dtype (masks, indices, opaque workspaces) the node that makes it, run on
+    made-up inputs: a kernel may read beyond a workspace that holds anything else."""
+
+    graph: CDGraph
+    given: Mapping[int, torch.Tensor]
+    made_by: Mapping[int, ComputeNode]
+
+    def execution(self, call: Call) -> _Execution:
+        return self._execution(call, {})
+
+    def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> _Execution:
+        operator = operators.resolve(call.op)
+
+        def tensor(index: int) -> torch.Tensor:
+            if index not in environment:
+                self._supply(index, environment)
+            found = environment[index]
+            mutates_given = operator._schema.is_mutable and found is self.given.get(index)
+            return found.clone() if mutates_given else found
+
+        return _Execution(
+            operator,
+            [substitute(a, tensor) for a in call.args],
+            {name: substitute(a, tensor) for name, a in call.kwargs},
+        )
+
+    def _supply(self, index: int, environment: dict[int, torch.Tensor]) -> None:
+        value = self.graph.values[index]
+        if index in self.given:
+            environment[index] = self.given[index]
+        elif _is_floating(value.spec) or not (value.view or index in self.made_by):
+            environment[index] = _made_up(value.spec)
+        elif value.view is not None:
+            self._run(value.view, environment)
+        else:
+            inner: dict[int, torch.Tensor] = {}
+            for call in self.made_by[index].calls:
+                self._run(call, inner)
+            environment |= inner
+
+    def _run(self, call: Call, environment: dict[int, torch.Tensor]) -> None:
+        results = _results(self._execution(call, environment).run())
+        for index, leaf in zip(call.results, results, strict=True):
+            if index is not None and isinstance(leaf, torch.Tensor):
+                environment[index] = leaf
+
+
+def _inputs(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> _Inputs:
+    made_by = {
+        v: n for n in reversed(graph.nodes) for c in n.calls for v in c.results if v is not None
+    }
+    return _Inputs(graph, given, made_by)
+
+
+def _is_floating(spec: TensorSpec) -> bool:
+    dtype = _dtype(spec)
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    return found
+
+
+def _made_up(spec: TensorSpec) -> torch.Tensor:
+    """A tensor with the spec's strides: uniform in [0, 1); zeros if not of floating dtype."""
+    dtype = _dtype(spec)
+    elements = _span(spec)
+    if _is_floating(spec):
+        generator = torch.Generator(spec.device).manual_seed(0)
+        flat = torch.rand(elements, generator=generator, device=spec.device).to(dtype)
+    else:
+        flat = torch.zeros(elements, dtype=dtype, device=spec.device)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def _span(spec: TensorSpec) -> int:
+    """Elements of the smallest storage that holds the tensor at offset 0."""
+    if 0 in spec.shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def _results(result: object) -> list[object]:
+    """Flat results, in the order of `Call.results`."""
+    if not isinstance(result, tuple | list):
+        return [result]
+    return [leaf for item in result for leaf in _results(item)]
+
+
+# Memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    workspace_bytes: int
+    result_bytes: tuple[int, ...]
+
+
+def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Memory]:
+    """Workspace and result sizes of every call that runs.
+
+    Each runs once before it is measured: what an operator allocates once and keeps (primitive
+    caches, handles) is no part of its workspace.
+    """
+    if torch.device(_device(inputs.graph)).type == "cuda":
+        return _measure_memory_cuda(inputs, calls)
+    sizes: dict[str, tuple[int, ...]] = {}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+        for key, call in calls.items():
+            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+                execution = inputs.execution(call)
+                execution.run()
+                with record_function(_RANGE + key):
+                    result = execution.run()
+                sizes[key] = _result_bytes(execution, result)
+                del result, execution
+    peaks = _peaks_in_ranges(session)
+    return {key: _Memory(peaks[key] - sum(found), found) for key, found in sizes.items()}
+
+
+def _peaks_in_ranges(session: profile) -> dict[str, int]:
+    """For each of our ranges the peak of bytes allocated since its begin."""
+    ranges = sorted(
+        (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
+        for e in profiler_events(session)
+        if e.name().startswith(_RANGE)
+    )
+    events = list(memory_events(session))
+    peaks: dict[str, int] = {}
+    position = 0
+    for begin, end, key in ranges:
+        while position < len(events) and events[position][0] < begin:
+            position += 1
+        first = position
+        while position < len(events) and events[position][0] <= end:
+            position += 1
+        peaks[key], _ = peak_of(change for _, change in events[first:position])
+    return peaks
+
+
+def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Memory]:
+    device = _device(inputs.graph)
+    found: dict[str, _Memory] = {}
+    for key, call in calls.items():
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            execution = inputs.execution(call)
+            execution.run()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            result = execution.run()
+            peak = torch.cuda.max_memory_allocated(device) - before
+            sizes = _result_bytes(execution, result)
+            found[key] = _Memory(max(0, peak - sum(sizes)), sizes)
+            del result, execution
+    return found
+
+
+def _result_bytes(execution: _Execution, result: object) -> tuple[int, ...]:
+    """Bytes of the storage of each result; 0 if it is an argument's or an earlier result's."""
+    given = operators.tensors((execution.args, execution.kwargs))
+    seen = {t.untyped_storage()._cdata for t in given}
+    found: list[int] = []
+    for leaf in _results(result):
+        size_bytes = 0
+        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in seen:
+            seen.add(leaf.untyped_storage()._cdata)
+            size_bytes = _allocated(leaf.untyped_storage().nbytes(), leaf.device.type)
+        found.append(size_bytes)
+    return tuple(found)
+
+
+def _allocated(size_bytes: int, device_type: str) -> int:
+    granule = _CUDA_GRANULE_BYTES if device_type == "cuda" else 1
+    return -(-size_bytes // granule) * granule
+
+
+# Time
+
+
+def _measure_time(inputs: _Inputs, call: Call, memory: _Memory) -> OpCost:
+    """Median time of one call, its results dropped; made-up inputs are mutated as they are."""
+    execution = inputs.execution(call)
+    on_cuda = torch.device(_device(inputs.graph)).type == "cuda"
+    once = _cuda_time_ns if on_cuda else _cpu_time_ns
+    once(execution)
+    times: list[int] = []
+    while len(times) < _LEAST_REPEATS or (len(times) < _MOST_REPEATS and sum(times) < _TIME_BOX_NS):
+        times.append(once(execution))
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return OpCost(
+        time_ns=int(statistics.median(times)),
+        spread_ns=int(high - low),
+        workspace_bytes=memory.workspace_bytes,
+        result_bytes=memory.result_bytes,
+        repeats=len(times),
+    )
+
+
+def _cpu_time_ns(execution: _Execution) -> int:
+    begin = time.perf_counter_ns()
+    execution.run()
+    return time.perf_counter_ns() - begin
+
+
+def _cuda_time_ns(execution: _Execution) -> int:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    execution.run()
+    end.record()
+    end.synchronize()
+    return int(begin.elapsed_time(end) * 1e6)
+
+
+# Estimates
+
+
+def _fallback_rates(graph: CDGraph) -> tuple[float, float]:
+    return _CUDA_RATES if torch.device(_device(graph)).type == "cuda" else _CPU_RATES
+
+
+def _estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
+    """Cost of a call from the specs of its arguments and named results."""
+    given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
+    named = [v for v in call.results if v is not None]
+    moved = sum(_distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *named)))
+    seconds = max(moved / bytes_per_s, _flops(graph, call) / flops_per_s)
+    seen = {graph.values[v].data for v in given}
+    sizes: list[int] = []
+    for value in call.results:
+        if value is None or graph.values[value].data in seen:
+            sizes.append(0)
+            continue
+        seen.add(graph.values[value].data)
+        spec = graph.values[value].spec
+        size_bytes = _item_bytes(spec) * (spec.offset + _span(spec))
+        sizes.append(_allocated(size_bytes, torch.device(spec.device).type))
+    return OpCost(round(seconds * 1e9), 0, 0, tuple(sizes), 0)
+
+
+def _larger(a: OpCost, b: OpCost) -> OpCost:
+    """Calls of one key can differ in which results they name: the sizes of those named once."""
+    sizes = tuple(map(max, a.result_bytes, b.result_bytes))
+    return replace(a, time_ns=max(a.time_ns, b.time_ns), result_bytes=sizes)
+
+
+def _flops(graph: CDGraph, call: Call) -> int:
+    formula = flop_registry.get(operators.resolve(call.op).overloadpacket)
+    if formula is None:
+        return 0
+
+    def shape(index: int) -> Any:
+        return torch.Size(graph.values[index].spec.shape)
+
+    results = [shape(v) for v in call.results if v is not None]
+    return int(
+        formula(
+            *(substitute(a, shape) for a in call.args),
+            **{name: substitute(a, shape) for name, a in call.kwargs},
+            out_val=results[0] if len(results) == 1 else results,
+        )
+    )
+
+
+def _distinct_bytes(spec: TensorSpec) -> int:
+    """Bytes of the elements that the tensor holds, those repeated by expansion once."""
+    pairs: Iterable[tuple[int, int]] = zip(spec.shape, spec.stride, strict=True)
+    return _item_bytes(spec) * prod(n for n, stride in pairs if stride or not n)
+
+
+def _item_bytes(spec: TensorSpec) -> int:
+    return _dtype(spec).itemsize

@@ -1,0 +1,69 @@
+"""The ruler: how many bytes are alive while a step runs (DESIGN, 'The ruler').
+
+takes: a function that runs one step. returns: its peak of live bytes, beyond what is alive when
+it starts. guarantees: on CPU every allocation of PyTorch counts with the bytes asked for, as the
+profiler records it; on CUDA with the bytes that the caching allocator gave out.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_live_bytes(
+    step: Callable[[], object], warmup: int = 2, *, device: torch.device | str = "cpu"
+) -> tuple[int, int]:
+    """(peak, final) bytes alive during `step()` on `device`, relative to its start.
+
+    `step` runs `warmup` times before, so that the parameters' `.grad` and the caches of
+    operators exist already; it should leave nothing behind (drop its results, keep `.grad`
+    storages), then `final` is 0.
+    """
+    for _ in range(warmup):
+        step()
+    gc.collect()
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _cuda_peak(step, device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+        step()
+    return peak_of(change for _, change in memory_events(session))
+
+
+def memory_events(session: profile) -> Iterator[tuple[int, int]]:
+    """(time in ns, bytes) of every allocation (> 0) and free (< 0) on CPU, in order."""
+    events = (e for e in profiler_events(session) if e.name() == "[memory]")
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.device_type() == torch._C._autograd.DeviceType.CPU:
+            yield event.start_ns(), event.nbytes()
+
+
+def profiler_events(session: profile) -> list[Any]:
+    """The raw events of a profiler session that has ended."""
+    profiler = session.profiler
+    assert profiler is not None and profiler.kineto_results is not None
+    return list(profiler.kineto_results.events())
+
+
+def peak_of(changes: Iterator[int]) -> tuple[int, int]:
+    """(largest, last) of the running sum of `changes`, which starts at 0."""
+    live = peak = 0
+    for change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak, live
+
+
+def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_allocated(device)
+    return torch.cuda.max_memory_allocated(device) - before, after - before
