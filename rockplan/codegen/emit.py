@@ -63,7 +63,7 @@ class _Names:
     """Unique Python identifiers for values and operators."""
 
     def __init__(self) -> None:
-        self._taken: Counter[str] = Counter({"frame": 1, "torch": 1, "rng": 1, "state": 1})
+        self._taken: Counter[str] = Counter({"frame": 1, "torch": 1})
         self._of: dict[object, str] = {}
         self.operators: dict[str, str] = {}
 
@@ -260,8 +260,7 @@ class _Emitter:
             self._before_random(node, again)
         self._calls(node, again)
         if replayed and again:
-            self._line("rng.end(state)")
-            self._line("del state")
+            self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:
             self._line(f"del {self._states.pop(node.index)}")
 
@@ -269,11 +268,11 @@ class _Emitter:
         results = [r for c in node.calls for r in c.results if r is not None]
         device = self._graph.values[results[0]].spec.device
         if again:
-            self._line(f'state = rng.begin({self._states[node.index]}, "{device}")')
+            self._line(f'frame.begin_replay({self._states[node.index]}, "{device}")')
             return
         name = self._names.of(("state", node.index), f"rng_{node.name}")
         self._states[node.index] = name
-        self._line(f'{name} = rng.save("{device}")')
+        self._line(f'{name} = frame.generator_state("{device}")')
 
     def _calls(self, node: ComputeNode, again: bool) -> None:
         """A re-execution makes its own copy of a storage that is alive, and drops it."""

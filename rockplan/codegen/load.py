@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rockplan.codegen import random_state
 from rockplan.codegen.emit import Code, emit_guard
 from rockplan.interface import Interface
 
@@ -43,7 +42,7 @@ def load(code: Code, interface: Interface, name: str) -> Functions:
 
 
 def _execute(text: str, operators: tuple[tuple[str, str], ...], filename: str) -> dict[str, Any]:
-    namespace: dict[str, Any] = {"torch": torch, "rng": random_state}
+    namespace: dict[str, Any] = {"torch": torch}
     for identifier, op in operators:
         library, packet, overload = op.split(".")
         operator = getattr(getattr(getattr(torch.ops, library), packet), overload)

@@ -8,9 +8,10 @@ they do not hold, another program is used, planned, or refused.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,13 +48,34 @@ _OWN_REGISTRIES = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One plan with what it takes to run it on one kind of call."""
+    """One plan with what it takes to run it on one kind of call.
+
+    Copies share everything but the constants; a pickle holds the plan as data, and the code is
+    generated again from it.
+    """
 
     plan: Plan
     interface: Interface
     executable: Executable
     constants: tuple[torch.Tensor, ...]
     output_spec: pytree.TreeSpec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return replace(self, constants=copy.deepcopy(self.constants, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return build_program, (self.plan, self.interface, self.constants, self.output_spec)
+
+
+def build_program(
+    plan: Plan,
+    interface: Interface,
+    constants: tuple[torch.Tensor, ...],
+    output_spec: pytree.TreeSpec,
+) -> Program:
+    """Generate the code of `plan`, whose values meet the caller as `interface` says."""
+    executable = runtime.build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
+    return Program(plan, interface, executable, constants, output_spec)
 
 
 MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Program]
@@ -96,6 +118,25 @@ class Planned:
         """The generated Python of `plan`."""
         assert self._rockplan.latest is not None
         return self._rockplan.latest.executable.code.source
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For pickle: the original's attributes and the programs that hold in this state."""
+        state = self._rockplan
+        attributes = {k: v for k, v in self.__dict__.items() if k != "_rockplan"}
+        programs = [
+            (key, bound.program)
+            for key, bounds in state.programs.items()
+            for bound in bounds
+            if signature_holds(bound.signature)
+        ]
+        settings = (state.instance_forward, state.make_program, state.on_mismatch)
+        return _rebuild, (state.original, attributes, settings, programs, state.latest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
@@ -189,6 +230,22 @@ def planned_module(
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
     state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]
     state.latest = program
+    return planned
+
+
+def _rebuild(
+    original: type[nn.Module],
+    attributes: dict[str, Any],
+    settings: tuple[Callable[..., Any] | None, MakeProgram, str],
+    programs: Sequence[tuple[Any, Program]],
+    latest: Program | None,
+) -> nn.Module:
+    """Unpickle a planned module."""
+    planned = nn.Module.__new__(_planned_class(original))  # type: ignore[arg-type]
+    state = _State(original, *settings, latest=latest)
+    planned.__dict__.update(attributes, _rockplan=state)
+    for key, program in programs:
+        state.programs.setdefault(key, []).append(_bind(planned, program))
     return planned
 
 

@@ -1,7 +1,6 @@
 """Replay of random draws: a recomputation sees the generator state of the first execution.
 
-The generated code calls `save` before a first execution, and `begin` and `end` around a
-re-execution, so the generator that the user sees is never moved by a replay.
+The generator that the user sees is never moved by a replay: `begin` says how to undo it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rockplan.codegen import random_state
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
 from rockplan.errors import BackwardError
@@ -62,7 +63,15 @@ def build(graph: CDGraph, interface: Interface, schedule: Schedule, name: str) -
 class Frame:
     """State of one call: what the generated code keeps between its functions."""
 
-    __slots__ = ("_carried", "_tangents", "_versions", "executable", "next_slice", "residents")
+    __slots__ = (
+        "_carried",
+        "_replay",
+        "_tangents",
+        "_versions",
+        "executable",
+        "next_slice",
+        "residents",
+    )
 
     def __init__(self, executable: Executable, residents: Sequence[torch.Tensor]) -> None:
         self.executable = executable
@@ -71,6 +80,19 @@ class Frame:
         self._carried: tuple[torch.Tensor, ...] = ()
         self._tangents: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
+        self._replay: random_state.State | None = None
+
+    def generator_state(self, device: str) -> torch.Tensor:
+        return random_state.save(device)
+
+    def begin_replay(self, state: torch.Tensor, device: str) -> None:
+        self._replay = random_state.begin(state, device)
+
+    def end_replay(self) -> None:
+        """Put the generator back; also called when a replayed operation fails."""
+        if self._replay is not None:
+            random_state.end(self._replay)
+            self._replay = None
 
     def carry(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._carried = tensors
@@ -109,16 +131,15 @@ class Frame:
 def _execute(frame: Frame, function: SliceFunction) -> tuple[torch.Tensor, ...]:
     """Run generated code with the kernels of eager: below autograd, gradient mode on (some
     kernels look at it), and autocast off, because its casts are operations of the graph."""
-    autocast = [d for d in frame.executable.devices if torch.is_autocast_enabled(d)]
-    if not autocast:
-        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-            return function(frame)
     with contextlib.ExitStack() as stack:
-        for device_type in autocast:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        return function(frame)
+        for device_type in frame.executable.devices:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        try:
+            with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+                return function(frame)
+        finally:
+            frame.end_replay()
 
 
 class _Seam(torch.autograd.Function):

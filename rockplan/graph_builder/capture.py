@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ def capture(
         recorder.leaf_storages = frozenset(v.storage for v in recorder.values)
         reader.start({v: (i, real_leaves[i]) for i, v in inputs})
         fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
-        with _quiet_tracing(), fake_mode:
+        with _as_in_eager(recorder), fake_mode:
             with recorder, _module_paths(module, recorder):
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
             outputs, output_spec = pytree.tree_flatten(result)
@@ -393,10 +393,26 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_tracing() -> Iterator[None]:
-    """Gradient mode on, autocast as the caller has it but with a weight cache of its own."""
+def _as_in_eager(recorder: Recorder) -> Iterator[None]:
+    """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
+    libraries led to take the path that they take in eager execution."""
+
+    def refuse_hook() -> NoReturn:
+        module, source = recorder.place()
+        raise UnsupportedModel(
+            f"{where(module, source)}: the forward registers a hook on a tensor, which would not "
+            "run in a planned step; use a custom autograd.Function, or hook the parameters",
+            module_path=module,
+            source=source,
+        )
+
     torch.clear_autocast_cache()
-    with torch.enable_grad(), swap.transformers_sees_real_tensors():
+    with (
+        torch.enable_grad(),
+        swap.transformers_sees_real_tensors(),
+        swap.without_checkpointing(),
+        swap.without_tensor_hooks(refuse_hook),
+    ):
         try:
             yield
         finally:

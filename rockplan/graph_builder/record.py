@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
 
     def _describe(self, tensor: torch.Tensor) -> RecordedValue:
         if tensor.layout is not torch.strided:
-            module, source = self._place()
+            module, source = self.place()
             raise UnsupportedModel(
                 f"{where(module, source)}: a tensor with layout {tensor.layout} cannot be "
                 "planned; use dense tensors (for nn.Embedding: sparse=False)",
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace == "prim":
             return func(*args, **kwargs)
-        module, source = self._place()
+        module, source = self.place()
         self._refuse_unsupported(func, module, source)
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known_tensor, (args, kwargs))
         if operators.operator_name(func) in operators.VALUE_READS:
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
             results,
         )
 
-    def _place(self) -> tuple[str, str]:
+    def place(self) -> tuple[str, str]:
         """Module path and source line of the user's model that the current call belongs to."""
         if self.phase is Phase.FORWARD:
             place = (self.module_stack[-1], user_source())

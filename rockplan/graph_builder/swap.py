@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
 
@@ -80,3 +81,45 @@ def transformers_sees_real_tensors() -> Iterator[None]:
     finally:
         for library, function in replaced:
             library.__dict__["is_fake_tensor"] = function
+
+
+@contextlib.contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Let `torch.utils.checkpoint` inside the model call its function directly: what is
+    recomputed is the plan's decision, and its replay of random draws cannot be recorded."""
+
+    def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    class _Direct:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+            return function(*args)
+
+    names = {
+        "_checkpoint_without_reentrant_generator": no_hooks,
+        "CheckpointFunction": _Direct,
+    }
+    before = {name: getattr(checkpoint, name) for name in names}
+    for name, replacement in names.items():
+        setattr(checkpoint, name, replacement)
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(checkpoint, name, original)
+
+
+@contextlib.contextmanager
+def without_tensor_hooks(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """Refuse hooks that the forward puts on its tensors: they would run during capture only."""
+    original = torch.Tensor.register_hook
+
+    def register_hook(self: torch.Tensor, hook: Any) -> NoReturn:
+        refuse()
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook = original  # type: ignore[method-assign]

@@ -1,0 +1,29 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+# The pinned CPU build first: a plain range would pull gigabytes of CUDA packages on Linux.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/ready
+	$(BIN)/python -m benchmarks.demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

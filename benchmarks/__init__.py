@@ -1,0 +1,1 @@
+"""Benchmarks, and the models that they share with the tests."""

@@ -1,0 +1,215 @@
+"""Models with random weights: each factory returns a Case, in training mode with dropout on.
+
+transformers models are built from configurations, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A module, one call of it, and the loss of its result."""
+
+    name: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], torch.Tensor]
+
+    def step(self, module: nn.Module | None = None) -> None:
+        """Forward and backward of `module` (a variant of the model) on the sample."""
+        result = (self.model if module is None else module)(*self.args, **self.kwargs)
+        self.loss(result).backward()
+
+
+def _of_result(result: Any) -> torch.Tensor:
+    return result.loss
+
+
+def _mean_square(result: torch.Tensor) -> torch.Tensor:
+    return result.pow(2).mean()
+
+
+def _tokens(vocabulary: int, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (batch, length))
+
+
+def gpt2(
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    vocabulary: int = 128,
+    batch: int = 2,
+    length: int = 64,
+    attention: str = "sdpa",
+) -> Case:
+    """GPT-2 of transformers with its loss inside, keyword inputs, dictionary-like output."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=vocabulary,
+        n_positions=length,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+        attn_implementation=attention,
+    )
+    ids = _tokens(vocabulary, batch, length)
+    model = GPT2LMHeadModel(config).train()
+    return Case(f"gpt2-{layers}", model, (), {"input_ids": ids, "labels": ids}, _of_result)
+
+
+def llama(
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    key_value_heads: int = 2,
+    vocabulary: int = 128,
+    batch: int = 2,
+    length: int = 64,
+) -> Case:
+    """Llama of transformers with grouped attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        loss_type="ForCausalLM",
+    )
+    ids = _tokens(vocabulary, batch, length)
+    model = LlamaForCausalLM(config).train()
+    return Case(f"llama-{layers}", model, (), {"input_ids": ids, "labels": ids}, _of_result)
+
+
+def bert(
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    vocabulary: int = 128,
+    batch: int = 2,
+    length: int = 64,
+) -> Case:
+    """BERT of transformers with an attention mask whose values its forward looks at."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        loss_type="ForMaskedLM",
+    )
+    ids = _tokens(vocabulary, batch, length)
+    kwargs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    return Case(f"bert-{layers}", BertForMaskedLM(config).train(), (), kwargs, _of_result)
+
+
+class Bottleneck(nn.Module):
+    """Residual bottleneck of ResNet-50 with in-place ReLU (He et al., 2016)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        x = self.bn3(self.conv3(x))
+        x += shortcut
+        return self.relu(x)
+
+
+class ResNet(nn.Module):
+    """ResNet-50 where depths is (3, 4, 6, 3) and width 64."""
+
+    def __init__(self, depths: tuple[int, ...], width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        stages = []
+        inputs = width
+        for number, depth in enumerate(depths):
+            inner = width * 2**number
+            blocks = [Bottleneck(inputs, inner, 1 if number == 0 else 2)]
+            blocks += [Bottleneck(4 * inner, inner, 1) for _ in range(depth - 1)]
+            stages.append(nn.Sequential(*blocks))
+            inputs = 4 * inner
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inputs, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stages(self.stem(x))
+        return self.head(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+def resnet(
+    depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 8, batch: int = 4, size: int = 64
+) -> Case:
+    """A ResNet-50-shaped network with BatchNorm in training mode."""
+    images = torch.randn(batch, 3, size, size)
+    return Case("resnet-50", ResNet(depths, width, 10).train(), (images,), {}, _mean_square)
+
+
+def mlp(depth: int = 8, width: int = 64, batch: int = 128) -> Case:
+    """Linear, ReLU, Dropout, repeated."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1)]
+    model = nn.Sequential(*layers, nn.Linear(width, 8)).train()
+    return Case(f"mlp-{depth}", model, (torch.randn(batch, width),), {}, _mean_square)
+
+
+def encoder(layers: int = 2, width: int = 64, batch: int = 4, length: int = 32) -> Case:
+    """nn.TransformerEncoder."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+    model = nn.TransformerEncoder(layer, layers).train()
+    sample = torch.randn(batch, length, width)
+    return Case(f"encoder-{layers}", model, (sample,), {}, _mean_square)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    "resnet": resnet,
+    "mlp": mlp,
+    "encoder": encoder,
+}

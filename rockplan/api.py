@@ -1,0 +1,257 @@
+"""The pipeline: a module, a sample and a budget -> a plan -> a planned module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rockplan.block import Block
+from rockplan.budget import Budget, parse_budget
+from rockplan.codegen import module as planned_modules
+from rockplan.codegen import random_state
+from rockplan.dp.search import ChainSolver
+from rockplan.errors import InfeasibleBudget, InvalidInput
+from rockplan.graph import CDGraph
+from rockplan.graph_builder.canonical import graph_digest, profile_digest
+from rockplan.graph_builder.capture import Capture, capture
+from rockplan.graph_builder.lower import Lowered, lower
+from rockplan.graph_builder.measure import measure, price
+from rockplan.graph_builder.partition import partition
+from rockplan.ilp.bound import lower_bound_ns
+from rockplan.ilp.options import option_families
+from rockplan.plan import BlockSummary, Certificate, Plan, Status
+from rockplan.profile import Profile
+from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers
+from rockplan.simulate import Simulation, simulate, timeline
+from rockplan.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to plan.
+
+    on_mismatch: what a planned module does where a call differs from everything that was
+    planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
+    the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    bound_time_limit_s: how long to look for the lower bound that the certificate states.
+    """
+
+    on_mismatch: Literal["replan", "original", "error"] = "replan"
+    bound_time_limit_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in ("replan", "original", "error"):
+            raise InvalidInput(
+                f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
+            )
+
+
+DEFAULT_OPTIONS = Options()
+
+
+def solve(
+    model: nn.Module,
+    sample_input: object,
+    budget: int | float | str | Budget,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> nn.Module:
+    """Plan `model` under a budget; returns a drop-in module that executes the plan.
+
+    sample_input: one batch, as a tensor, a tuple of positional arguments or a mapping of keyword
+    arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
+    budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and
+    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, or 'min'.
+    The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
+    what it executes.
+    Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
+    """
+    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    make_program = functools.partial(_program, budget=parse_budget(budget), options=options)
+    program = make_program(model, args, kwargs)
+    return planned_modules.planned_module(
+        model,
+        program,
+        args,
+        kwargs,
+        make_program=make_program,
+        on_mismatch=options.on_mismatch,
+    )
+
+
+def plan(
+    model: nn.Module,
+    sample_input: object,
+    budget: int | float | str | Budget,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> Plan:
+    """The plan that `solve` would execute, with the same arguments and errors."""
+    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    return _plan(_prepare(model, args, kwargs), parse_budget(budget), options)
+
+
+def _arguments(
+    model: object, sample_input: object, sample_kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    _refuse_wrappers(model)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dict(sample_kwargs or {})
+    if isinstance(sample_input, Mapping):
+        kwargs = {**{str(k): v for k, v in sample_input.items()}, **kwargs}
+    elif isinstance(sample_input, tuple | list):
+        args = tuple(sample_input)
+    elif isinstance(sample_input, torch.Tensor):
+        args = (sample_input,)
+    else:
+        raise InvalidInput(
+            f"sample_input is a {type(sample_input).__name__}; pass a tensor, a tuple of "
+            "positional arguments or a mapping of keyword arguments"
+        )
+    _check_devices(model, (*args, *kwargs.values()))
+    return args, kwargs
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
+    compiled = hasattr(model, "_orig_mod")
+    if isinstance(model, wrappers) or compiled:
+        raise InvalidInput(
+            f"model is a {type(model).__name__}; plan the module inside it, then wrap the "
+            "planned module"
+        )
+
+
+def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    own = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"meta"}
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and own and argument.device.type not in own:
+            raise InvalidInput(
+                f"the sample has a tensor on {argument.device}, the model is on "
+                f"{', '.join(sorted(own))}; move the sample there"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Everything that planning needs, before a budget is known."""
+
+    captured: Capture
+    lowered: Lowered
+    graph: CDGraph
+    blocks: tuple[Block, ...]
+    profile: Profile
+
+
+def _prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Prepared:
+    captured = capture(module, args, kwargs, planned_modules.original_forward(module))
+    device = _device(module, captured)
+    lowered = lower(captured, random_state.state_bytes(device))
+    profile = measure(lowered.graph, lowered.samples)
+    graph = price(lowered.graph, profile)
+    return _Prepared(captured, lowered, graph, partition(graph), profile)
+
+
+def _device(module: nn.Module, captured: Capture) -> torch.device:
+    kinds = {v.spec.device for v in captured.values if v.spec.device.startswith("cuda")}
+    return torch.device(min(kinds)) if kinds else torch.device("cpu")
+
+
+def _plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
+    graph = prepared.graph
+    everything = simulate(graph, keep_all(graph))
+    budget_bytes = budget.within(everything.peak_bytes)
+    if budget_bytes is not None and budget_bytes >= everything.peak_bytes:
+        return _finish(prepared, keep_all(graph), budget_bytes, everything, options)
+    families = option_families([b.problem for b in prepared.blocks])
+    solver = ChainSolver(graph, prepared.blocks, families)
+    if budget_bytes is None:
+        budget_bytes = solver.minimum_bytes
+    schedule = solver.best_schedule(budget_bytes)
+    if schedule is None:
+        smallest = solver.best_schedule(solver.minimum_bytes)
+        assert smallest is not None
+        found = simulate(graph, smallest)
+        event = smallest.events[found.peak_event]
+        where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
+        raise InfeasibleBudget(budget_bytes, solver.minimum_bytes, where)
+    return _finish(prepared, schedule, budget_bytes, everything, options)
+
+
+def _operation(graph: CDGraph, node: int) -> str:
+    found = graph.nodes[node]
+    place = f" in '{found.module}'" if found.module else ""
+    return f"{found.phase.value} operation {found.name}{place} ({found.source})"
+
+
+def _finish(
+    prepared: _Prepared,
+    schedule: Schedule,
+    budget_bytes: int,
+    everything: Simulation,
+    options: Options,
+) -> Plan:
+    graph = prepared.graph
+    ends = frozenset(b.backward[-1] for b in prepared.blocks if b.backward)
+    during = [step.during_bytes for step in timeline(graph, schedule)]
+    merged = merge_handovers(graph, schedule, during, ends)
+    verify(graph, merged)
+    found = simulate(graph, merged)
+    return Plan(
+        graph=graph,
+        schedule=merged,
+        blocks=tuple(
+            BlockSummary(b.name, b.digest, b.forward, b.backward) for b in prepared.blocks
+        ),
+        budget_bytes=budget_bytes,
+        peak_bytes=found.peak_bytes,
+        saved_bytes=found.saved_bytes,
+        time_ns=found.time_ns,
+        eager_peak_bytes=everything.peak_bytes,
+        eager_time_ns=everything.time_ns,
+        certificate=_certificate(graph, found, everything, budget_bytes, options),
+        graph_digest=graph_digest(graph),
+        profile_digest=profile_digest(prepared.profile),
+        profile_source=f"{prepared.profile.source} on {prepared.profile.device}, "
+        f"torch {prepared.profile.torch_version}",
+    )
+
+
+def _certificate(
+    graph: CDGraph,
+    found: Simulation,
+    everything: Simulation,
+    budget_bytes: int,
+    options: Options,
+) -> Certificate:
+    if found.time_ns == everything.time_ns:
+        return Certificate(Status.OPTIMAL, found.time_ns, found.time_ns)
+    bound = lower_bound_ns(graph, budget_bytes, time_limit_s=options.bound_time_limit_s)
+    bound = min(max(bound, everything.time_ns), found.time_ns)
+    status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
+    return Certificate(status, found.time_ns, bound)
+
+
+def _program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    budget: Budget,
+    options: Options,
+) -> planned_modules.Program:
+    prepared = _prepare(module, args, kwargs)
+    made = _plan(prepared, budget, options)
+    constants = tuple(t for _, t in prepared.captured.constants)
+    return planned_modules.build_program(
+        made, prepared.lowered.interface, constants, prepared.captured.output_spec
+    )

@@ -1,0 +1,242 @@
+"""Every kind of bad input gets an error of ours that names cause and remedy, and the model is
+left exactly as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rockplan
+
+
+class ReadsActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y
+
+
+class ReadsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * float(self.scale)
+
+
+class BooleanIndex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y[y > 0].sum()
+
+
+class Opaque:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class DynamicCache(Opaque):
+    pass
+
+
+class ReturnsOpaque(nn.Module):
+    def __init__(self, kind: type[Opaque]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x)
+        return y, self.kind(y)
+
+
+class StoresActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.inner(x)
+        return self.last.tanh()
+
+
+class FailsHalfWay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+        self.calls: list[int] = []
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.calls.append(self.count)
+        self.extra = 1
+        self.bn(x)
+        raise RuntimeError("half way")
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda m, a, r: None)
+    return model
+
+
+SAMPLE = torch.randn(3, 4)
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str]]] = {
+    "reads an activation": (
+        ReadsActivation,
+        SAMPLE,
+        rockplan.ValueDependentControlFlow,
+        ["test_bad_input.py:", "(root)", "torch.where"],
+    ),
+    "reads a parameter": (
+        ReadsParameter,
+        SAMPLE,
+        rockplan.ValueDependentControlFlow,
+        ["test_bad_input.py:", "parameter"],
+    ),
+    "data-dependent shape": (
+        lambda: nn.Sequential(BooleanIndex()),
+        SAMPLE,
+        rockplan.DataDependentShape,
+        ["test_bad_input.py:", "module '0'", "torch.where"],
+    ),
+    "nothing to differentiate": (
+        frozen,
+        SAMPLE,
+        rockplan.NothingToDifferentiate,
+        ["requires_grad"],
+    ),
+    "sample does not fit": (
+        lambda: nn.Linear(4, 4),
+        torch.randn(3, 5),
+        rockplan.CaptureError,
+        ["sample", "shapes"],
+    ),
+    "opaque result": (
+        lambda: ReturnsOpaque(Opaque),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["Opaque", "return tensors"],
+    ),
+    "cache in the result": (
+        lambda: ReturnsOpaque(DynamicCache),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["DynamicCache", "use_cache=False"],
+    ),
+    "activation stored on the module": (
+        StoresActivation,
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["self.last", "Return it"],
+    ),
+    "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
+    "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
+    "lazy": (lambda: nn.LazyLinear(4), SAMPLE, rockplan.InvalidInput, ["lazy", "run"]),
+    "meta": (
+        lambda: nn.Linear(4, 4, device="meta"),
+        SAMPLE,
+        rockplan.InvalidInput,
+        ["meta", "materialize"],
+    ),
+    "sample on another device": (
+        lambda: nn.Linear(4, 4),
+        torch.empty(3, 4, device="meta"),
+        rockplan.InvalidInput,
+        ["meta", "cpu"],
+    ),
+}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything of a module tree that planning could leave changed."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            found[f"{path}:{name}"] = (value, copy.copy(value))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                data = None if tensor.is_meta else tensor.detach().clone()
+                found[f"{path}.{name}"] = (tensor, (data, tensor.requires_grad, tensor.grad))
+    return found
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
+    after = state_of(model)
+    assert after.keys() == before.keys()
+    for name, (value, content) in before.items():
+        assert after[name][0] is value, name
+        if isinstance(value, torch.Tensor) and isinstance(content, tuple):
+            data, requires_grad, grad = content
+            assert data is None or torch.equal(value.detach(), data), name
+            assert value.requires_grad == requires_grad and value.grad is grad, name
+        elif isinstance(content, dict | list):
+            assert after[name][1] == content, name
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_with_cause_and_remedy(kind: str) -> None:
+    make, sample, error, words = REFUSED[kind]
+    model = make()
+    before = state_of(model)
+    generator = torch.get_rng_state()
+    with pytest.raises(error) as caught:
+        rockplan.solve(model, sample, "50%")
+    assert isinstance(caught.value, rockplan.RockplanError)
+    for word in words:
+        assert word in str(caught.value)
+    assert_unchanged(model, before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(rockplan.InvalidInput, match="function"):
+        rockplan.solve(lambda x: x, SAMPLE, "50%")  # type: ignore[arg-type]
+
+
+def test_sample_of_unknown_kind() -> None:
+    with pytest.raises(rockplan.InvalidInput, match="sample_input"):
+        rockplan.solve(nn.Linear(4, 4), 3, "50%")
+
+
+@pytest.mark.parametrize(
+    "budget", ["", "much", "5 parsecs", "-1GB", "0", 0, -5, "0%", float("nan"), True, None, []]
+)
+def test_budgets_that_are_none(budget: Any) -> None:
+    with pytest.raises(rockplan.InvalidBudget, match="GiB"):
+        rockplan.solve(nn.Linear(4, 4), SAMPLE, budget)
+
+
+def test_wrapped_modules_are_refused() -> None:
+    with pytest.raises(rockplan.InvalidInput, match="inside"):
+        rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
+
+
+def test_planning_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+    model[1].eval()
+    before = state_of(model)
+    rockplan.solve(model, SAMPLE, "100%")
+    assert_unchanged(model, before)

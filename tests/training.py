@@ -1,0 +1,80 @@
+"""Train an original and its planned twin side by side, and compare every bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import rockplan
+from benchmarks.models import Case
+
+
+def solve_case(case: Case, budget: Any, **options: Any) -> nn.Module:
+    """Plan the model of `case`."""
+    return rockplan.solve(case.model, case.args, budget, sample_kwargs=case.kwargs, **options)
+
+
+def assert_equal_trees(found: Any, expected: Any, what: str) -> None:
+    """Same structure, types and bits."""
+    assert type(found) is type(expected), what
+    found_leaves, found_spec = pytree.tree_flatten(found)
+    expected_leaves, expected_spec = pytree.tree_flatten(expected)
+    assert found_spec == expected_spec, what
+    for a, b in zip(found_leaves, expected_leaves, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert_same_tensor(a, b, what)
+        else:
+            assert a == b, what
+
+
+def assert_same_tensor(a: torch.Tensor | None, b: torch.Tensor | None, what: str) -> None:
+    """Both None, or equal bit for bit (NaN equals NaN)."""
+    assert (a is None) == (b is None), what
+    if a is not None and b is not None:
+        assert a.dtype == b.dtype and a.shape == b.shape, what
+        assert a.requires_grad == b.requires_grad, what
+        same = (a == b) | ((a != a) & (b != b))
+        assert bool(same.all()), f"{what}: differs in {int((~same).sum())} of {a.numel()}"
+
+
+def train_side_by_side(case: Case, planned: nn.Module, eager: nn.Module, steps: int = 5) -> None:
+    """`steps` optimizer steps of both from the same seeds; every result, gradient, parameter,
+    buffer and generator state must be the same bit for bit."""
+    planned_optimizer = torch.optim.AdamW(planned.parameters(), lr=1e-3)
+    eager_optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3)
+    for step in range(steps):
+        results = []
+        states = []
+        for module, optimizer in ((eager, eager_optimizer), (planned, planned_optimizer)):
+            torch.manual_seed(1000 + step)
+            optimizer.zero_grad()
+            result = module(*case.args, **case.kwargs)
+            case.loss(result).backward()
+            states.append(torch.get_rng_state())
+            results.append(result)
+        assert_equal_trees(results[1], results[0], f"step {step}: result")
+        assert torch.equal(states[0], states[1]), f"step {step}: generator state"
+        assert_same_state(planned, eager, f"step {step}")
+        eager_optimizer.step()
+        planned_optimizer.step()
+        assert_same_state(planned, eager, f"after step {step}")
+
+
+def assert_same_state(planned: nn.Module, eager: nn.Module, when: str) -> None:
+    """Parameters, their gradients and buffers."""
+    pairs = zip(planned.named_parameters(), eager.named_parameters(), strict=True)
+    for (name, a), (other_name, b) in pairs:
+        assert name == other_name
+        assert_same_tensor(a, b, f"{when}: {name}")
+        assert_same_tensor(a.grad, b.grad, f"{when}: gradient of {name}")
+    for (name, a), (_, b) in zip(planned.named_buffers(), eager.named_buffers(), strict=True):
+        assert_same_tensor(a, b, f"{when}: buffer {name}")
+
+
+def twin(case: Case) -> nn.Module:
+    """A copy of the model of `case`, to be trained eagerly."""
+    return copy.deepcopy(case.model)
