@@ -1,0 +1,480 @@
+"""Measuring: known operators cost what they are known to cost, and predictions meet the ruler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from rockplan.errors import PlanFormatError
+from rockplan.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    TensorSpec,
+    Value,
+    ValueRef,
+)
+from rockplan.graph_builder.canonical import profile_digest
+from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.lower import Lowered, lower
+from rockplan.graph_builder.measure import call_key, measure, price, roofline
+from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.ruler import peak_live_bytes
+from rockplan.profile import Profile
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
+
+FLOAT = torch.float32.itemsize
+
+
+# The ruler
+
+
+def test_ruler_counts_what_is_alive_together() -> None:
+    def step() -> None:
+        a = torch.zeros(1000)
+        b = torch.zeros(2000)
+        del a
+        c = torch.zeros(500)
+        del b, c
+
+    assert peak_live_bytes(step) == (3000 * FLOAT, 0)
+
+
+def test_ruler_counts_temporaries_inside_operators() -> None:
+    left, right = torch.zeros(64, 32), torch.zeros(32, 16)
+
+    # The product (64 x 16) with its sum (64); then the sum with its clone.
+    peak, final = peak_live_bytes(lambda: (left @ right).sum(dim=1).clone())
+    assert (peak, final) == ((64 * 16 + 64) * FLOAT, 0)
+
+
+def test_ruler_reports_what_a_step_leaves_behind() -> None:
+    kept: list[torch.Tensor] = []
+    peak, final = peak_live_bytes(lambda: kept.append(torch.zeros(100)), warmup=0)
+    assert (peak, final) == (100 * FLOAT, 100 * FLOAT)
+    assert peak_live_bytes(kept.clear, warmup=0) == (0, -100 * FLOAT)
+
+
+def test_ruler_warms_up_first() -> None:
+    runs: list[int] = []
+    peak_live_bytes(lambda: runs.append(1), warmup=3)
+    assert len(runs) == 4
+
+
+def test_ruler_sees_gradients_only_while_they_are_temporary() -> None:
+    layer = nn.Linear(50, 40, bias=False)
+    x = torch.zeros(10, 50)
+
+    def step() -> None:
+        layer(x).backward(torch.ones(10, 40))
+
+    # Output and tangent; then the new gradient, added to the `.grad` that exists already.
+    assert peak_live_bytes(step) == ((2 * 10 * 40 + 40 * 50) * FLOAT, 0)
+
+
+# Graphs of single operators
+
+
+@torch.library.custom_op("rockplan_test::temporary", mutates_args=())
+def temporary(x: torch.Tensor, elements: int) -> torch.Tensor:
+    first = torch.zeros(elements)
+    second = torch.zeros(elements)
+    del first
+    third = torch.zeros(elements)
+    return x + (second[0] + third[0]).item()
+
+
+@torch.library.custom_op("rockplan_test::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if (x < 2).any():
+        raise RuntimeError("values below 2")
+    return x.clone()
+
+
+@torch.library.custom_op("rockplan_test::mask", mutates_args=())
+def mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((7,), 3, dtype=torch.uint8)
+
+
+@torch.library.custom_op("rockplan_test::needs_mask", mutates_args=())
+def needs_mask(mask: torch.Tensor) -> torch.Tensor:
+    if mask.shape != (7,) or (mask != 3).any():
+        raise RuntimeError("not the workspace of the forward operator")
+    return torch.zeros(1)
+
+
+def spec(*shape: int, dtype: str = "torch.float32", offset: int = 0) -> TensorSpec:
+    strides = torch.empty(shape, device="meta").stride()
+    return TensorSpec(shape, strides, offset, dtype, "cpu")
+
+
+def call(op: str, *args: object, results: tuple[int | None, ...]) -> Call:
+    return Call(op, args, (), results)
+
+
+def graph_of(specs: list[TensorSpec], inputs: int, *units: tuple[Call, ...]) -> CDGraph:
+    """Value i lives in storage i; the first `inputs` are inputs; each unit is a forward node
+    that writes the storages of its last call's results."""
+    nodes = []
+    for index, calls in enumerate(units):
+        results = {r for c in calls for r in c.results if r is not None}
+        named = {a.index for c in calls for a in c.args if isinstance(a, ValueRef)}
+        writes = tuple(r for r in calls[-1].results if r is not None)
+        reads = tuple(sorted(named - results))
+        nodes.append(ComputeNode(index, f"n{index}", Phase.FORWARD, reads, writes, calls=calls))
+    kinds = [DataKind.INPUT] * inputs + [DataKind.ACTIVATION] * (len(specs) - inputs)
+    return CDGraph(
+        data=tuple(DataNode(i, f"d{i}", kind, 0) for i, kind in enumerate(kinds)),
+        nodes=tuple(nodes),
+        outputs=(),
+        values=tuple(Value(i, i, f"v{i}", s) for i, s in enumerate(specs)),
+    )
+
+
+def ref(index: int) -> ValueRef:
+    return ValueRef(index)
+
+
+def test_workspace_is_the_peak_beyond_inputs_and_results() -> None:
+    graph = graph_of(
+        [spec(10), spec(10)],
+        1,
+        (call("rockplan_test.temporary.default", ref(0), 1000, results=(1,)),),
+    )
+    ((_, cost),) = measure(graph, {}).costs
+    assert cost.result_bytes == (10 * FLOAT,)
+    # Two of the three temporaries at once; they are gone or small when the result is made.
+    assert cost.workspace_bytes == pytest.approx(2 * 1000 * FLOAT - 10 * FLOAT, abs=64)
+    assert simulate(price(graph, measure(graph, {})), keep_all(graph)).peak_bytes > 0
+
+
+def test_results_of_several_storages() -> None:
+    graph = graph_of(
+        [spec(4, 6), spec(4, 6), spec(4, 1), spec(4, 1)],
+        1,
+        (
+            call(
+                "aten.native_layer_norm.default", ref(0), (6,), None, None, 1e-5, results=(1, 2, 3)
+            ),
+        ),
+    )
+    profile = measure(graph, {})
+    ((_, cost),) = profile.costs
+    assert cost.result_bytes == (24 * FLOAT, 4 * FLOAT, 4 * FLOAT)
+    assert (cost.workspace_bytes, profile.source) == (0, "measured")
+    assert cost.repeats >= 3
+    priced = price(graph, profile)
+    assert [d.size_bytes for d in priced.data] == [0, 24 * FLOAT, 4 * FLOAT, 4 * FLOAT]
+    assert priced.nodes[0].time_ns == cost.time_ns > 0
+
+
+def test_results_that_nobody_names_are_workspace() -> None:
+    graph = graph_of(
+        [spec(4, 6), spec(4, 6)],
+        1,
+        (
+            call(
+                "aten.native_layer_norm.default",
+                ref(0),
+                (6,),
+                None,
+                None,
+                1e-5,
+                results=(1, None, None),
+            ),
+        ),
+    )
+    assert price(graph, measure(graph, {})).nodes[0].workspace_bytes == 8 * FLOAT
+
+
+def test_in_place_results_cost_no_memory() -> None:
+    graph = graph_of(
+        [spec(50), spec(50)],
+        1,
+        (
+            call("aten.clone.default", ref(0), results=(1,)),
+            call("aten.neg_.default", ref(1), results=(1,)),
+        ),
+    )
+    profile = measure(graph, {})
+    assert sorted(c.result_bytes for _, c in profile.costs) == [(0,), (50 * FLOAT,)]
+    priced = price(graph, profile)
+    assert priced.data[1].size_bytes == 50 * FLOAT
+    assert priced.nodes[0].workspace_bytes == 0
+    assert priced.nodes[0].time_ns == sum(c.time_ns for _, c in profile.costs)
+
+
+def test_a_node_of_several_calls_frees_intermediates_at_once() -> None:
+    """x(100) -> a(100) -> b(100) -> c(100): at most two of them are alive together."""
+    unit = tuple(call("aten.neg.default", ref(i), results=(i + 1,)) for i in range(3))
+    graph = graph_of([spec(100)] * 4, 1, unit)
+    priced = price(graph, measure(graph, {}))
+    assert priced.nodes[0].writes == (3,)
+    assert priced.nodes[0].workspace_bytes == 100 * FLOAT
+
+
+def test_an_operator_that_refuses_made_up_values_is_estimated() -> None:
+    graph = graph_of(
+        [spec(1000), spec(1000)],
+        1,
+        (call("rockplan_test.picky.default", ref(0), results=(1,)),),
+    )
+    profile = measure(graph, {})
+    ((_, cost),) = profile.costs
+    assert (cost.repeats, cost.result_bytes) == (0, (1000 * FLOAT,))
+    assert profile.source == "measured (1 calls estimated)"
+    assert cost.time_ns > 0
+    assert price(graph, profile).data[1].size_bytes == 1000 * FLOAT
+
+
+def test_given_values_take_the_place_of_made_up_ones() -> None:
+    graph = graph_of(
+        [spec(5), spec(5)],
+        1,
+        (call("rockplan_test.picky.default", ref(0), results=(1,)),),
+    )
+    assert measure(graph, {0: torch.full((5,), 2.0)}).source == "measured"
+
+
+def test_given_values_are_not_mutated() -> None:
+    graph = graph_of([spec(5)], 1, (call("aten.zero_.default", ref(0), results=(0,)),))
+    given = torch.ones(5)
+    measure(graph, {0: given})
+    assert torch.equal(given, torch.ones(5))
+
+
+def test_opaque_arguments_come_from_the_operator_that_makes_them() -> None:
+    """The spec of a workspace can be wrong (fake tensors do not know it); zeros would be too."""
+    graph = graph_of(
+        [spec(5), spec(0, dtype="torch.uint8"), spec(1)],
+        1,
+        (call("rockplan_test.mask.default", ref(0), results=(1,)),),
+        (call("rockplan_test.needs_mask.default", ref(1), results=(2,)),),
+    )
+    profile = measure(graph, {})
+    assert profile.source == "measured"
+    assert price(graph, profile).data[1].size_bytes == 7
+
+
+def test_made_up_arguments_have_the_strides_of_the_model() -> None:
+    """A transposed matrix is as large as it is; an expanded one takes one row."""
+    transposed = TensorSpec((30, 20), (1, 30), 0, "torch.float32", "cpu")
+    expanded = TensorSpec((30, 20), (0, 1), 7, "torch.float32", "cpu")
+    for given in (transposed, expanded):
+        graph = graph_of(
+            [given, spec(30, 20)], 1, (call("aten.neg.default", ref(0), results=(1,)),)
+        )
+        assert measure(graph, {}).costs[0][1].result_bytes == (600 * FLOAT,)
+
+
+def test_equal_calls_share_a_key() -> None:
+    specs = [spec(5), spec(5, offset=10), spec(5, dtype="torch.float64"), spec(1, 5), spec(5)]
+    graph = graph_of(specs, 5)
+
+    def key(argument: int, scalar: object = 1) -> str:
+        return call_key(graph, call("aten.add.Scalar", ref(argument), scalar, results=(4,)))
+
+    assert key(0) == key(1) == key(4)
+    assert len({key(0), key(2), key(3), key(0, 2), key(0, 1.0), key(0, True)}) == 6
+    nested = [
+        call_key(graph, call("aten.cat.default", (ref(a), ref(b)), results=(4,)))
+        for a, b in ((0, 1), (0, 4), (0, 2), (2, 0))
+    ]
+    assert nested[0] == nested[1] and len(set(nested)) == 3
+
+
+def test_literals_of_torch_are_part_of_the_key() -> None:
+    graph = graph_of([spec(5)], 1)
+    keys = [
+        call_key(graph, Call("aten._to_copy.default", (ref(0),), (("dtype", dtype),), (0,)))
+        for dtype in (torch.float16, torch.float64, torch.float16)
+    ]
+    assert keys[0] == keys[2] != keys[1]
+    with pytest.raises(TypeError, match="no canonical form"):
+        call_key(graph, call("aten.bernoulli.default", torch.Generator(), results=(0,)))
+
+
+def test_measuring_leaves_no_trace() -> None:
+    graph = graph_of(
+        [spec(100), spec(100)],
+        1,
+        (call("aten.bernoulli.p", ref(0), 0.5, results=(1,)),),
+    )
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with torch.no_grad(), torch.autocast("cpu"):
+        measure(graph, {})
+        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    x = torch.ones(2, requires_grad=True)
+    assert (x * 2).requires_grad
+
+
+def test_autocast_does_not_reach_the_operators() -> None:
+    graph = graph_of(
+        [spec(4, 4), spec(4, 4)], 1, (call("aten.mm.default", ref(0), ref(0), results=(1,)),)
+    )
+    with torch.autocast("cpu"):
+        ((_, cost),) = measure(graph, {}).costs
+    assert cost.result_bytes == (16 * FLOAT,)
+
+
+def test_known_costs_are_not_measured_again() -> None:
+    graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
+    first = measure(graph, {})
+    seen: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    assert measure(graph, {}, known=first, progress=progress) == first
+    assert seen == [(0, 0)]
+    for other in (
+        replace(first, torch_version="1.0"),
+        replace(first, device="another"),
+        replace(first, threads=first.threads + 1),
+        replace(first, source="roofline"),
+    ):
+        seen.clear()
+        measure(graph, {}, known=other, progress=progress)
+        assert seen == [(0, 1), (1, 1)]
+
+
+def test_price_refuses_the_profile_of_another_graph() -> None:
+    graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
+    empty = Profile("measured", "", "", 1, ())
+    with pytest.raises(PlanFormatError, match=r"aten\.neg\.default"):
+        price(graph, empty)
+
+
+def test_roofline_is_bytes_over_rate_or_operations_over_rate() -> None:
+    product = graph_of(
+        [spec(8, 16), spec(16, 32), spec(8, 32)],
+        2,
+        (call("aten.mm.default", ref(0), ref(1), results=(2,)),),
+    )
+    moved = (8 * 16 + 16 * 32 + 8 * 32) * FLOAT
+    operations = 2 * 8 * 16 * 32
+    ((_, cost),) = roofline(product, 1e9, 1e30).costs
+    assert (cost.time_ns, cost.result_bytes, cost.workspace_bytes) == (moved, (256 * FLOAT,), 0)
+    ((_, cost),) = roofline(product, 1e30, 1e9).costs
+    assert cost.time_ns == operations
+    expanded = TensorSpec((100, 6), (0, 1), 0, "torch.float32", "cpu")
+    copy = graph_of(
+        [expanded, spec(100, 6)], 1, (call("aten.clone.default", ref(0), results=(1,)),)
+    )
+    ((_, cost),) = roofline(copy, 1e9, 1e9).costs
+    assert cost.time_ns == (6 + 600) * FLOAT
+
+
+def test_digest_of_a_profile_covers_its_costs() -> None:
+    graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
+    slow, fast = roofline(graph, 1e6, 1e9), roofline(graph, 1e9, 1e9)
+    assert profile_digest(slow) != profile_digest(replace(fast, device=slow.device))
+    assert profile_digest(slow) == profile_digest(roofline(graph, 1e6, 1e9))
+
+
+# Real models
+
+Step = Callable[[], object]
+
+
+class Recurrent(nn.Module):
+    """Its backward reads an opaque workspace of the forward operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.cell = nn.LSTM(16, 32, num_layers=2, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.cell(self.embed(ids))[0].square().mean()
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 32, 3, padding=1)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.norm(self.first(x))), 2)
+        x = nn.functional.silu(self.second(x)).mean(dim=(2, 3))
+        return self.head(x).logsumexp(dim=1).sum()
+
+
+def transformer() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        vocab_size=100,
+        n_positions=64,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    ids = torch.arange(128).reshape(4, 32) % 100
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+@cache
+def real_model(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], Lowered]:
+    model: nn.Module
+    if name == "gpt2":
+        model, sample = transformer()
+    elif name == "lstm":
+        model, sample = Recurrent(), {"ids": torch.arange(40).reshape(4, 10) % 20}
+    else:
+        model, sample = Convolutional(), {"x": torch.rand(4, 3, 24, 24)}
+    return model, sample, lower(capture(model, (), sample), torch.get_rng_state().numel())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lstm", "convolutional"])
+def test_predicted_peak_is_the_measured_one(name: str) -> None:
+    """Keep-all of the priced graph against the ruler on eager execution, within 2 %."""
+    model, sample, lowered = real_model(name)
+    profile = measure(lowered.graph, lowered.samples)
+    assert profile.source == "measured"
+    priced = price(lowered.graph, profile)
+    predicted = simulate(priced, keep_all(priced)).peak_bytes
+
+    def step() -> None:
+        result = model(**sample)
+        (result if isinstance(result, torch.Tensor) else result.loss).backward()
+
+    measured, final = peak_live_bytes(step)
+    assert final == 0
+    assert abs(predicted - measured) <= 0.02 * measured
+
+
+def test_equal_layers_share_costs_and_blocks() -> None:
+    _, _, lowered = real_model("gpt2")
+    profile = measure(lowered.graph, lowered.samples)
+    priced = price(lowered.graph, profile)
+    calls = sum(len(n.calls) for n in priced.nodes)
+    assert len(profile.costs) < 0.6 * calls
+    halves = [b for b in partition(priced) if b.name.startswith("transformer.h")]
+    assert len(halves) == 4
+    assert len({b.digest for b in halves}) == 2
+
+
+def test_roofline_sizes_are_the_measured_ones() -> None:
+    _, _, lowered = real_model("gpt2")
+    measured = price(lowered.graph, measure(lowered.graph, lowered.samples))
+    estimated = price(lowered.graph, roofline(lowered.graph, 1e9, 1e11))
+    assert [d.size_bytes for d in estimated.data] == [d.size_bytes for d in measured.data]
+    assert all(n.time_ns > 0 for n in estimated.nodes)
