@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from rockplan.block import Block
 from rockplan.budget import Budget, parse_budget
+from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
 from rockplan.dp.search import ChainSolver
@@ -38,10 +39,13 @@ class Options:
     on_mismatch: what a planned module does where a call differs from everything that was
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    check: run one step of the original and of the planned module on the sample, compare bit for
+    bit, and raise CheckFailed if they differ; needs the memory of both.
     bound_time_limit_s: how long to look for the lower bound that the certificate states.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
+    check: bool = False
     bound_time_limit_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -74,10 +78,9 @@ def solve(
     """
     args, kwargs = _arguments(model, sample_input, sample_kwargs)
     make_program = functools.partial(_program, budget=parse_budget(budget), options=options)
-    program = make_program(model, args, kwargs)
     return planned_modules.planned_module(
         model,
-        program,
+        make_program(model, args, kwargs),
         args,
         kwargs,
         make_program=make_program,
@@ -252,6 +255,26 @@ def _program(
     prepared = _prepare(module, args, kwargs)
     made = _plan(prepared, budget, options)
     constants = tuple(t for _, t in prepared.captured.constants)
-    return planned_modules.build_program(
+    program = planned_modules.build_program(
         made, prepared.lowered.interface, constants, prepared.captured.output_spec
     )
+    return _checked(module, program, args, kwargs) if options.check else program
+
+
+def _checked(
+    module: nn.Module,
+    program: planned_modules.Program,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> planned_modules.Program:
+    """`program`, whose plan records what one step compared with eager execution showed."""
+    outputs = program.interface.outputs
+    found = check(
+        module,
+        planned_modules.original_forward(module),
+        planned_modules.bound_forward(module, program),
+        tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None),
+        args,
+        kwargs,
+    )
+    return replace(program, plan=replace(program.plan, checked=found))

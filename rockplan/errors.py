@@ -72,6 +72,10 @@ class InfeasibleBudget(RockplanError):
         return (type(self), (self.budget_bytes, self.minimum_bytes, self.operation))
 
 
+class CheckFailed(RockplanError):
+    """`Options(check=True)` found that the planned step differs from eager execution."""
+
+
 class IllegalSchedule(RockplanError):
     """A schedule breaks a rule of `verify`. Always a bug in rockplan, never in the model."""
 

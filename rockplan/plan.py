@@ -51,6 +51,7 @@ class Plan:
     Bytes follow the convention of the ruler: alive during forward and backward beyond
     parameters, buffers, the caller's inputs and the parameters' `.grad`.
     eager_peak_bytes, eager_time_ns: predicted for executing every node once.
+    checked: what a comparison of one step with eager execution found, '' if there was none.
     """
 
     graph: CDGraph
@@ -66,6 +67,7 @@ class Plan:
     graph_digest: str
     profile_digest: str
     profile_source: str
+    checked: str = ""
 
     @property
     def overhead(self) -> float:
@@ -119,6 +121,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
         f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
+        f"checked         {plan.checked or 'no (Options(check=True) compares one step)'}",
         "bytes count what is alive beyond parameters, buffers, inputs and .grad",
     ]
 

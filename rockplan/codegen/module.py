@@ -176,6 +176,16 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
     return module.forward
 
 
+def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
+    """A function that runs `program` on the tensors that `module` has now."""
+    bound = _bind(module, program)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _run(bound, pytree.tree_leaves((args, kwargs)))
+
+    return forward
+
+
 def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
     for bound in reversed(candidates):
         if signature_holds(bound.signature) and _guards_hold(bound.program, leaves):

@@ -64,6 +64,7 @@ class Frame:
     """State of one call: what the generated code keeps between its functions."""
 
     __slots__ = (
+        "__weakref__",
         "_carried",
         "_replay",
         "_tangents",

@@ -118,7 +118,7 @@ def without_tensor_hooks(refuse: Callable[[], NoReturn]) -> Iterator[None]:
     def register_hook(self: torch.Tensor, hook: Any) -> NoReturn:
         refuse()
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -1,0 +1,118 @@
+"""Check: one step of the original and of the planned module on the sample, compared bit for bit.
+
+takes: both modules and a call. returns: what `Plan.checked` records. guarantees: parameters,
+gradients, buffers and generators are afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rockplan.errors import CheckFailed
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Named results of one step: outputs, gradients, buffers, generator states."""
+
+    tensors: tuple[tuple[str, torch.Tensor | None], ...]
+
+
+def check(
+    module: nn.Module,
+    original: Callable[..., Any],
+    planned: Callable[..., Any],
+    differentiated: tuple[int, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str:
+    """Run `original` and `planned` (two forwards over the tensors of `module`) and compare.
+
+    differentiated: leaves of the result that get a gradient. Raises CheckFailed where the
+    planned step differs although eager repeats itself exactly.
+    """
+
+    def step(forward: Callable[..., Any]) -> _Step:
+        with _restored(module):
+            return _run(module, forward, differentiated, args, kwargs)
+
+    expected = step(original)
+    found = step(planned)
+    difference = _first_difference(found, expected)
+    if difference is None:
+        return "equal to eager bit for bit on the sample"
+    noise = _first_difference(step(original), expected)
+    if noise is None:
+        raise CheckFailed(
+            f"the planned step differs from eager: {difference}. This is a bug of rockplan; "
+            "use the original module, and please report the model"
+        )
+    return f"eager does not repeat itself ({noise}); the planned step differs alike ({difference})"
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
+    before = [(b, b.detach().clone()) for b in module.buffers()]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, content in before:
+                    buffer.copy_(content)
+
+
+def _run(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    differentiated: tuple[int, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Step:
+    leaves = pytree.tree_leaves((args, kwargs))
+    targets: dict[str, torch.Tensor] = {
+        n: p for n, p in module.named_parameters() if p.requires_grad
+    }
+    targets |= {
+        f"input {i}": leaf
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    }
+    with torch.enable_grad():
+        outputs = pytree.tree_leaves(forward(*args, **kwargs))
+    roots = [outputs[i] for i in differentiated]
+    tangents = [torch.ones_like(o) for o in roots]
+    gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
+    tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
+    buffers = [(f"buffer {n}", b.detach().clone()) for n, b in module.named_buffers()]
+    named = [
+        *((n, t.detach()) for n, t in tensors),
+        *((f"gradient of {n}", g) for n, g in zip(targets, gradients, strict=True)),
+        *buffers,
+        ("generator state", torch.get_rng_state()),
+    ]
+    return _Step(tuple(named))
+
+
+def _first_difference(found: _Step, expected: _Step) -> str | None:
+    for (name, a), (_, b) in zip(found.tensors, expected.tensors, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return f"{name} exists in one of them only"
+        elif not _same(a, b):
+            largest = (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
+            return f"{name} by up to {largest}"
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits up to the payload of NaNs."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,767 @@
+"""Every way in which people use a module: equal to eager bit for bit, or refused clearly."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import rockplan
+from benchmarks.models import Case, encoder, mlp
+from tests.training import (
+    assert_equal_trees,
+    assert_same_state,
+    assert_same_tensor,
+    solve_case,
+    train_side_by_side,
+    twin,
+)
+
+BUDGET = "50%"
+
+
+class Net(nn.Module):
+    """Two halves with dropout and BatchNorm, so that replay and statistics matter."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2))
+        self.norm = nn.BatchNorm1d(4 * width)
+        self.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4 * width, width), nn.Tanh())
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(self.norm(self.first(x)))
+        return self.head(x + self.second(self.norm(self.first(x))))
+
+
+def mean_square(result: torch.Tensor) -> torch.Tensor:
+    return result.pow(2).mean()
+
+
+def net_case(batch: int = 32) -> Case:
+    torch.manual_seed(0)
+    return Case("net", Net().train(), (torch.randn(batch, 16),), {}, mean_square)
+
+
+def pair(case: Case, budget: Any = BUDGET, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """(planned, eager) with equal parameters."""
+    eager = twin(case)
+    return solve_case(case, budget, **options), eager
+
+
+def both(planned: nn.Module, eager: nn.Module, use: Callable[[nn.Module], Any], what: str) -> None:
+    """`use` on both modules from the same seed gives the same results and state."""
+    results = []
+    for module in (eager, planned):
+        torch.manual_seed(5)
+        results.append(use(module))
+        results.append(torch.get_rng_state())
+    assert_equal_trees(results[2], results[0], what)
+    assert torch.equal(results[3], results[1]), f"{what}: generator"
+    assert_same_state(planned, eager, what)
+
+
+def test_it_recomputes() -> None:
+    """The other tests of this file mean something only if plans do recompute."""
+    planned, _ = pair(net_case())
+    assert planned.plan.overhead > 0
+    assert any(n.random for n in recomputed(planned.plan))
+
+
+def recomputed(plan: rockplan.Plan) -> list[Any]:
+    order = plan.schedule.computes
+    return [plan.graph.nodes[i] for i in set(order) if order.count(i) > 1]
+
+
+def test_several_forwards_before_one_backward() -> None:
+    planned, eager = pair(net_case())
+    batches = [torch.randn(32, 16) for _ in range(3)]
+    both(planned, eager, lambda m: sum(mean_square(m(b)) for b in batches).backward(), "sum")
+
+
+def test_backwards_in_another_order() -> None:
+    planned, eager = pair(net_case())
+    batches = [torch.randn(32, 16) for _ in range(2)]
+
+    def use(module: nn.Module) -> None:
+        losses = [mean_square(module(b)) for b in batches]
+        losses[0].backward()
+        losses[1].backward()
+
+    both(planned, eager, use, "first forward first")
+
+
+def test_gradient_accumulation_within_budget() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> None:
+        for _ in range(3):
+            case.step(module)
+
+    both(planned, eager, use, "accumulation")
+
+    def step() -> None:
+        result = planned(*case.args)
+        mean_square(result).backward()
+
+    peak_bytes, _ = rockplan.peak_live_bytes(step)
+    assert peak_bytes <= planned.plan.budget_bytes
+
+
+def test_two_planned_models_alternate() -> None:
+    first, first_eager = pair(net_case())
+    second, second_eager = pair(mlp_case())
+    for _ in range(2):
+        both(first, first_eager, lambda m: net_case().step(m), "first")
+        both(second, second_eager, lambda m: mlp_case().step(m), "second")
+
+
+def mlp_case() -> Case:
+    torch.manual_seed(1)
+    return mlp(depth=4, width=16, batch=32)
+
+
+def test_the_same_module_planned_twice() -> None:
+    case = net_case()
+    eager = twin(case)
+    plans = [solve_case(case, budget) for budget in ("45%", "80%")]
+    for planned in plans:
+        case.model.zero_grad()
+        eager.zero_grad()
+        both(planned, eager, case.step, "planned twice")
+
+
+def copies() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    def through_pickle(module: nn.Module) -> nn.Module:
+        return pickle.loads(pickle.dumps(module))
+
+    def through_save(module: nn.Module) -> nn.Module:
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    return {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_save}
+
+
+@pytest.mark.parametrize("way", copies())
+def test_copies_are_planned_and_independent(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    case.step(planned)
+    planned.zero_grad()
+    eager.load_state_dict(planned.state_dict())
+    copied = copies()[way](planned)
+    assert copied.plan.schedule == planned.plan.schedule
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in planned.parameters()}
+    monkeypatch.setattr("rockplan.api._prepare", forbidden)
+    both(copied, eager, case.step, way)
+    both(planned, copied, lambda m: None if m is copied else case.step(m), "both ways")
+
+
+def forbidden(*args: Any) -> None:
+    raise AssertionError("planned again")
+
+
+def test_state_dict_keys_and_loading_in_both_directions() -> None:
+    planned, eager = pair(net_case())
+    assert list(planned.state_dict()) == list(eager.state_dict())
+    net_case().step(eager)
+    planned.load_state_dict(eager.state_dict())
+    eager.load_state_dict(planned.state_dict())
+    eager.zero_grad()
+    both(planned, eager, net_case().step, "after loading")
+
+
+def test_planned_module_is_an_instance_of_the_original_class() -> None:
+    case = net_case()
+    planned = solve_case(case, BUDGET)
+    assert isinstance(planned, Net)
+    assert type(planned).__name__ == "Net"
+    assert all(a is b for a, b in zip(planned.parameters(), case.model.parameters(), strict=True))
+    assert [n for n, _ in planned.named_modules()] == [n for n, _ in case.model.named_modules()]
+
+
+def test_training_and_evaluation_in_any_order() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> list[Any]:
+        found: list[Any] = []
+        case.step(module)
+        module.eval()
+        found.append(module(*case.args).detach())
+        with torch.no_grad():
+            found.append(module(*case.args))
+            module.train()
+            found.append(module(*case.args))
+        with torch.inference_mode():
+            found.append(module(*case.args).clone())
+        case.step(module)
+        return found
+
+    both(planned, eager, use, "train and eval")
+
+
+def test_evaluation_with_gradients() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    planned.eval()
+    eager.eval()
+    both(planned, eager, case.step, "eval with gradients")
+
+
+def test_another_batch_size_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    other = torch.randn(8, 16)
+    both(planned, eager, lambda m: mean_square(m(other)).backward(), "new shape")
+    monkeypatch.setattr("rockplan.api._prepare", forbidden)
+    both(planned, eager, lambda m: mean_square(m(other)).backward(), "seen shape")
+    both(planned, eager, case.step, "first shape")
+
+
+def test_mismatch_by_option() -> None:
+    case = net_case()
+    other = torch.randn(8, 16)
+    strict = solve_case(case, BUDGET, options=rockplan.Options(on_mismatch="error"))
+    with pytest.raises(rockplan.StalePlan, match="replan"):
+        strict(other)
+    case = net_case()
+    planned, eager = pair(case, options=rockplan.Options(on_mismatch="original"))
+    both(planned, eager, lambda m: mean_square(m(other)).backward(), "original")
+    with pytest.raises(rockplan.InvalidInput, match="on_mismatch"):
+        rockplan.Options(on_mismatch="sometimes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast(outside: bool) -> None:
+    class Inside(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+                return super().forward(x).float()
+
+    torch.manual_seed(0)
+    case = Case("autocast", Inside().train(), (torch.randn(32, 16),), {}, mean_square)
+
+    def use(module: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            loss = case.loss(module(*case.args))
+        loss.backward()
+
+    eager = twin(case)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        planned = solve_case(case, BUDGET)
+    assert planned.plan.overhead > 0
+    both(planned, eager, use, "autocast")
+    both(planned, eager, case.step, "autocast changed between calls")
+    both(planned, eager, use, "and back")
+
+
+def test_backward_inside_autocast() -> None:
+    case = net_case()
+    eager = twin(case)
+
+    def use(module: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            case.step(module)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = solve_case(case, BUDGET)
+    both(planned, eager, use, "backward inside autocast")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    case = net_case()
+    case = Case("dtype", case.model.to(dtype), (case.args[0].to(dtype),), {}, mean_square)
+    planned, eager = pair(case)
+    train_side_by_side(case, planned, eager, steps=2)
+
+
+def test_dtype_changed_after_planning() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    sample = case.args[0].double()
+    planned.double()
+    eager.double()
+    both(planned, eager, lambda m: mean_square(m(sample)).backward(), "to double")
+
+
+def test_gradient_scaler() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        scaler.scale(case.loss(module(*case.args))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    both(planned, eager, use, "scaler")
+
+
+def test_frozen_parameters() -> None:
+    case = net_case()
+    case.model.first.requires_grad_(False)
+    planned, eager = pair(case)
+    both(planned, eager, case.step, "frozen")
+    planned.first.requires_grad_(True)
+    eager.first.requires_grad_(True)
+    both(planned, eager, case.step, "thawed after planning")
+    planned.head.requires_grad_(False)
+    eager.head.requires_grad_(False)
+    both(planned, eager, case.step, "frozen after planning")
+
+
+class LowRank(nn.Module):
+    """LoRA: a frozen layer and a trained low-rank update beside it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, 2, bias=False)
+        self.up = nn.Linear(2, inner.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def test_low_rank_adapters() -> None:
+    case = net_case()
+    case.model.requires_grad_(False)
+    case.model.first[0] = LowRank(case.model.first[0])
+    planned, eager = pair(case)
+    both(planned, eager, case.step, "adapters")
+
+
+def test_submodule_replaced_after_planning() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    torch.manual_seed(3)
+    head = nn.Linear(16, 4)
+    planned.head = head
+    eager.head = copy.deepcopy(head)
+    both(planned, eager, case.step, "new head")
+
+
+def test_plain_attribute_changed_after_planning() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    planned.first[2].p = eager.first[2].p = 0.5
+    both(planned, eager, case.step, "dropout changed")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.inner = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 20, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = x + torch.tanh(self.inner(x))
+        return self.out(x)
+
+
+class SpectralNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.b = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class OldNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.utils.spectral_norm(nn.Linear(16, 16))
+        self.b = nn.utils.weight_norm(nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Checkpointed(Net):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return self.head(self.second(x))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(torch.tanh(x), 0.3)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class WithFunction(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Square.apply(x))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y[:, :4].mul_(2.0)
+        z = torch.zeros_like(y)
+        z[:, 2:6] = y[:, :4]
+        z.add_(torch.sin(y))
+        return self.b(z.relu_())
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+        ).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 9, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight[0], n=16).tanh()
+
+
+class ResultOf(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+def vectors() -> torch.Tensor:
+    return torch.randn(32, 16)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "tied weights, module used three times": (Tied, lambda: torch.randint(0, 20, (4, 8))),
+    "parametrizations": (SpectralNet, vectors),
+    "weight and spectral norm by hooks": (OldNorms, vectors),
+    "checkpoint inside, reentrant": (lambda: Checkpointed(True), vectors),
+    "checkpoint inside, non-reentrant": (lambda: Checkpointed(False), vectors),
+    "custom autograd function": (WithFunction, vectors),
+    "in place on views": (InPlace, vectors),
+    "channels last": (
+        ChannelsLast,
+        lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+    ),
+    "complex numbers": (Complex, vectors),
+    "LSTM": (lambda: ResultOf(nn.LSTM(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
+    "GRU": (lambda: ResultOf(nn.GRU(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
+    "embedding with max_norm": (
+        lambda: nn.Sequential(nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 4)),
+        lambda: torch.randint(0, 20, (4, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules(kind: str) -> None:
+    make, sample = MODULES[kind]
+    torch.manual_seed(0)
+    case = Case(kind, make().train(), (sample(),), {}, mean_square)
+    planned, eager = pair(case, "60%")
+    train_side_by_side(case, planned, eager, steps=3)
+
+
+def test_gradients_of_inputs() -> None:
+    case = net_case()
+    sample = case.args[0].clone().requires_grad_()
+    case = Case("inputs", case.model, (sample,), {}, mean_square)
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> torch.Tensor:
+        leaf = sample.detach().clone().requires_grad_()
+        mean_square(module(leaf)).backward()
+        inner = (leaf * 2).tanh()
+        mean_square(module(inner)).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    both(planned, eager, use, "inputs")
+
+
+@dataclass
+class Parts:
+    """A dataclass that pytree knows."""
+
+    features: torch.Tensor
+    name: str
+
+
+pytree.register_dataclass(Parts)
+
+
+class Structured(Net):
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0, extra: Any = None) -> Any:
+        x = x + self.second(self.norm(self.first(x))) * scale
+        logits = self.head(x)
+        shift = 0 if extra is None else extra["shift"][0]
+        return {
+            "logits": logits + shift,
+            "inner": [Parts(x.tanh(), "x"), (None, 3, "text")],
+            "mask": logits > 0,
+            "same": (logits, logits.view(-1)),
+        }
+
+
+def structured_loss(result: Any) -> torch.Tensor:
+    same = result["same"][0].sum() + result["same"][1].pow(2).sum()
+    return result["logits"].pow(2).mean() + result["inner"][0].features.mean() + same
+
+
+def test_structured_results_and_arguments() -> None:
+    torch.manual_seed(0)
+    kwargs = {"scale": 0.5, "extra": {"shift": [torch.randn(4), "ignored"]}}
+    case = Case("structured", Structured().train(), (torch.randn(32, 16),), kwargs, structured_loss)
+    planned, eager = pair(case, "70%")
+    train_side_by_side(case, planned, eager, steps=2)
+    default = Case("default", case.model, case.args, {}, structured_loss)
+    train_side_by_side(default, planned, eager, steps=1)
+
+
+def test_results_that_share_storage_may_not_be_changed_behind_the_plan() -> None:
+    torch.manual_seed(0)
+    case = Case("net", Net().train(), (torch.randn(32, 16),), {}, mean_square)
+    planned = solve_case(case, BUDGET)
+    result = planned(*case.args)
+    loss = mean_square(result)
+    with torch.no_grad():
+        planned.head.weight.add_(1.0)
+    with pytest.raises(rockplan.BackwardError, match="modified in place"):
+        loss.backward()
+
+
+def test_unplanned_gradients_are_refused() -> None:
+    class Two(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            x = super().forward(x)
+            return x.pow(2).mean(), x.sin()
+
+    torch.manual_seed(0)
+    case = Case("two", Two().train(), (torch.randn(32, 16),), {}, lambda r: r[0])
+    planned, eager = pair(case)
+    both(planned, eager, case.step, "loss alone")
+    with pytest.raises(rockplan.BackwardError, match="no gradient"):
+        planned(*case.args)[1].sum().backward()
+
+
+def test_root_hooks_and_parameter_hooks_run() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+        handles = [
+            module.register_forward_pre_hook(lambda m, a: seen.append("pre")),
+            module.register_forward_hook(lambda m, a, r: r * 2),
+            module.register_full_backward_hook(lambda m, a, b: seen.append(b[0].clone())),
+            module.head.weight.register_hook(lambda g: g * 3),
+            module.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append("bias")),
+        ]
+        case.step(module)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    both(planned, eager, use, "hooks")
+
+
+def test_hook_on_a_submodule_after_planning_is_refused() -> None:
+    case = net_case()
+    planned = solve_case(case, BUDGET)
+    planned.head.register_forward_hook(lambda m, a, r: None)
+    with pytest.raises(rockplan.UnsupportedModel, match="head"):
+        planned(*case.args)
+
+
+def test_second_backward_is_refused() -> None:
+    case = net_case()
+    planned = solve_case(case, BUDGET)
+    loss = case.loss(planned(*case.args))
+    loss.backward(retain_graph=True)
+    with pytest.raises(rockplan.BackwardError, match="second time"):
+        loss.backward()
+
+
+def test_double_backward_is_refused() -> None:
+    case = net_case()
+    planned = solve_case(case, BUDGET)
+    loss = case.loss(planned(*case.args))
+    with pytest.raises(rockplan.BackwardError, match="twice"):
+        torch.autograd.grad(loss, list(planned.parameters()), create_graph=True)
+
+
+def test_autograd_grad() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> Any:
+        loss = case.loss(module(*case.args))
+        return torch.autograd.grad(loss, [module.head.weight, module.first[0].bias])
+
+    both(planned, eager, use, "autograd.grad")
+
+
+def test_anomaly_mode() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    with torch.autograd.set_detect_anomaly(True):
+        both(planned, eager, case.step, "anomaly mode")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_interruption_leaves_nothing_behind(phase: str, error: type[BaseException]) -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    both(planned, eager, case.step, "before")
+    with pytest.raises(error):
+        interrupted_step(case, planned, phase, error)
+    planned.zero_grad()
+    eager.zero_grad()
+    both(planned, eager, case.step, "after")
+
+
+def interrupted_step(
+    case: Case, planned: nn.Module, phase: str, error: type[BaseException]
+) -> None:
+    """Fail in the middle of a phase: at a random draw, replayed in the backward phase."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Interrupt(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if "bernoulli" in str(func):
+                raise error("interrupted")
+            return func(*args, **(kwargs or {}))
+
+    state = torch.get_rng_state()
+    if phase == "forward":
+        with Interrupt():
+            case.step(planned)
+    result = planned(*case.args)
+    state = torch.get_rng_state()
+    try:
+        with Interrupt():
+            case.loss(result).backward()
+    finally:
+        assert torch.equal(torch.get_rng_state(), state), "the replay was not undone"
+
+
+def test_threads() -> None:
+    torch.manual_seed(0)
+    cases = [encoder_without_dropout() for _ in range(4)]
+    pairs = [pair(case, "50%") for case in cases]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            planned, eager = pairs[number]
+            for _ in range(3):
+                cases[number].step(planned)
+                cases[number].step(eager)
+            assert_same_state(planned, eager, f"thread {number}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def encoder_without_dropout() -> Case:
+    case = encoder()
+    for module in case.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return case
+
+
+def test_dropping_the_result_frees_what_was_saved() -> None:
+    case = net_case()
+    planned = solve_case(case, "100%")
+    gc.collect()
+    gc.disable()
+    try:
+        result = planned(*case.args)
+        frame = weakref.ref(result.grad_fn.frame)
+        assert frame() is not None
+        del result
+        assert frame() is None, "a reference cycle keeps the frame alive"
+    finally:
+        gc.enable()
+
+
+def test_live_bytes_stay_constant_over_many_steps() -> None:
+    case = net_case()
+    planned = solve_case(case, BUDGET)
+    left = []
+    for _ in range(3):
+
+        def steps() -> None:
+            for _ in range(60):
+                result = planned(*case.args)
+                case.loss(result).backward()
+
+        left.append(rockplan.peak_live_bytes(steps, warmup=1))
+    assert len(set(left)) == 1 and left[0][1] == 0
+
+
+def test_check_before_returning() -> None:
+    case = net_case()
+    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    assert planned.plan.checked
+    assert_same_tensor(planned.head.weight.grad, None, "checking leaves no gradients")
