@@ -1,0 +1,246 @@
+"""The dynamic program over a chain, for every memory level at once.
+
+takes: Segments, a Grid. returns: a Table of the best times. guarantees: a sequence decoded for a
+limit needs no more than the limit, exactly, in the convention of `rockplan.dp.segments`; it is at
+least as fast as the table says; there is one whenever the limit is at least the minimum need.
+source: Rockmate, algorithms 2 and 3, with buckets that know the exact need of what they hold.
+
+A bucket holds the best time found within its limit, and how much of the limit it spares. To take
+a bytes off bucket j, look into bucket j - floor(a / unit): if what it spares makes up for the
+rounding, it serves, else the next lower one does. Sizes are never rounded, so errors do not add
+up along the chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
+from rockplan.dp.chain import Operation, RunForward, RunOption
+from rockplan.dp.discretise import STRIDE, Grid
+from rockplan.dp.segments import EMPTY, Choices, Integers, Segments, choices
+from rockplan.graph import Phase
+
+NEVER = 2**60
+"""Time of what does not fit; three of them still add up to an int64."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """times_ns[id, j + 1], spare_bytes[id, j + 1]: bucket j of a segment.
+
+    minimum_bytes[id]: the exact minimum need. One column below its first feasible bucket a
+    segment stores the thriftiest sequence, which needs just that: there the spare is negative.
+    """
+
+    segments: Segments
+    grid: Grid
+    minimum_bytes: Integers
+    times_ns: Integers
+    spare_bytes: Integers
+
+
+def minimum_needs(segments: Segments) -> Integers:
+    """Fewest bytes with which each segment can run, by id; exact."""
+    needs = np.zeros(len(segments.spans), dtype=np.int64)
+    for segment in range(1, len(segments.spans)):
+        needs[segment] = choices(segments, segment).need_bytes(needs).min()
+    return needs
+
+
+def fastest_need(segments: Segments) -> int:
+    """Bytes with which every block runs once with its fastest option."""
+    last = segments.blocks - 1
+    need = 0
+    for s in range(last, -1, -1):
+        ways = choices(segments, int(segments.ids[s, last]))
+        need = max(int(ways.peak_bytes[0]), int(ways.held_bytes[0]) + need)
+    return need
+
+
+def solve(
+    segments: Segments, grid: Grid, minimum_bytes: Integers, *, optimistic: bool = False
+) -> Table:
+    """Fill the table for every limit up to that of `grid`.
+
+    optimistic: sizes are rounded down instead, so that no time is above what any sequence of
+    the recurrence takes (`lower_bound_ns`); nothing can be decoded from such a table.
+    """
+    shape = (len(segments.spans), grid.count + 2)
+    table = Table(segments, grid, minimum_bytes, np.full(shape, NEVER), np.full(shape, -NEVER))
+    table.times_ns[EMPTY] = 0
+    table.spare_bytes[EMPTY] = (np.arange(grid.count + 2) - 1) * grid.unit_bytes
+    for segment in range(1, len(segments.spans)):
+        if minimum_bytes[segment] <= grid.limit_bytes:
+            _fill(table, segment, optimistic)
+    return table
+
+
+def lower_bound_ns(optimistic: Table, limit_bytes: int) -> int | None:
+    """No sequence of the recurrence within limit_bytes is faster; None if there is none."""
+    whole = optimistic.segments.whole
+    if limit_bytes < optimistic.minimum_bytes[whole]:
+        return None
+    bucket = min(-(-limit_bytes // optimistic.grid.unit_bytes), optimistic.grid.count)
+    return int(optimistic.times_ns[whole, bucket + 1])
+
+
+def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
+    """A sequence that needs at most limit_bytes, which must be at least the minimum need.
+
+    Every choice is made anew for the exact bytes that are left, which can only be faster than
+    what the table holds. Raises ValueError if the limit is below the minimum need.
+    """
+    minimum = int(table.minimum_bytes[table.segments.whole])
+    if limit_bytes < minimum:
+        raise ValueError(f"limit of {limit_bytes} bytes is below the minimum need of {minimum}")
+    done: list[Operation] = []
+    todo: list[Operation | _Part] = [_Part(0, table.segments.blocks - 1, limit_bytes)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, _Part):
+            todo += _expand(table, item)[::-1]
+        else:
+            done.append(item)
+    return tuple(done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Blocks first..last, to be run within limit_bytes."""
+
+    first: int
+    last: int
+    limit_bytes: int
+
+
+def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
+    if part.first > part.last:
+        return []
+    ways = choices(table.segments, int(table.segments.ids[part.first, part.last]))
+    k = int(np.argmin(_times_within(table, ways, part.limit_bytes)))
+    rest = part.limit_bytes - int(ways.held_bytes[k])
+    option = int(ways.option[k])
+    if option >= 0:
+        return [
+            RunOption(part.first, option, Phase.FORWARD),
+            _Part(part.first + 1, part.last, rest),
+            RunOption(part.first, option, Phase.BACKWARD),
+        ]
+    split = part.first + int(ways.ahead[k])
+    return [
+        *(RunForward(block) for block in range(part.first, split)),
+        _Part(split, part.last, rest),
+        _Part(part.first, split - 1, part.limit_bytes),
+    ]
+
+
+def _fill(table: Table, segment: int, optimistic: bool) -> None:
+    """Compute the row of `segment` from those of its parts."""
+    ways = choices(table.segments, segment)
+    minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
+    first = -(-minimum // unit_bytes)
+    best, chosen = _best_choices(table, ways)
+    table.times_ns[segment, 1:] = best
+    if optimistic:
+        table.spare_bytes[segment, first + 1 :] = unit_bytes
+        return
+    table.spare_bytes[segment, first + 1 :] = _spare_bytes(table, ways, best, chosen, first)
+    table.times_ns[segment, first] = _times_within(table, ways, minimum).min()
+    table.spare_bytes[segment, first] = (first - 1) * unit_bytes - minimum
+
+
+def _best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
+    """For each bucket the least time, and a choice that takes it.
+
+    The time of a choice falls as the limit grows. So between two buckets only those choices can
+    matter that take less at the upper one than the best takes at the lower one: few, if the two
+    are near each other.
+    """
+    fits = ways.need_bytes(table.minimum_bytes) <= table.grid.limit_bytes
+    able, ends = np.flatnonzero(fits), np.arange(0, table.grid.count + 1, STRIDE)
+    times = _times(table, ways, able, np.zeros_like(able), len(ends), STRIDE)
+    place = times.argmin(axis=0)
+    least = times[place, np.arange(len(ends))]
+    # What is best at a lower end fits at all buckets up to the next end.
+    best = np.repeat(least, STRIDE)[: table.grid.count + 1]
+    chosen = np.repeat(able[place], STRIDE)[: table.grid.count + 1]
+    interval, place = np.nonzero(times.T[1:] < least[:-1, np.newaxis])
+    if len(interval) == 0:
+        return best, chosen
+
+    k, lower = able[place], ends[interval]
+    times = _times(table, ways, k, lower + 1, STRIDE - 1, 1)
+    heads = np.flatnonzero(np.diff(interval, prepend=-1))
+    between = lower[heads, np.newaxis] + np.arange(1, STRIDE)
+    best[between] = np.minimum(best[between], np.minimum.reduceat(times, heads, axis=0))
+    pair, column = np.nonzero(times == best[lower[:, np.newaxis] + np.arange(1, STRIDE)])
+    chosen[lower[pair] + 1 + column] = k[pair]
+    return best, chosen
+
+
+def _times(
+    table: Table, ways: Choices, k: Integers, bucket: Integers, length: int, step: int
+) -> Integers:
+    """Times of choice k[p] at `length` buckets, `step` apart, from bucket[p] on: row p."""
+    width, unit_bytes = table.times_ns.shape[1], table.grid.unit_bytes
+    shift, rest = np.divmod(ways.held_bytes, unit_bytes)
+    start = -(-ways.need_bytes(table.minimum_bytes) // unit_bytes)
+    above = ways.inner[k] * width + bucket + 1 - shift[k]
+    serves = _runs(table.spare_bytes, length, step)[above] >= rest[k, np.newaxis]
+    times = _runs(table.times_ns, length, step)
+    total: Integers = np.where(serves, times[above], times[above - 1])
+    total += times[ways.left[k] * width + bucket + 1]
+    total += ways.time_ns[k, np.newaxis]
+    total[np.arange(0, length * step, step) < (start[k] - bucket)[:, np.newaxis]] = NEVER
+    return total
+
+
+def _runs(rows: Integers, length: int, step: int) -> Integers:
+    """Row p: `length` entries of the flattened array, `step` apart, from p on. A view."""
+    (each,) = rows.ravel().strides
+    starts = rows.size - (length - 1) * step
+    return as_strided(rows, (starts, length), (each, each * step), writeable=False)
+
+
+def _times_within(table: Table, ways: Choices, limit_bytes: int) -> Integers:
+    """Time of each choice within exactly limit_bytes; NEVER if it does not fit."""
+    inner = limit_bytes - ways.held_bytes
+    left = np.full_like(inner, limit_bytes)
+    times = table.times_ns[ways.inner, _columns(table, ways.inner, inner)]
+    times += table.times_ns[ways.left, _columns(table, ways.left, left)]
+    times += ways.time_ns
+    return np.where(ways.need_bytes(table.minimum_bytes) <= limit_bytes, times, NEVER)
+
+
+def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
+    """Column of the bucket above the limit if its sequence fits all the same, else of the one
+    below. (Of no meaning where the segment does not fit.)"""
+    unit_bytes, count = table.grid.unit_bytes, table.grid.count
+    above = np.clip(limits_bytes // unit_bytes + 2, 1, count + 1)
+    missing = (above - 1) * unit_bytes - limits_bytes
+    return above - (table.spare_bytes[ids, above] < missing)
+
+
+def _spare_bytes(
+    table: Table, ways: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
+) -> Integers:
+    """What each bucket from `first` on spares of its limit; equal times share one sequence."""
+    unit_bytes = table.grid.unit_bytes
+    is_new = np.concatenate([[True], best[first + 1 :] != best[first:-1]])
+    limits = np.arange(first, len(best), dtype=np.int64) * unit_bytes
+    k, at = chosen[first:][is_new], limits[is_new]
+    inner = ways.held_bytes[k] + _needs_within(table, ways.inner[k], at - ways.held_bytes[k])
+    left = _needs_within(table, ways.left[k], at)
+    needs = np.maximum(np.maximum(ways.peak_bytes[k], inner), left)
+    spare: Integers = limits - needs[np.cumsum(is_new) - 1]
+    return spare
+
+
+def _needs_within(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
+    """Exact need of the sequence that serves within each limit."""
+    columns = _columns(table, ids, limits_bytes)
+    return (columns - 1) * table.grid.unit_bytes - table.spare_bytes[ids, columns]

@@ -1,0 +1,180 @@
+"""Search: the fastest stitched schedule whose simulated peak fits a budget.
+
+takes: graph, blocks, families, a budget. returns: a verified Schedule. guarantees: the simulated
+peak of the whole graph is within the budget, whatever the chain believes; the answer depends on
+the budget only, not on what was asked before.
+
+The chain does not know everything: saved generator states raise the peak, storages that die
+before their block is done lower it. So the recurrence is asked for limits around the budget, and
+what it answers is stitched and simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+from rockplan.block import Block, OptionFamily
+from rockplan.dp.chain import Operation, links
+from rockplan.dp.discretise import bucket_count, grid, tables_at_once
+from rockplan.dp.recurrence import Table, decode, fastest_need, minimum_needs, solve
+from rockplan.dp.segments import intern_segments
+from rockplan.dp.stitch import stitch
+from rockplan.graph import CDGraph
+from rockplan.schedule import Schedule, keep_all
+from rockplan.simulate import Simulation, simulate
+from rockplan.verify import verify
+
+Operations = tuple[Operation, ...]
+
+SEARCH_ROUNDS = 12
+NEIGHBOURS = 3
+NEAR_MINIMUM = 8
+CURVE_POINTS = 48
+
+
+def best_schedule(
+    graph: CDGraph,
+    blocks: Sequence[Block],
+    families: Sequence[OptionFamily],
+    budget_bytes: int,
+) -> Schedule | None:
+    """The fastest schedule found whose simulated peak is within budget_bytes, or None.
+
+    families: options of each block. For several budgets ask one ChainSolver.
+    """
+    return ChainSolver(graph, blocks, families).best_schedule(budget_bytes)
+
+
+def curve(
+    graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
+) -> tuple[tuple[Schedule, Simulation], ...]:
+    """Schedules from the smallest peak found up to keep-all, each faster than all before it."""
+    return ChainSolver(graph, blocks, families).curve()
+
+
+class ChainSolver:
+    """Answers any number of budgets for one chain; keeps tables and simulations between them."""
+
+    def __init__(
+        self, graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
+    ) -> None:
+        self._graph = graph
+        self._blocks = tuple(blocks)
+        self._families = tuple(families)
+        self._segments = intern_segments(links(blocks, families))
+        self._needs = minimum_needs(self._segments)
+        self._least = int(self._needs[self._segments.whole])
+        self._fastest = max(self._least, fastest_need(self._segments))
+        self._tables: dict[int, Table] = {}
+        self._simulations: dict[Operations, Simulation] = {}
+
+    @cached_property
+    def minimum_bytes(self) -> int:
+        """The smallest simulated peak found for limits near the least that the chain needs;
+        there is a best_schedule(minimum_bytes)."""
+        peaks = (self._simulate(o).peak_bytes for o in self._thriftiest)
+        return min(self._everything.peak_bytes, *peaks)
+
+    def best_schedule(self, budget_bytes: int) -> Schedule | None:
+        """The fastest schedule found whose simulated peak is within budget_bytes, or None."""
+        if self._everything.peak_bytes <= budget_bytes:
+            return keep_all(self._graph)
+        best = self._fastest_within(budget_bytes, self._around(budget_bytes))
+        if best is None:
+            best = self._fastest_within(budget_bytes, self._thriftiest)
+        return None if best is None else self._stitch(best)
+
+    def curve(self) -> tuple[tuple[Schedule, Simulation], ...]:
+        """Schedules from the smallest peak found up to keep-all, each faster than all before."""
+        found = {o: self._simulate(o) for o in (*self._thriftiest, *self._spread())}
+        points: list[tuple[Schedule, Simulation]] = []
+        for operations in sorted(found, key=self._peak_and_time):
+            if not points or found[operations].time_ns < points[-1][1].time_ns:
+                points.append((self._stitch(operations), found[operations]))
+        everything = self._everything
+        points = [p for p in points if p[1].peak_bytes < everything.peak_bytes]
+        if not points or everything.time_ns < points[-1][1].time_ns:
+            points.append((keep_all(self._graph), everything))
+        return tuple(points)
+
+    def _around(self, budget_bytes: int) -> Iterator[Operations]:
+        """Sequences for limits that close in on the largest one whose schedule fits."""
+        table = self._table(budget_bytes)
+        unit_bytes = table.grid.unit_bytes
+        low, high = self._least, max(self._least, table.grid.limit_bytes)
+        limit = min(max(low, budget_bytes), high)
+        for round_ in range(SEARCH_ROUNDS):
+            operations = decode(table, limit)
+            yield operations
+            spare_bytes = budget_bytes - self._simulate(operations).peak_bytes
+            low, high = (limit, high) if spare_bytes >= 0 else (low, limit)
+            if high - low <= unit_bytes:
+                break
+            # The peak moves about as much as the limit does; every other round halves.
+            limit += spare_bytes
+            if round_ % 2 or not low < limit < high:
+                limit = (low + high) // 2
+        for step in range(-NEIGHBOURS, NEIGHBOURS + 1):
+            yield decode(table, max(self._least, low + step * unit_bytes))
+
+    def _spread(self) -> Iterator[Operations]:
+        """Sequences for limits from the least to the largest that matters, in equal ratios."""
+        ratio = self._fastest / max(self._least, 1)
+        for i in range(CURVE_POINTS + 1):
+            limit = min(
+                max(self._least, round(self._least * ratio ** (i / CURVE_POINTS))), self._fastest
+            )
+            yield decode(self._table(limit), limit)
+
+    @cached_property
+    def _thriftiest(self) -> tuple[Operations, ...]:
+        """Sequences for the least limit and for those just above it."""
+        table = self._table(self._least)
+        limits = (self._least + i * table.grid.unit_bytes for i in range(NEAR_MINIMUM))
+        return tuple(dict.fromkeys(decode(table, limit) for limit in limits))
+
+    @cached_property
+    def _everything(self) -> Simulation:
+        return simulate(self._graph, keep_all(self._graph))
+
+    def _table(self, limit_bytes: int) -> Table:
+        """The table of the smallest scale that reaches well above limit_bytes.
+
+        Scales halve from the limit at which the chain gains nothing more, so that buckets are
+        fine where memory is short, and every budget of one scale shares a table.
+        """
+        wanted = max(self._least, limit_bytes) * 5 // 4
+        scale = self._fastest
+        while scale // 2 >= wanted:
+            scale //= 2
+        if scale not in self._tables:
+            segments = len(self._segments.spans)
+            buckets = bucket_count(self._segments.blocks, segments)
+            while len(self._tables) >= tables_at_once(segments, buckets):
+                del self._tables[next(iter(self._tables))]
+            self._tables[scale] = solve(self._segments, grid(scale, buckets), self._needs)
+        return self._tables[scale]
+
+    def _fastest_within(
+        self, budget_bytes: int, candidates: Iterable[Operations]
+    ) -> Operations | None:
+        fitting = [o for o in candidates if self._simulate(o).peak_bytes <= budget_bytes]
+        return min(fitting, key=self._time_and_peak, default=None)
+
+    def _time_and_peak(self, operations: Operations) -> tuple[int, int]:
+        simulation = self._simulate(operations)
+        return simulation.time_ns, simulation.peak_bytes
+
+    def _peak_and_time(self, operations: Operations) -> tuple[int, int]:
+        return self._time_and_peak(operations)[::-1]
+
+    def _simulate(self, operations: Operations) -> Simulation:
+        if operations not in self._simulations:
+            schedule = self._stitch(operations)
+            verify(self._graph, schedule)
+            self._simulations[operations] = simulate(self._graph, schedule)
+        return self._simulations[operations]
+
+    def _stitch(self, operations: Operations) -> Schedule:
+        return stitch(self._graph, self._blocks, self._families, operations)

@@ -1,0 +1,203 @@
+"""Segments: the sub-chains over which the recurrence runs, each distinct one once.
+
+takes: links. returns: the distinct segments, shorter ones first, and the choices of each.
+source: Rockmate (ICML 2023), appendix C, equations 1 and 2. A segment is known by the string of
+its links and by whether it ends the chain: a chain of L blocks of which most repeat has about
+4 L distinct segments instead of L (L + 1) / 2.
+
+Memory m of a segment (s, t): excludes the input of s, includes the gradient of the output of t.
+In a segment that ends the chain, forward runs come before any gradient exists; every other
+segment runs when its blocks have all run before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rockplan.dp.chain import ForwardCost, Link, OptionCost
+
+Integers = npt.NDArray[np.int64]
+
+EMPTY = 0
+"""The segment without blocks: no time, no bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """The options of one link in one role, as arrays of equal length."""
+
+    option: Integers
+    kept_bytes: Integers
+    forward_peak_bytes: Integers
+    backward_peak_bytes: Integers
+    time_ns: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roles:
+    """What blocks cost in segments that end the chain, or in all others.
+
+    inner, last: options of each block, followed by other blocks of the segment or not.
+    forward_time_ns: of the blocks before each, summed up (one entry more than blocks).
+    forward_peak_bytes: without the block's input.
+    """
+
+    inner: tuple[Options, ...]
+    last: tuple[Options, ...]
+    forward_time_ns: Integers
+    forward_peak_bytes: Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """ids[s, t]: the segment of blocks s..t; spans[id]: one (s, t) of it (EMPTY has s > t).
+
+    A segment's id is above those of its parts. The arrays have one entry for each block.
+    """
+
+    ids: npt.NDArray[np.int64]
+    spans: tuple[tuple[int, int], ...]
+    ending: Roles
+    repeated: Roles
+    output_bytes: Integers
+    incoming_gradient_bytes: Integers
+    background_bytes: Integers
+
+    @property
+    def blocks(self) -> int:
+        return len(self.output_bytes)
+
+    @property
+    def whole(self) -> int:
+        """Id of the whole chain."""
+        return int(self.ids[0, self.blocks - 1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """Every way to begin a segment, one per index; all arrays have the same length.
+
+    Choice k takes time_ns[k] and peak_bytes[k]. It runs segment inner[k] in what held_bytes[k]
+    leaves of the memory and segment left[k], after it, in the whole memory.
+    option[k]: index in the family, with which the first block runs once, around inner; left is
+    EMPTY. Or -1: ahead[k] blocks run forward, inner starts behind them, left runs them again.
+    """
+
+    time_ns: Integers
+    peak_bytes: Integers
+    held_bytes: Integers
+    inner: Integers
+    left: Integers
+    option: Integers
+    ahead: Integers
+
+    def need_bytes(self, segment_needs: Integers) -> Integers:
+        """What each choice needs, if segments need segment_needs (by id)."""
+        inner = self.held_bytes + segment_needs[self.inner]
+        needs: Integers = np.maximum(np.maximum(self.peak_bytes, inner), segment_needs[self.left])
+        return needs
+
+
+def intern_segments(links: Sequence[Link]) -> Segments:
+    """The distinct segments of the chain `links`."""
+    ids, spans = _distinct(links)
+    return Segments(
+        ids=ids,
+        spans=spans,
+        ending=_roles(
+            [link.first for link in links],
+            [link.first for link in links],
+            [link.first_forward for link in links],
+        ),
+        repeated=_roles(
+            [link.again for link in links],
+            [link.closing for link in links],
+            [link.again_forward for link in links],
+        ),
+        output_bytes=_integers(link.output_bytes for link in links),
+        incoming_gradient_bytes=_integers(link.incoming_gradient_bytes for link in links),
+        background_bytes=_integers(link.background_bytes for link in links),
+    )
+
+
+def choices(segments: Segments, segment: int) -> Choices:
+    """Equation 1 (one run of the first block, each option) and 2 (each next stored input)."""
+    s, t = segments.spans[segment]
+    ends_chain = t == segments.blocks - 1
+    roles = segments.ending if ends_chain else segments.repeated
+    gradient_bytes = 0 if ends_chain else segments.incoming_gradient_bytes[t]
+    options = roles.inner[s] if s < t else roles.last[s]
+    option_peaks = segments.background_bytes[s] + np.maximum(
+        gradient_bytes + options.forward_peak_bytes, options.backward_peak_bytes
+    )
+    forward_peaks = segments.background_bytes[s:t] + roles.forward_peak_bytes[s:t]
+    forward_peaks[1:] += segments.output_bytes[s : max(s, t - 1)]
+    splits = np.arange(s + 1, t + 1)
+    none = np.zeros_like(options.option)
+    inner = segments.ids[s + 1, t] if s < t else EMPTY
+    return Choices(
+        time_ns=_join(options.time_ns, roles.forward_time_ns[splits] - roles.forward_time_ns[s]),
+        peak_bytes=_join(option_peaks, gradient_bytes + np.maximum.accumulate(forward_peaks)),
+        held_bytes=_join(options.kept_bytes if s < t else none, segments.output_bytes[s:t]),
+        inner=_join(none + inner, segments.ids[splits, t]),
+        left=_join(none + EMPTY, segments.ids[s, s:t]),
+        option=_join(options.option, np.full(t - s, -1)),
+        ahead=_join(none, splits - s),
+    )
+
+
+def _distinct(links: Sequence[Link]) -> tuple[npt.NDArray[np.int64], tuple[tuple[int, int], ...]]:
+    length = len(links)
+    numbers = {link: i for i, link in enumerate(dict.fromkeys(links))}
+    classes = [numbers[link] for link in links]
+    ids = np.zeros((length + 1, length), dtype=np.int64)
+    known: dict[tuple[int, int], int] = {}
+    spans = [(1, 0)]
+    for size in range(1, length + 1):
+        for s in range(length - size + 1):
+            t = s + size - 1
+            # Negative: after its last block a segment ends the chain or does not.
+            rest = int(ids[s + 1, t]) if size > 1 else -1 - (t == length - 1)
+            key = (classes[s], rest)
+            if key not in known:
+                known[key] = len(spans)
+                spans.append((s, t))
+            ids[s, t] = known[key]
+    return ids, tuple(spans)
+
+
+def _roles(
+    inner: Sequence[tuple[OptionCost, ...]],
+    last: Sequence[tuple[OptionCost, ...]],
+    forward: Sequence[ForwardCost],
+) -> Roles:
+    arrays = {costs: _options(costs) for costs in (*inner, *last)}
+    times = np.cumsum([0, *(f.time_ns for f in forward)], dtype=np.int64)
+    return Roles(
+        inner=tuple(arrays[costs] for costs in inner),
+        last=tuple(arrays[costs] for costs in last),
+        forward_time_ns=times,
+        forward_peak_bytes=_integers(f.peak_bytes for f in forward),
+    )
+
+
+def _options(costs: Sequence[OptionCost]) -> Options:
+    return Options(
+        option=_integers(c.option for c in costs),
+        kept_bytes=_integers(c.kept_bytes for c in costs),
+        forward_peak_bytes=_integers(c.forward_peak_bytes for c in costs),
+        backward_peak_bytes=_integers(c.backward_peak_bytes for c in costs),
+        time_ns=_integers(c.time_ns for c in costs),
+    )
+
+
+def _integers(numbers: Iterable[int]) -> Integers:
+    return np.array(list(numbers), dtype=np.int64)
+
+
+def _join(options: Integers, splits: Integers) -> Integers:
+    return np.concatenate([options, splits])

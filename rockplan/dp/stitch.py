@@ -1,0 +1,66 @@
+"""Stitch: from what runs block by block to a schedule of the whole graph.
+
+takes: the graph, its blocks (every node in exactly one) with their options, and operations that
+run every block forward, and its backward after that of the next block. returns: a Schedule.
+guarantees: the schedule is legal; its forward phase ends where the last block's backward begins;
+no re-execution is dead (`rockplan.dp.liveness`).
+source: Rockmate, section 3.5; frees follow from the order (`rockplan.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rockplan.block import Block, OptionFamily
+from rockplan.dp.chain import Operation, RunForward, RunOption
+from rockplan.dp.liveness import Order, drop_dead
+from rockplan.graph import CDGraph, Phase
+from rockplan.schedule import Schedule, with_frees
+
+
+def stitch(
+    graph: CDGraph,
+    blocks: Sequence[Block],
+    families: Sequence[OptionFamily],
+    operations: Iterable[Operation],
+) -> Schedule:
+    """The schedule that executes `operations`, with the earliest frees."""
+    forward: list[int] = []
+    backward: list[int] = []
+    phase = forward
+    for operation in operations:
+        if operation.block == len(blocks) - 1 and _is_backward(operation):
+            phase = backward
+        phase += _nodes(blocks[operation.block], families[operation.block], operation)
+    order = Order(tuple(forward), tuple(backward))
+    order = drop_dead(graph, order, kept=pinned_storages(graph, blocks))
+    return with_frees(graph, order.forward, order.backward)
+
+
+def pinned_storages(graph: CDGraph, blocks: Sequence[Block]) -> frozenset[int]:
+    """Activations that blocks other than their own and its successor read, or that the next one
+    reads beside the separator: alive from their first computation to their last use."""
+    block_of = {n: b.index for b in blocks for n in (*b.forward, *b.backward)}
+    made_in = {d: block_of[n.index] for n in graph.forward for d in n.writes}
+    return frozenset(
+        d
+        for node in graph.nodes
+        for d in node.reads
+        if d in made_in
+        and block_of[node.index] != made_in[d]
+        and d != blocks[block_of[node.index]].input
+    )
+
+
+def _is_backward(operation: Operation) -> bool:
+    return isinstance(operation, RunOption) and operation.phase is Phase.BACKWARD
+
+
+def _nodes(block: Block, family: OptionFamily, operation: Operation) -> Sequence[int]:
+    """Nodes of the whole graph that `operation` executes, in order."""
+    if isinstance(operation, RunForward):
+        return block.forward
+    option = family.options[operation.option]
+    local = option.backward if _is_backward(operation) else option.forward
+    nodes = (*block.forward, *block.backward)
+    return [nodes[i] for i in local]
