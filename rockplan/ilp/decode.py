@@ -1,0 +1,130 @@
+"""From a solution to an option of a block, priced by the simulator.
+
+takes: the problem and an order of computations (or a StageModel's solution). returns:
+BlockOption. guarantees: legal (`verify`); bytes and time are the simulator's on the true sizes,
+never the solver's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rockplan.block import BlockOption
+from rockplan.graph import CDGraph
+from rockplan.ilp.formulate import StageModel
+from rockplan.schedule import with_frees
+from rockplan.simulate import simulate
+from rockplan.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Nodes in order of execution, by phase."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
+    """Forward once; at each stage its re-executions in order, then the backward nodes."""
+    graph = model.stages.units.graph
+    n_forward = len(graph.forward)
+    backward: list[int] = []
+    start = n_forward
+    for s, stage in enumerate(model.stages.stages):
+        backward += range(start, stage.node)
+        backward += [i for i in stage.movable if values[model.rerun[s, i]] > 0.5]
+        backward.append(stage.node)
+        start = stage.node + 1
+    backward += range(start, len(graph.nodes))
+    return without_idle(graph, Orders(tuple(range(n_forward)), tuple(backward)))
+
+
+def without_idle(graph: CDGraph, orders: Orders) -> Orders:
+    """Drop re-executions of which nothing is read before it is made again.
+
+    A solution within the gap may hold some; without them it needs no more of anything.
+    """
+    first_seen: set[int] = set()
+    is_first: list[bool] = []
+    everything = (*orders.forward, *orders.backward)
+    for i in everything:
+        is_first.append(i not in first_seen)
+        first_seen.add(i)
+    used_next: set[int] = set()
+    kept: list[int] = []
+    n_backward = 0
+    for position in reversed(range(len(everything))):
+        if position == len(orders.forward) - 1:
+            n_backward = len(kept)
+            used_next.update(graph.outputs)
+        node = graph.nodes[everything[position]]
+        if is_first[position] or not used_next.isdisjoint(node.writes):
+            kept.append(node.index)
+            used_next.difference_update(node.writes)
+            used_next.update(node.reads)
+    kept.reverse()
+    n_forward = len(kept) - n_backward
+    return Orders(tuple(kept[:n_forward]), tuple(kept[n_forward:]))
+
+
+def price(problem: CDGraph, orders: Orders) -> BlockOption:
+    """The option that executes `orders`, checked by `verify` and measured by `simulate`."""
+    schedule = with_frees(problem, orders.forward, orders.backward)
+    verify(problem, schedule)
+    found = simulate(problem, schedule)
+    output_bytes = sum(
+        problem.data[d].size_bytes for d in problem.outputs if not problem.data[d].kind.resident
+    )
+    return BlockOption(
+        forward=orders.forward,
+        backward=orders.backward,
+        output_bytes=output_bytes,
+        saved_bytes=found.saved_bytes - output_bytes,
+        forward_peak_bytes=found.forward_peak_bytes,
+        backward_peak_bytes=found.backward_peak_bytes,
+        time_ns=found.time_ns,
+    )
+
+
+def keep_all_orders(problem: CDGraph) -> Orders:
+    """Every node once."""
+    return Orders(tuple(n.index for n in problem.forward), tuple(n.index for n in problem.backward))
+
+
+def peak_bytes(option: BlockOption) -> int:
+    return max(option.forward_peak_bytes, option.backward_peak_bytes)
+
+
+def dominates(a: BlockOption, b: BlockOption) -> bool:
+    """a needs no more than b of anything that the chain sees (and may be equal)."""
+    return (
+        a.saved_bytes <= b.saved_bytes
+        and a.forward_peak_bytes <= b.forward_peak_bytes
+        and a.backward_peak_bytes <= b.backward_peak_bytes
+        and a.time_ns <= b.time_ns
+    )
+
+
+def pareto(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
+    """The options that no other dominates, fastest first; of equal ones the first by order."""
+    ranked = sorted(
+        set(options),
+        key=lambda o: (
+            o.time_ns,
+            o.saved_bytes,
+            o.forward_peak_bytes,
+            o.backward_peak_bytes,
+            o.forward,
+            o.backward,
+        ),
+    )
+    kept: list[BlockOption] = []
+    for option in ranked:
+        if not any(dominates(other, option) for other in kept):
+            kept.append(option)
+    return tuple(kept)

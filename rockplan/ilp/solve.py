@@ -1,0 +1,210 @@
+"""Run HiGHS on an integer program and say exactly what it proved.
+
+takes: a LinearProgram. returns: a SolveReport whose status, objective and bound are HiGHS' own
+(`getModelStatus`, `getInfo`). A time limit is never called optimal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from rockplan.errors import SolverError
+
+Result = TypeVar("Result")
+
+INFINITY = float("inf")
+
+INTEGRALITY_TOLERANCE = 1e-6
+"""How far from an integer HiGHS may leave an integer column (its own default)."""
+
+
+class SolverStatus(Enum):
+    """OPTIMAL: within the gap asked for; FEASIBLE: stopped at the time limit with a solution;
+    TIME_LIMIT: stopped without one; INFEASIBLE: proven to have none."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    TIME_LIMIT = "time limit"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearProgram:
+    """Minimise costs @ x; rows in compressed form: row r owns entries starts[r]:starts[r + 1]."""
+
+    costs: NDArray[np.float64]
+    column_lower: NDArray[np.float64]
+    column_upper: NDArray[np.float64]
+    integral: NDArray[np.bool_]
+    row_lower: NDArray[np.float64]
+    row_upper: NDArray[np.float64]
+    starts: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    coefficients: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SolveReport:
+    """objective, values: of the best solution, None without one; values of integer columns are
+    rounded. bound: no solution costs less (infinite if infeasible)."""
+
+    status: SolverStatus
+    objective: float | None
+    bound: float
+    values: NDArray[np.float64] | None
+
+
+@dataclass
+class ProgramBuilder:
+    """Collects columns and rows; local to the function that builds a LinearProgram."""
+
+    costs: list[float] = field(default_factory=list)
+    column_lower: list[float] = field(default_factory=list)
+    column_upper: list[float] = field(default_factory=list)
+    integral: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+
+    def binary(self, cost: float = 0.0) -> int:
+        return self._column(cost, True)
+
+    def fraction(self) -> int:
+        """A continuous column in [0, 1]; the rows must drive it to the integer it stands for."""
+        return self._column(0.0, False)
+
+    def _column(self, cost: float, integral: bool) -> int:
+        self.costs.append(cost)
+        self.column_lower.append(0.0)
+        self.column_upper.append(1.0)
+        self.integral.append(integral)
+        return len(self.costs) - 1
+
+    def at_most(self, terms: Iterable[tuple[int, float]], upper: float) -> int:
+        """Add the row; returns its index, as `at_least` does."""
+        return self._row(terms, -INFINITY, upper)
+
+    def at_least(self, terms: Iterable[tuple[int, float]], lower: float) -> int:
+        return self._row(terms, lower, INFINITY)
+
+    def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> int:
+        merged: dict[int, float] = {}
+        for column, coefficient in terms:
+            merged[column] = merged.get(column, 0.0) + coefficient
+        self.columns += merged.keys()
+        self.coefficients += merged.values()
+        self.starts.append(len(self.columns))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        return len(self.row_lower) - 1
+
+    def build(self) -> LinearProgram:
+        return LinearProgram(
+            costs=np.array(self.costs, dtype=np.float64),
+            column_lower=np.array(self.column_lower, dtype=np.float64),
+            column_upper=np.array(self.column_upper, dtype=np.float64),
+            integral=np.array(self.integral, dtype=np.bool_),
+            row_lower=np.array(self.row_lower, dtype=np.float64),
+            row_upper=np.array(self.row_upper, dtype=np.float64),
+            starts=np.array(self.starts, dtype=np.int32),
+            columns=np.array(self.columns, dtype=np.int32),
+            coefficients=np.array(self.coefficients, dtype=np.float64),
+        )
+
+
+def solve(program: LinearProgram, *, time_limit_s: float, absolute_gap: float) -> SolveReport:
+    """Minimise `program`; optimal means within `absolute_gap` of the bound.
+
+    One HiGHS thread; the Python lock is released while it runs. Raises SolverError when HiGHS
+    neither solves nor refutes the program.
+    """
+    return in_own_thread(lambda: _solve(program, time_limit_s, absolute_gap))
+
+
+def in_own_thread(run: Callable[[], Result]) -> Result:
+    """What `run`, which uses HiGHS, returns.
+
+    HiGHS keeps one scheduler for each thread, and its first run there fixes the scheduler's size:
+    a thread of our own neither meets nor leaves a scheduler of another size.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run).result()
+
+
+def _solve(program: LinearProgram, time_limit_s: float, absolute_gap: float) -> SolveReport:
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False,
+        "threads": 1,
+        "random_seed": 0,
+        "mip_rel_gap": 0.0,
+        "mip_abs_gap": absolute_gap,
+        "time_limit": max(time_limit_s, 0.0),
+    }
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    if highs.passModel(_highs_model(program)) == highspy.HighsStatus.kError:
+        raise SolverError("HiGHS refused the model")
+    if highs.run() == highspy.HighsStatus.kError:
+        raise SolverError(f"HiGHS failed: {highs.modelStatusToString(highs.getModelStatus())}")
+    return report(highs, program.integral)
+
+
+def report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
+    """What a HiGHS instance that has run found and proved; integral: its integer columns."""
+    model_status = highs.getModelStatus()
+    kinds = highspy.HighsModelStatus
+    if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+        return SolveReport(SolverStatus.INFEASIBLE, None, INFINITY, None)
+    if model_status not in (kinds.kOptimal, kinds.kTimeLimit, kinds.kModelEmpty):
+        raise SolverError(f"HiGHS stopped with: {highs.modelStatusToString(model_status)}")
+    info = highs.getInfo()
+    is_integer_program = bool(integral.any())
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    solved = model_status != kinds.kTimeLimit
+    bound = info.mip_dual_bound if is_integer_program else -INFINITY
+    if solved and not is_integer_program:
+        bound = info.objective_function_value
+    if not found and not solved:
+        return SolveReport(SolverStatus.TIME_LIMIT, None, bound, None)
+    values = np.array(highs.getSolution().col_value, dtype=np.float64)
+    values[integral] = _rounded(values[integral])
+    status = SolverStatus.OPTIMAL if solved else SolverStatus.FEASIBLE
+    return SolveReport(status, info.objective_function_value, bound, values)
+
+
+def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    nearest = np.rint(values)
+    if np.abs(values - nearest).max(initial=0.0) > 2 * INTEGRALITY_TOLERANCE:
+        raise SolverError("HiGHS returned a solution that is not integral")
+    return nearest
+
+
+def _highs_model(program: LinearProgram) -> highspy.HighsLp:
+    model = highspy.HighsLp()
+    model.num_col_ = len(program.costs)
+    model.num_row_ = len(program.row_lower)
+    model.col_cost_ = program.costs
+    model.col_lower_ = program.column_lower
+    model.col_upper_ = program.column_upper
+    model.row_lower_ = program.row_lower
+    model.row_upper_ = program.row_upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = program.starts
+    model.a_matrix_.index_ = program.columns
+    model.a_matrix_.value_ = program.coefficients
+    model.integrality_ = [
+        highspy.HighsVarType.kInteger if i else highspy.HighsVarType.kContinuous
+        for i in program.integral
+    ]
+    return model

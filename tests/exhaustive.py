@@ -1,0 +1,204 @@
+"""Oracles for the ILP: exhaustive searches over tiny graphs, without any solver.
+
+`stage_schedules` lists every schedule of the stage class and lets `simulate` price it: it knows
+nothing of memory. `fastest` searches states (what has run, what is alive) with Dijkstra's
+algorithm and reaches classes that are too large to list.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, combinations, product
+
+from rockplan.errors import IllegalSchedule
+from rockplan.graph import CDGraph, ComputeNode, DataKind, Phase, readers
+from rockplan.ilp.decode import Orders
+from rockplan.schedule import with_frees
+from rockplan.simulate import Simulation, simulate
+from rockplan.verify import verify
+
+
+def stage_schedules(graph: CDGraph) -> Iterator[tuple[Orders, Simulation]]:
+    """Forward once, backward once, and before each backward node that reads forward storages
+    any set of forward nodes again, in order."""
+    n_forward = len(graph.forward)
+    made = {d for n in graph.forward for d in n.writes}
+    again = [n.index for n in graph.forward if n.recomputable]
+    subsets = list(chain.from_iterable(combinations(again, k) for k in range(len(again) + 1)))
+    choices = [subsets if made & set(n.reads) else [()] for n in graph.backward]
+    for chosen in product(*choices):
+        backward = chain.from_iterable(
+            (*extra, n.index) for extra, n in zip(chosen, graph.backward, strict=True)
+        )
+        orders = Orders(tuple(range(n_forward)), tuple(backward))
+        schedule = with_frees(graph, orders.forward, orders.backward)
+        try:
+            verify(graph, schedule)
+        except IllegalSchedule:
+            continue
+        yield orders, simulate(graph, schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """ran: nodes that have run. again: the last node that ran again since the latest first
+    execution, -1 if none did. states: random nodes whose generator state is kept."""
+
+    is_backward: bool
+    ran: frozenset[int]
+    again: int
+    alive: frozenset[int]
+    states: frozenset[int]
+
+
+START = State(False, frozenset(), -1, frozenset(), frozenset())
+
+
+@dataclass(frozen=True)
+class Exhaustive:
+    """Fastest schedule of `graph` within two budgets.
+
+    is_free: any legal schedule. Else the class of the full model: first executions in the order
+    of the graph, between two of them each node at most once, in order, and no node twice that
+    hands a gradient over.
+    """
+
+    graph: CDGraph
+    peak_bytes: int
+    saved_bytes: int | None
+    is_free: bool = False
+
+    def fastest_ns(self) -> int | None:
+        """Dijkstra over states; None if nothing fits."""
+        best = {START: 0}
+        queue = [(0, 0, START)]
+        count = 0
+        while queue:
+            cost, _, state = heapq.heappop(queue)
+            if cost > best[state]:
+                continue
+            if len(state.ran) == len(self.graph.nodes):
+                return cost
+            for extra, following in self._moves(state):
+                if cost + extra < best.get(following, 1 << 62):
+                    best[following] = cost + extra
+                    count += 1
+                    heapq.heappush(queue, (cost + extra, count, following))
+        return None
+
+    def _moves(self, state: State) -> Iterator[tuple[int, State]]:
+        for node in self.graph.nodes:
+            if self._may_run(state, node):
+                for following in self._run(state, node):
+                    yield node.time_ns, following
+        if not state.is_backward and len(state.ran) == len(self.graph.forward):
+            for following in self._turn(state):
+                yield 0, following
+
+    def _may_run(self, state: State, node: ComputeNode) -> bool:
+        if node.phase is Phase.BACKWARD and not state.is_backward:
+            return False
+        if any(d not in state.alive for d in node.reads if self._is_ours(d)):
+            return False
+        if node.index not in state.ran:
+            return self._may_be_first(state, node)
+        if not node.recomputable or (node.random and node.index not in state.states):
+            return False
+        if self.is_free:
+            return True
+        # After its last node the forward phase has nothing left to prepare.
+        is_over = not state.is_backward and len(state.ran) == len(self.graph.forward)
+        hands_over = not set(self.graph.handed).isdisjoint(node.writes)
+        return node.index > state.again and not hands_over and not is_over
+
+    def _may_be_first(self, state: State, node: ComputeNode) -> bool:
+        if node.phase is Phase.FORWARD and state.is_backward:
+            return False
+        if not self.is_free:
+            return node.index == len(state.ran)
+        effects = [i for i in state.ran if self._has_effect(self.graph.nodes[i])]
+        return not self._has_effect(node) or node.index > max(effects, default=-1)
+
+    def _run(self, state: State, node: ComputeNode) -> Iterator[State]:
+        graph = self.graph
+        is_first = node.index not in state.ran
+        own_copies = set(node.writes) - set(graph.held)
+        before = replace(state, alive=state.alive - own_copies)
+        extra = node.workspace_bytes + sum(graph.data[d].size_bytes for d in node.writes)
+        if node.random and not is_first:
+            extra += graph.rng_state_bytes
+        for keeps_state in (False, True) if node.random and is_first else (False,):
+            states = before.states | ({node.index} if keeps_state else set())
+            wanted = replace(before, states=states)
+            for fitting in self._fit(wanted, extra, set(node.reads), {node.index}):
+                after = replace(
+                    fitting,
+                    ran=fitting.ran | {node.index},
+                    again=-1 if is_first else node.index,
+                    alive=fitting.alive | set(node.writes),
+                )
+                yield self._without_dead(after)
+
+    def _fit(self, state: State, extra: int, reads: set[int], running: set[int]) -> Iterator[State]:
+        """States with as few frees as let `extra` bytes fit; to free more later is as good."""
+        graph = self.graph
+        droppable = [(d, -1) for d in sorted(state.alive - reads - set(graph.held))]
+        droppable += [(-1, i) for i in sorted(state.states - running) if graph.rng_state_bytes]
+        enough: list[set[tuple[int, int]]] = []
+        for k in range(len(droppable) + 1):
+            for chosen in combinations(droppable, k):
+                if any(smaller <= set(chosen) for smaller in enough):
+                    continue
+                dropped = replace(
+                    state,
+                    alive=state.alive - {d for d, _ in chosen},
+                    states=state.states - {i for _, i in chosen},
+                )
+                if self._bytes(dropped) + extra <= self.peak_bytes:
+                    enough.append(set(chosen))
+                    yield dropped
+
+    def _turn(self, state: State) -> Iterator[State]:
+        """From the forward to the backward phase, with as few frees as the save budget allows."""
+        graph = self.graph
+        if not set(graph.outputs) <= state.alive:
+            return
+        held = set(graph.held)
+        # With two of them their order would be an event of its own.
+        assert len([d for d in graph.outputs if d not in held]) <= 1
+        tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
+        outputs_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+        allowed = self.peak_bytes if self.saved_bytes is None else self.saved_bytes + outputs_bytes
+        narrow = replace(self, peak_bytes=allowed)
+        for fitting in narrow._fit(state, 0, set(graph.outputs), set()):
+            yield replace(fitting, is_backward=True, alive=fitting.alive | tangents)
+
+    def _without_dead(self, state: State) -> State:
+        """Frees what no node can read any more; that is as good as keeping it."""
+        stays = set(self.graph.held)
+        if not state.is_backward:
+            stays |= set(self.graph.outputs)
+        dead = {d for d in state.alive - stays if not self._can_be_read(state, d)}
+        return replace(state, alive=state.alive - dead)
+
+    def _can_be_read(self, state: State, d: int) -> bool:
+        nodes = self.graph.nodes
+        return any(i not in state.ran or nodes[i].recomputable for i in self._readers[d])
+
+    @cached_property
+    def _readers(self) -> dict[int, tuple[int, ...]]:
+        return readers(self.graph)
+
+    def _bytes(self, state: State) -> int:
+        data_bytes = sum(self.graph.data[d].size_bytes for d in state.alive)
+        return data_bytes + len(state.states) * self.graph.rng_state_bytes
+
+    def _is_ours(self, d: int) -> bool:
+        return not self.graph.data[d].kind.resident
+
+    @staticmethod
+    def _has_effect(node: ComputeNode) -> bool:
+        return node.random or not node.recomputable
