@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from graphs import Draft, Roofline, attention_block, mlp_block, random_block
-
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.graph import CDGraph, ComputeNode, DataKind, Phase, producers
 from rockplan.schedule import Schedule, keep_all, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
+from tests.graphs import Draft, Roofline, attention_block, mlp_block, random_block
 
 
 def enumerated_family(problem: CDGraph, small_bytes: int = 0) -> OptionFamily:
