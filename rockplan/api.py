@@ -24,7 +24,7 @@ from rockplan.graph_builder.lower import Lowered, lower
 from rockplan.graph_builder.measure import measure, price
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
-from rockplan.ilp.options import option_families
+from rockplan.ilp.options import Settings, option_families
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.profile import Profile
 from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers
@@ -39,12 +39,14 @@ class Options:
     on_mismatch: what a planned module does where a call differs from everything that was
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    time_limit_s: how long to search options of blocks; the best plan so far is returned.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
     bound_time_limit_s: how long to look for the lower bound that the certificate states.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
+    time_limit_s: float = 60.0
     check: bool = False
     bound_time_limit_s: float = 5.0
 
@@ -175,7 +177,8 @@ def _plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     budget_bytes = budget.within(everything.peak_bytes)
     if budget_bytes is not None and budget_bytes >= everything.peak_bytes:
         return _finish(prepared, keep_all(graph), budget_bytes, everything, options)
-    families = option_families([b.problem for b in prepared.blocks])
+    settings = Settings(time_limit_s=options.time_limit_s)
+    families = option_families([b.problem for b in prepared.blocks], settings=settings)
     solver = ChainSolver(graph, prepared.blocks, families)
     if budget_bytes is None:
         budget_bytes = solver.minimum_bytes

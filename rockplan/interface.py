@@ -45,7 +45,10 @@ class Interface:
 
     parameters, buffers: (dotted name, value); inputs: (leaf position of (args, kwargs), value);
     constants: values, in the order of the tensors kept beside; outputs: leaves of the result;
-    gradients: (value of a parameter or input, value of its gradient; None: no dependence).
+    gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
+    contributions, in order, as it does for a tensor that is used several times; none: the result
+    does not depend on it.
+    backward_ignores_autocast: the backward pass is the same under autocast as without.
     """
 
     parameters: tuple[tuple[str, int], ...]
@@ -53,8 +56,9 @@ class Interface:
     inputs: tuple[tuple[int, int], ...]
     constants: tuple[int, ...]
     outputs: tuple[OutputLeaf, ...]
-    gradients: tuple[tuple[int, int | None], ...]
+    gradients: tuple[tuple[int, tuple[int, ...]], ...]
     guards: tuple[Guard, ...]
+    backward_ignores_autocast: bool
 
     @property
     def residents(self) -> tuple[int, ...]:

@@ -101,9 +101,10 @@ class _Emitter:
         self._carried: tuple[str, ...] = ()
         self._resident = {v: i for i, v in enumerate(interface.residents)}
         self._targets: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for target, gradient in interface.gradients:
-            if gradient is not None:
+        for target, contributions in interface.gradients:
+            for gradient in contributions:
                 self._targets[graph.values[gradient].data].append((target, gradient))
+        self._unhanded = [(t, g) for t, found in interface.gradients for g in found]
         self._executions = Counter(schedule.computes)
         self._done: Counter[int] = Counter()
         self._last_read = {
@@ -220,11 +221,10 @@ class _Emitter:
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
-        pairs = [pair for d in handed for pair in self._targets[d]]
-        if is_last:
-            given = {t for targets in self._handed for t in targets} | {t for t, _ in pairs}
-            every = [pair for d in sorted(self._targets) for pair in self._targets[d]]
-            pairs += [pair for pair in every if pair[0] not in given]
+        """Return gradients, in the order in which autograd is to sum contributions."""
+        given = {pair for d in handed for pair in self._targets[d]}
+        pairs = [pair for pair in self._unhanded if is_last or pair in given]
+        self._unhanded = [pair for pair in self._unhanded if pair not in pairs]
         for _, gradient in pairs:
             self._need(gradient)
         for d in handed:

@@ -10,7 +10,7 @@ source: DESIGN, section 4.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ class Executable:
     outputs: tuple[OutputLeaf, ...]
     tangent_strides: tuple[tuple[int, ...] | None, ...]
     devices: tuple[str, ...]
+    backward_ignores_autocast: bool
 
 
 def build(graph: CDGraph, interface: Interface, schedule: Schedule, name: str) -> Executable:
@@ -57,6 +58,7 @@ def build(graph: CDGraph, interface: Interface, schedule: Schedule, name: str) -
             None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
         ),
         devices=tuple(sorted({v.spec.device.split(":")[0] for v in graph.values})),
+        backward_ignores_autocast=interface.backward_ignores_autocast,
     )
 
 
@@ -129,15 +131,21 @@ class Frame:
         return tuple(t._version for t in read if not t.is_inference())
 
 
-def _execute(frame: Frame, function: SliceFunction) -> tuple[torch.Tensor, ...]:
+def _execute(
+    frame: Frame, function: SliceFunction, guard: Callable[[], Any]
+) -> tuple[torch.Tensor, ...]:
     """Run generated code with the kernels of eager: below autograd, gradient mode on (some
-    kernels look at it), and autocast off, because its casts are operations of the graph."""
+    kernels look at it), and autocast off, because its casts are operations of the graph.
+
+    guard: the dispatch keys to skip. The forward keeps version counters. The backward does not:
+    a gradient must not be known as a view, or autograd could not add to it in place.
+    """
     with contextlib.ExitStack() as stack:
         for device_type in frame.executable.devices:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         try:
-            with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            with torch.enable_grad(), guard():
                 return function(frame)
         finally:
             frame.end_replay()
@@ -162,7 +170,11 @@ class _Seam(torch.autograd.Function):
         frame: Frame = ctx.frame
         _check_turn(frame, ctx.number)
         frame.next_slice += 1
-        gradients = _execute(frame, frame.executable.functions.backward[ctx.number])
+        gradients = _execute(
+            frame,
+            frame.executable.functions.backward[ctx.number],
+            torch._C._AutoDispatchBelowADInplaceOrView,
+        )
         return (None, None, None if ctx.is_first else token, *gradients)
 
 
@@ -192,6 +204,7 @@ class _Outputs(torch.autograd.Function):
                 "use the original module for second derivatives"
             )
         _check_turn(frame, 0)
+        _check_autocast(frame.executable)
         frame.check_versions()
         frame.put_tangents(_tangents(frame.executable, gradients))
         return None, None, torch.empty(0, device=ctx.token_device)
@@ -203,6 +216,15 @@ def _check_turn(frame: Frame, number: int) -> None:
             "backward through a planned module a second time: what it saved is freed by the "
             "first backward pass (retain_graph=True is not supported). Run the forward again, "
             "or add the losses before one backward"
+        )
+
+
+def _check_autocast(executable: Executable) -> None:
+    under_autocast = any(torch.is_autocast_enabled(d) for d in executable.devices)
+    if under_autocast and not executable.backward_ignores_autocast:
+        raise BackwardError(
+            "backward of this module runs other operations under autocast than without, and was "
+            "planned without, as PyTorch recommends: call backward() after the autocast block"
         )
 
 
@@ -234,7 +256,9 @@ def _tangents(
 def call(executable: Executable, residents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run the forward phase and hang the backward slices into autograd."""
     frame = Frame(executable, residents)
-    outputs = list(_execute(frame, executable.functions.forward))
+    outputs = list(
+        _execute(frame, executable.functions.forward, torch._C._AutoDispatchBelowAutograd)
+    )
     frame.note_versions()
     token: torch.Tensor | None = None
     for number in reversed(range(len(executable.targets))):

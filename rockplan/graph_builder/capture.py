@@ -51,7 +51,8 @@ class Capture:
 
     parameters, buffers: (dotted name, value); inputs: (leaf position, value);
     constants: (value, tensor); gradients: (value of a parameter or input, value of its gradient
-    or None if the result does not depend on it).
+    or None if the result does not depend on it). The backward pass is recorded without autocast;
+    backward_ignores_autocast: it would be the same under the autocast state of the forward.
     input_spec, output_spec: tree structures of ((args, kwargs)) and of the result.
     samples: real tensors of integer inputs and of what is computed from them and constants.
     """
@@ -65,6 +66,7 @@ class Capture:
     outputs: tuple[OutputLeaf, ...]
     gradients: tuple[tuple[int, int | None], ...]
     guards: tuple[Guard, ...]
+    backward_ignores_autocast: bool
     input_spec: pytree.TreeSpec
     output_spec: pytree.TreeSpec
     samples: dict[int, torch.Tensor]
@@ -108,7 +110,7 @@ def capture(
             outputs, output_spec = pytree.tree_flatten(result)
             differentiated = _differentiated(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
-            tangents, found = _backward(recorder, outputs, differentiated, targets)
+            tangents, found, any_autocast = _backward(recorder, outputs, differentiated, targets)
         _refuse_side_effects(module, attributes, stand_ins)
     return Capture(
         values=tuple(recorder.values),
@@ -123,6 +125,7 @@ def capture(
             for t, g in zip(targets, found, strict=True)
         ),
         guards=tuple(recorder.guards),
+        backward_ignores_autocast=any_autocast,
         input_spec=input_spec,
         output_spec=output_spec,
         samples=reader.samples(recorder),
@@ -289,16 +292,33 @@ def _backward(
     outputs: list[Any],
     differentiated: list[int],
     targets: list[torch.Tensor],
-) -> tuple[dict[int, int], tuple[torch.Tensor | None, ...]]:
-    """Record the backward pass. returns: output position -> value of its tangent; gradients."""
+) -> tuple[dict[int, int], tuple[torch.Tensor | None, ...], bool]:
+    """Record the backward pass. returns: output position -> value of its tangent; gradients;
+    whether it is the same under the caller's autocast state."""
     roots = [outputs[i] for i in differentiated]
     tangents = [
         torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in roots
     ]
     recorder.phase = Phase.BACKWARD
-    with recorder, torch.autograd.set_multithreading_enabled(False):
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    forward_calls = len(recorder.calls)
+
+    def run(retain: bool) -> tuple[torch.Tensor | None, ...]:
+        with recorder, torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(
+                roots, targets, tangents, allow_unused=True, retain_graph=retain
+            )
+
+    with contextlib.ExitStack() as without_autocast:
         try:
-            found = torch.autograd.grad(roots, targets, tangents, allow_unused=True)
+            under_autocast: list[str] | None = None
+            if kinds:
+                run(retain=True)
+                under_autocast = [c.call.op for c in recorder.calls[forward_calls:]]
+                del recorder.calls[forward_calls:]
+            for kind in kinds:
+                without_autocast.enter_context(torch.autocast(kind, enabled=False))
+            found = run(retain=False)
         except RockplanError:
             raise
         except Exception as error:
@@ -306,7 +326,9 @@ def _backward(
                 f"the backward pass of the module does not run: {type(error).__name__}: {error}. "
                 "Check that the original module's backward works on the sample"
             ) from error
-    return {i: recorder.value(t) for i, t in zip(differentiated, tangents, strict=True)}, found
+    ignores = under_autocast == [c.call.op for c in recorder.calls[forward_calls:]]
+    made = {i: recorder.value(t) for i, t in zip(differentiated, tangents, strict=True)}
+    return made, found, ignores
 
 
 def _output_leaves(
@@ -364,7 +386,8 @@ def _refuse_side_effects(
                 raise UnsupportedModel(
                     f"in module '{path or '(root)'}': the forward assigns a tensor to "
                     f"self.{name}, which a planned run cannot reproduce. Return it, or update a "
-                    "registered buffer in place (self.{name}.copy_(...))",
+                    f"registered buffer in place (self.{name}.copy_(...)); for weight or spectral "
+                    "norm use torch.nn.utils.parametrizations",
                     module_path=path,
                 )
 

@@ -10,7 +10,7 @@ dead computations without effect are gone. source: DESIGN, sections 2 and 3.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,9 +65,47 @@ def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
     """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device."""
     storages = _classify(capture)
     views = _views(capture, storages)
-    live = _live_calls(capture, storages, views)
+    gradients = _contributions(capture)
+    live = _live_calls(capture, storages, views, gradients)
     units = _units(capture, storages, live)
-    return _assemble(capture, storages, views, units, rng_state_bytes)
+    return _assemble(capture, storages, views, gradients, units, rng_state_bytes)
+
+
+Gradients = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _contributions(capture: Capture) -> Gradients:
+    """For each target, the gradients that the engine sums up for it, in its order.
+
+    Where a tensor is used several times, the engine adds what arrives to what is there. The sums
+    are left to it: with several forwards in flight it sums in another association than any one
+    of them alone, and the bits depend on that.
+    """
+    producer: dict[int, Call] = {}
+    uses: Counter[int] = Counter()
+    for recorded in capture.calls:
+        uses.update(r.index for r in _refs(recorded.call))
+        if recorded.phase is Phase.BACKWARD:
+            producer.update({r: recorded.call for r in recorded.call.results if r is not None})
+
+    def is_engine_sum(gradient: int) -> bool:
+        call = producer.get(gradient)
+        if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
+            return False
+        terms = [a.index for a in call.args if isinstance(a, ValueRef)]
+        spec = capture.values[gradient].spec
+        return len(terms) == 2 and all(
+            capture.values[t].spec.shape == spec.shape and uses[t] == 1 for t in terms
+        )
+
+    def split(gradient: int) -> tuple[int, ...]:
+        if not is_engine_sum(gradient):
+            return (gradient,)
+        arrived, last = (r.index for r in _refs(producer[gradient]))
+        uses[arrived] -= 1
+        return (*split(arrived), last)
+
+    return tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
 
 
 def _classify(capture: Capture) -> _Storages:
@@ -138,11 +176,13 @@ def _is_pure_view(recorded: RecordedCall, views: dict[int, int], position: int) 
     return bool(results) and not recorded.writes and all(views.get(r) == position for r in results)
 
 
-def _live_calls(capture: Capture, storages: _Storages, views: dict[int, int]) -> tuple[int, ...]:
+def _live_calls(
+    capture: Capture, storages: _Storages, views: dict[int, int], gradients: Gradients
+) -> tuple[int, ...]:
     """Positions of the calls that matter: what outputs, gradients, effects and the generator
     need; views excluded, since they are derived where they are read."""
     roots = [o.value for o in capture.outputs if o.value is not None]
-    roots += [g for _, g in capture.gradients if g is not None]
+    roots += [g for _, contributions in gradients for g in contributions]
     needed = {storages.of[v] for v in roots}
     live: list[int] = []
     for position in range(len(capture.calls) - 1, -1, -1):
@@ -336,6 +376,7 @@ def _assemble(
     capture: Capture,
     storages: _Storages,
     views: dict[int, int],
+    gradients: Gradients,
     units: Sequence[tuple[int, ...]],
     rng_state_bytes: int,
 ) -> Lowered:
@@ -357,14 +398,14 @@ def _assemble(
             numbering.value(output.value)
         if output.tangent is not None:
             numbering.value(output.tangent, f"tangent_{position}")
-    gradients = [g for _, g in capture.gradients if g is not None]
-    for gradient in gradients:
-        numbering.value(gradient)
+    for _, contributions in gradients:
+        data_of = [numbering.values[numbering.value(g)].data for g in contributions]
+        _keep_until_last(nodes, data_of)
     held_tangents = _held_tangents(capture, numbering)
     data = tuple(numbering.data)
     held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
     owned = tuple(sorted(d for d in held if not data[d].kind.resident))
-    handed = {numbering.data_of[storages.of[g]] for g in gradients}
+    handed = {numbering.data_of[storages.of[g]] for _, found in gradients for g in found}
     graph = CDGraph(
         data=data,
         nodes=tuple(nodes),
@@ -388,11 +429,23 @@ def _assemble(
             )
             for o in capture.outputs
         ),
-        gradients=tuple((of[t], None if g is None else of[g]) for t, g in capture.gradients),
+        gradients=tuple((of[t], tuple(of[g] for g in found)) for t, found in gradients),
         guards=capture.guards,
+        backward_ignores_autocast=capture.backward_ignores_autocast,
     )
     samples = {of[v]: t for v, t in capture.samples.items() if v in of}
     return Lowered(graph, interface, samples)
+
+
+def _keep_until_last(nodes: list[ComputeNode], contributions: Sequence[int]) -> None:
+    """All contributions to one gradient are alive until the last of them is made: they are
+    handed over together, so that autograd never holds one that the plan does not count."""
+    makers = {n.index for n in nodes for d in n.writes if d in contributions}
+    if len(contributions) < 2 or not makers:
+        return
+    last = nodes[max(makers)]
+    reads = {*last.reads, *contributions} - set(last.writes)
+    nodes[last.index] = replace(last, reads=tuple(sorted(reads)))
 
 
 def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
