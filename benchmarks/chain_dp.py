@@ -41,8 +41,8 @@ def main() -> None:
 
 
 def gpt_links(layers: int) -> tuple[Link, ...]:
-    _, blocks = join(gpt_problems(layers))
-    return links(blocks, families(blocks, small_bytes=8192))
+    graph, blocks = join(gpt_problems(layers))
+    return links(graph, blocks, families(blocks, small_bytes=8192))
 
 
 def unalike(chain: Sequence[Link]) -> tuple[Link, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -34,17 +35,22 @@ Chain = tuple[Link, ...]
 
 
 def random_link(rng: random.Random, options: int, scale: int = 1) -> Link:
+    """In one link of three no option reads input or output again, in one all do."""
+    reading = rng.choice([0.0, 0.5, 1.0])
+
     def costs() -> tuple[OptionCost, ...]:
         made = []
         for i in range(rng.randint(1, options)):
-            kept = rng.randint(1, 10 * scale)
+            saved = rng.randint(0, 8 * scale)
             made.append(
                 OptionCost(
                     option=i,
-                    kept_bytes=kept,
-                    forward_peak_bytes=kept + rng.randint(0, 6 * scale),
-                    backward_peak_bytes=kept + rng.randint(0, 8 * scale),
+                    saved_bytes=saved,
+                    forward_peak_bytes=saved + rng.randint(0, 8 * scale),
+                    backward_peak_bytes=saved + rng.randint(0, 8 * scale),
                     time_ns=rng.randint(1, 20),
+                    reads_input=rng.random() < reading,
+                    reads_output=rng.random() < reading,
                 )
             )
         return tuple(made)
@@ -99,62 +105,60 @@ def sequences(chain: Chain) -> Iterator[tuple[Operation, ...]]:
 
 def replay(chain: Chain, operations: Sequence[Operation]) -> tuple[int, int]:
     """(peak bytes, time) of a flat sequence."""
+    costs = [option_cost(chain, operations, p) for p in range(len(operations))]
     gradient_bytes = peak_bytes = time_ns = 0
     stored: dict[int, int] = {}
-    kept: dict[int, int] = {}
-    seen: set[int] = set()
-    for position, op in enumerate(operations):
-        link, rest = chain[op.block], operations[position + 1 :]
-        alive_bytes = sum(stored.values()) + sum(kept.values()) + link.background_bytes
-        if isinstance(op, RunForward):
-            cost = link.again_forward if op.block in seen else link.first_forward
-            peak_bytes = max(peak_bytes, alive_bytes + gradient_bytes + cost.peak_bytes)
-            stored[op.block + 1] = link.output_bytes
+    saved: dict[int, int] = {}
+    for position, (op, cost) in enumerate(zip(operations, costs, strict=True)):
+        link, k = chain[op.block], op.block
+        alive_bytes = sum(stored.values()) + sum(saved.values()) + link.background_bytes
+        if isinstance(cost, ForwardCost):
+            needs_bytes = alive_bytes + gradient_bytes + cost.peak_bytes
+            stored[k + 1] = link.output_bytes
             time_ns += cost.time_ns
-        elif op.phase is Phase.FORWARD:
-            run = option_cost(chain, op, op.block in seen, rest[0])
-            peak_bytes = max(peak_bytes, alive_bytes + gradient_bytes + run.forward_peak_bytes)
-            kept[op.block] = run.kept_bytes
-            time_ns += run.time_ns
+        elif isinstance(op, RunOption) and op.phase is Phase.FORWARD:
+            needs_bytes = alive_bytes + gradient_bytes + cost.forward_peak_bytes
+            stored[k + 1] = link.output_bytes
+            saved[k] = cost.saved_bytes
+            time_ns += cost.time_ns
         else:
-            before = operations[position - 1]
-            again = op.block != len(chain) - 1 and any(
-                o.block == op.block for o in operations[: last_forward(operations, position)]
-            )
-            run = option_cost(chain, op, again, before)
-            alive_bytes -= kept.pop(op.block)
-            peak_bytes = max(peak_bytes, alive_bytes + run.backward_peak_bytes)
-            gradient_bytes = chain[op.block - 1].incoming_gradient_bytes if op.block else 0
-        seen.add(op.block)
+            # The option's own peak counts what it saved, its output and both gradients.
+            needs_bytes = alive_bytes - saved.pop(k) + cost.backward_peak_bytes
+            needs_bytes -= stored.pop(k + 1, 0)
+            gradient_bytes = chain[k - 1].incoming_gradient_bytes if k else 0
+        peak_bytes = max(peak_bytes, needs_bytes)
+        rest = list(zip(operations, costs, strict=True))[position + 1 :]
         stored = {x: n for x, n in stored.items() if is_used_next(x, rest)}
-    assert not stored and not kept
+    assert not stored and not saved
     return peak_bytes, time_ns
 
 
-def last_forward(operations: Sequence[Operation], position: int) -> int:
-    """Where the run that ends at `position` began."""
-    block = operations[position].block
-    return max(p for p in range(position) if operations[p].block == block)
-
-
-def option_cost(chain: Chain, op: RunOption, again: bool, neighbour: Operation) -> OptionCost:
-    """neighbour: the operation between the two halves of the run, nearest to op."""
-    link = chain[op.block]
+def option_cost(
+    chain: Chain, operations: Sequence[Operation], position: int
+) -> OptionCost | ForwardCost:
+    """What the run costs to which operations[position] belongs."""
+    op = operations[position]
+    link, before = chain[op.block], operations[:position]
+    if isinstance(op, RunForward):
+        return link.again_forward if op in before else link.first_forward
+    begin = position
+    if op.phase is Phase.BACKWARD:
+        begin = max(p for p in range(position) if operations[p].block == op.block)
     costs = link.first
-    if again:
-        costs = link.closing if neighbour.block == op.block else link.again
+    if any(o.block == op.block for o in operations[:begin]):
+        costs = link.closing if operations[begin + 1].block == op.block else link.again
     return next(c for c in costs if c.option == op.option)
 
 
-def is_used_next(stored: int, operations: Sequence[Operation]) -> bool:
+def is_used_next(stored: int, rest: Sequence[tuple[Operation, OptionCost | ForwardCost]]) -> bool:
     """Is the input of block `stored` read before it is made again?"""
-    for op in operations:
+    for op, cost in rest:
+        is_backward = isinstance(op, RunOption) and op.phase is Phase.BACKWARD
         if op.block == stored:
-            return True
-        if op.block == stored - 1 and not (
-            isinstance(op, RunOption) and op.phase is Phase.BACKWARD
-        ):
-            return False
+            if not is_backward or (isinstance(cost, OptionCost) and cost.reads_input):
+                return True
+        elif op.block == stored - 1:
+            return is_backward and isinstance(cost, OptionCost) and cost.reads_output
     return False
 
 
@@ -255,11 +259,24 @@ def test_one_table_answers_smaller_budgets() -> None:
     assert (large.times_ns[:, :66] == small.times_ns).all()
 
 
-def test_equal_sub_chains_are_one_segment() -> None:
+def transformer_like(layers: int) -> Chain:
+    """Layers of two halves between two other blocks; every option reads its input again."""
     rng = random.Random(0)
-    first, a, b, last = (random_link(rng, 3) for _ in range(4))
+    made = []
+    for _ in range(4):
+        link = replace(random_link(rng, 3, scale=997), output_bytes=3000)
+        first, again, closing = (
+            tuple(replace(c, reads_input=True) for c in costs)
+            for costs in (link.first, link.again, link.closing)
+        )
+        made.append(replace(link, first=first, again=again, closing=closing))
+    embedding, a, b, head = made
+    return (embedding, *[a, b] * layers, head)
+
+
+def test_equal_sub_chains_are_one_segment() -> None:
     for layers in (1, 5, 25):
-        chain = (first, *[a, b] * layers, last)
+        chain = transformer_like(layers)
         length = len(chain)
         strings = {
             (chain[s : t + 1], t == length - 1) for s in range(length) for t in range(s, length)
@@ -267,38 +284,38 @@ def test_equal_sub_chains_are_one_segment() -> None:
         segments = intern_segments(chain)
         assert len(segments.spans) == 1 + len(strings)
         assert len(segments.spans) < 4 * length
+        assert (segments.ids[0] == segments.ids[1]).all()
         for s in range(length):
             for t in range(s, length):
-                i, j = segments.spans[segments.ids[s, t]]
+                i, j, _ = segments.spans[segments.ids[0, s, t]]
                 assert chain[i : j + 1] == chain[s : t + 1]
 
 
-def test_chain_end_is_a_class_of_its_own() -> None:
-    """Forward runs of a segment that ends the chain see no gradient; others do."""
-    link = Link(
-        digest="",
-        output_bytes=1,
-        incoming_gradient_bytes=100,
-        background_bytes=0,
-        first=(OptionCost(0, 2, 10, 10, 5),),
-        again=(OptionCost(0, 2, 10, 10, 5),),
-        closing=(OptionCost(0, 0, 10, 10, 5),),
-        first_forward=ForwardCost(10, 1),
-        again_forward=ForwardCost(10, 1),
-    )
-    assert minimum_needs(intern_segments((link,))).tolist() == [0, 10]
-    segments = intern_segments((link, link))
-    needs = minimum_needs(segments)
-    assert needs[segments.ids[0, 0]] == 110
-    assert needs[segments.ids[1, 1]] == 10
-    assert needs[segments.whole] == 12
+def simple_link(reads_input: bool) -> Link:
+    """Output of 1 byte, incoming gradient of 100; any run needs 10, and saves 2."""
+    costs = (OptionCost(0, 2, 10, 10, 5, reads_input, False),)
+    forward = ForwardCost(10, 1)
+    return Link("", 1, 100, 0, costs, costs, costs, forward, forward)
+
+
+def test_needs_by_hand() -> None:
+    assert minimum_needs(intern_segments((simple_link(True),))).tolist() == [0, 10]
+    for reads_input in (True, False):
+        segments = intern_segments((simple_link(reads_input),) * 3)
+        needs = minimum_needs(segments)
+        # Forward runs meet a gradient, unless the segment ends the chain.
+        assert needs[segments.ids[0, 0, 0]] == 110
+        assert needs[segments.ids[0, 1, 1]] == 111
+        assert needs[segments.ids[0, 2, 2]] == 11
+        # Two of three run: what the first saves, the input of the last.
+        assert needs[segments.ids[0, 1, 2]] == 2 + 1 + 1 + 10
+        assert needs[segments.ids[1, 1, 2]] == 2 + reads_input + 1 + 10
+        assert needs[segments.whole] == 2 + 2 + reads_input + 1 + 10
 
 
 def test_four_hundred_blocks() -> None:
     """No recursion that Python limits, also where memory is so short that runs nest deeply."""
-    rng = random.Random(1)
-    first, a, b, last = (random_link(rng, 3, scale=997) for _ in range(4))
-    chain = (first, *[a, b] * 200, last)
+    chain = transformer_like(200)
     segments = intern_segments(chain)
     exact, _ = tables(segments, grid(fastest_need(segments), 64))
     least_bytes = int(exact.minimum_bytes[segments.whole])

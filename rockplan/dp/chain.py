@@ -1,11 +1,12 @@
 """Links: what the dynamic program knows of each block; operations: what it decides.
 
-takes: blocks in chain order with the options of each. returns: one Link per block, equal for
-blocks that the program cannot tell apart. guarantees: every cost is simulated on the problem of
-the block, as `rockplan.dp.stitch` will execute it.
+takes: the graph and its blocks in chain order with the options of each. returns: one Link per
+block, equal for blocks that the program cannot tell apart. guarantees: every cost is simulated on
+the problem of the block, as `rockplan.dp.stitch` will execute it.
 
-Byte convention (Rockmate, appendix C): costs of a block exclude its input, which whoever computes
-it pays for, and its background; they include its output while that is alive.
+Costs of a block exclude its input and its background; peaks include its output while that is
+alive. Beyond Rockmate (appendix C) an option says whether its backward half reads the block's
+input and output: what nobody reads is not held.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from rockplan.simulate import simulate
 class OptionCost:
     """One run of a block, forward and backward, with `family.options[option]`.
 
-    kept_bytes: output and saved storages, alive between the two; time_ns: of both.
+    saved_bytes: alive between the two besides input and output; time_ns: of both.
+    reads_input, reads_output: does the backward half read the block's input, and its output as
+    the forward half left it?
     """
 
     option: int
-    kept_bytes: int
+    saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     time_ns: int
+    reads_input: bool
+    reads_output: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,11 @@ class Link:
     first_forward: ForwardCost
     again_forward: ForwardCost
 
+    @property
+    def may_release_input(self) -> bool:
+        """Has it an option that needs the input in its forward half only?"""
+        return any(not c.reads_input for c in (*self.first, *self.again, *self.closing))
+
 
 @dataclass(frozen=True, slots=True)
 class RunForward:
@@ -83,14 +93,16 @@ class RunOption:
 Operation = RunForward | RunOption
 
 
-def links(blocks: Sequence[Block], families: Sequence[OptionFamily]) -> tuple[Link, ...]:
+def links(
+    graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
+) -> tuple[Link, ...]:
     """One Link per block; blocks with equal problems and options are simulated once."""
     made: dict[tuple[str, int, int, OptionFamily], Link] = {}
     chain: list[Link] = []
     for block, family in zip(blocks, families, strict=True):
         key = (block.digest, block.background_bytes, block.incoming_gradient_bytes, family)
         if key not in made:
-            made[key] = _link(block, family)
+            made[key] = _link(graph, block, family)
         chain.append(made[key])
     return tuple(chain)
 
@@ -101,13 +113,13 @@ class _Role(Enum):
     CLOSING = "closing"
 
 
-def _link(block: Block, family: OptionFamily) -> Link:
+def _link(graph: CDGraph, block: Block, family: OptionFamily) -> Link:
     if not family.options:
         raise ValueError(f"block {block.index} ({block.name}) has no options")
 
     def costs(role: _Role) -> tuple[OptionCost, ...]:
         return _undominated(
-            _option_cost(block.problem, i, option, role) for i, option in enumerate(family.options)
+            _option_cost(graph, block, i, option, role) for i, option in enumerate(family.options)
         )
 
     return Link(
@@ -123,20 +135,40 @@ def _link(block: Block, family: OptionFamily) -> Link:
     )
 
 
-def _option_cost(problem: CDGraph, index: int, option: BlockOption, role: _Role) -> OptionCost:
+def _option_cost(
+    graph: CDGraph, block: Block, index: int, option: BlockOption, role: _Role
+) -> OptionCost:
+    problem = block.problem
     if role is _Role.CLOSING:
         problem = replace(problem, outputs=())
     order = Order(option.forward, option.backward)
     if role is not _Role.FIRST:
         order = drop_dead(problem, order, executed=_repeatable(problem))
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
+    nodes = (*block.forward, *block.backward)
     return OptionCost(
         option=index,
-        kept_bytes=0 if role is _Role.CLOSING else simulation.saved_bytes,
+        saved_bytes=simulation.saved_bytes - _size_bytes(problem, problem.outputs),
         forward_peak_bytes=simulation.forward_peak_bytes,
         backward_peak_bytes=simulation.backward_peak_bytes,
         time_ns=simulation.time_ns,
+        reads_input=_reads(graph, [nodes[i] for i in order.backward], block.input),
+        reads_output=_reads(graph, [nodes[i] for i in order.backward], block.output),
     )
+
+
+def _reads(graph: CDGraph, nodes: Iterable[int], data: int | None) -> bool:
+    """Do `nodes`, in this order, read `data` before one of them makes it?"""
+    for index in nodes:
+        if data in graph.nodes[index].reads:
+            return True
+        if data in graph.nodes[index].writes:
+            return False
+    return False
+
+
+def _size_bytes(problem: CDGraph, data: Iterable[int]) -> int:
+    return sum(problem.data[d].size_bytes for d in data)
 
 
 def _forward_cost(problem: CDGraph, role: _Role) -> ForwardCost:
@@ -157,27 +189,23 @@ def _repeatable(problem: CDGraph) -> frozenset[int]:
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
-    """Options that no other option equals or beats in time and in every size, fastest first."""
-    ordered = sorted(
-        costs,
-        key=lambda c: (
-            c.time_ns,
-            c.kept_bytes,
-            c.backward_peak_bytes,
-            c.forward_peak_bytes,
-            c.option,
-        ),
-    )
+    """Options that no other one equals or beats in everything, fastest first."""
+    ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
     found: list[OptionCost] = []
     for cost in ordered:
-        if not any(_fits_inside(other, cost) for other in found):
+        demands = _demands(cost)
+        if not any(
+            all(a <= b for a, b in zip(_demands(other), demands, strict=True)) for other in found
+        ):
             found.append(cost)
     return tuple(found)
 
 
-def _fits_inside(small: OptionCost, large: OptionCost) -> bool:
+def _demands(cost: OptionCost) -> tuple[int, ...]:
     return (
-        small.kept_bytes <= large.kept_bytes
-        and small.forward_peak_bytes <= large.forward_peak_bytes
-        and small.backward_peak_bytes <= large.backward_peak_bytes
+        cost.saved_bytes,
+        cost.backward_peak_bytes,
+        cost.forward_peak_bytes,
+        cost.reads_input,
+        cost.reads_output,
     )

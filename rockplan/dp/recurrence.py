@@ -53,11 +53,15 @@ def minimum_needs(segments: Segments) -> Integers:
 
 def fastest_need(segments: Segments) -> int:
     """Bytes with which every block runs once with its fastest option."""
-    last = segments.blocks - 1
+    steps: list[tuple[int, int]] = []
+    segment = segments.whole
+    while segment != EMPTY:
+        ways = choices(segments, segment)
+        steps.append((int(ways.peak_bytes[0]), int(ways.held_bytes[0])))
+        segment = int(ways.inner[0])
     need = 0
-    for s in range(last, -1, -1):
-        ways = choices(segments, int(segments.ids[s, last]))
-        need = max(int(ways.peak_bytes[0]), int(ways.held_bytes[0]) + need)
+    for peak_bytes, held_bytes in reversed(steps):
+        need = max(peak_bytes, held_bytes + need)
     return need
 
 
@@ -98,7 +102,7 @@ def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
     if limit_bytes < minimum:
         raise ValueError(f"limit of {limit_bytes} bytes is below the minimum need of {minimum}")
     done: list[Operation] = []
-    todo: list[Operation | _Part] = [_Part(0, table.segments.blocks - 1, limit_bytes)]
+    todo: list[Operation | _Part] = [_Part(0, table.segments.whole, limit_bytes)]
     while todo:
         item = todo.pop()
         if isinstance(item, _Part):
@@ -110,31 +114,31 @@ def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks first..last, to be run within limit_bytes."""
+    """A segment that starts at block `first`, to be run within limit_bytes."""
 
     first: int
-    last: int
+    segment: int
     limit_bytes: int
 
 
 def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
-    if part.first > part.last:
+    if part.segment == EMPTY:
         return []
-    ways = choices(table.segments, int(table.segments.ids[part.first, part.last]))
+    ways = choices(table.segments, part.segment)
     k = int(np.argmin(_times_within(table, ways, part.limit_bytes)))
-    rest = part.limit_bytes - int(ways.held_bytes[k])
+    inner, rest_bytes = int(ways.inner[k]), part.limit_bytes - int(ways.held_bytes[k])
     option = int(ways.option[k])
     if option >= 0:
         return [
             RunOption(part.first, option, Phase.FORWARD),
-            _Part(part.first + 1, part.last, rest),
+            _Part(part.first + 1, inner, rest_bytes),
             RunOption(part.first, option, Phase.BACKWARD),
         ]
     split = part.first + int(ways.ahead[k])
     return [
         *(RunForward(block) for block in range(part.first, split)),
-        _Part(split, part.last, rest),
-        _Part(part.first, split - 1, part.limit_bytes),
+        _Part(split, inner, rest_bytes),
+        _Part(part.first, int(ways.left[k]), part.limit_bytes),
     ]
 
 

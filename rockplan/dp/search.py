@@ -62,7 +62,7 @@ class ChainSolver:
         self._graph = graph
         self._blocks = tuple(blocks)
         self._families = tuple(families)
-        self._segments = intern_segments(links(blocks, families))
+        self._segments = intern_segments(links(graph, blocks, families))
         self._needs = minimum_needs(self._segments)
         self._least = int(self._needs[self._segments.whole])
         self._fastest = max(self._least, fastest_need(self._segments))
@@ -101,8 +101,13 @@ class ChainSolver:
     def _around(self, budget_bytes: int) -> Iterator[Operations]:
         """Sequences for limits that close in on the largest one whose schedule fits."""
         table = self._table(budget_bytes)
+        while table.grid.limit_bytes < self._fastest:
+            yield (operations := decode(table, table.grid.limit_bytes))
+            if self._simulate(operations).peak_bytes > budget_bytes:
+                break
+            table = self._table(table.grid.limit_bytes)
         unit_bytes = table.grid.unit_bytes
-        low, high = self._least, max(self._least, table.grid.limit_bytes)
+        low, high = self._least, table.grid.limit_bytes
         limit = min(max(low, budget_bytes), high)
         for round_ in range(SEARCH_ROUNDS):
             operations = decode(table, limit)

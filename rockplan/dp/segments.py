@@ -5,7 +5,9 @@ source: Rockmate (ICML 2023), appendix C, equations 1 and 2. A segment is known 
 its links and by whether it ends the chain: a chain of L blocks of which most repeat has about
 4 L distinct segments instead of L (L + 1) / 2.
 
-Memory m of a segment (s, t): excludes the input of s, includes the gradient of the output of t.
+Memory of a segment s..t includes the input of s and the gradient of the output of t. Whoever
+holds the input for the segment alone lets it go as soon as the segment has no more use for it:
+`lets_go`. (Rockmate holds every input to the end, and leaves the first one out of the memory.)
 In a segment that ends the chain, forward runs come before any gradient exists; every other
 segment runs when its blocks have all run before.
 """
@@ -31,10 +33,12 @@ class Options:
     """The options of one link in one role, as arrays of equal length."""
 
     option: Integers
-    kept_bytes: Integers
+    saved_bytes: Integers
     forward_peak_bytes: Integers
     backward_peak_bytes: Integers
     time_ns: Integers
+    reads_input: Integers
+    reads_output: Integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,27 +58,28 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """ids[s, t]: the segment of blocks s..t; spans[id]: one (s, t) of it (EMPTY has s > t).
+    """ids[lets_go, s, t]: the segment of blocks s..t; spans[id]: one (s, t, lets_go) of it.
 
-    A segment's id is above those of its parts. The arrays have one entry for each block.
+    A segment's id is above those of its parts; EMPTY has s > t. The arrays have one entry for
+    each block; the input of the first one costs nothing.
     """
 
-    ids: npt.NDArray[np.int64]
-    spans: tuple[tuple[int, int], ...]
+    ids: Integers
+    spans: tuple[tuple[int, int, int], ...]
     ending: Roles
     repeated: Roles
-    output_bytes: Integers
+    input_bytes: Integers
     incoming_gradient_bytes: Integers
     background_bytes: Integers
 
     @property
     def blocks(self) -> int:
-        return len(self.output_bytes)
+        return len(self.input_bytes)
 
     @property
     def whole(self) -> int:
         """Id of the whole chain."""
-        return int(self.ids[0, self.blocks - 1])
+        return int(self.ids[0, 0, self.blocks - 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +123,7 @@ def intern_segments(links: Sequence[Link]) -> Segments:
             [link.closing for link in links],
             [link.again_forward for link in links],
         ),
-        output_bytes=_integers(link.output_bytes for link in links),
+        input_bytes=_integers([0, *(link.output_bytes for link in links[:-1])]),
         incoming_gradient_bytes=_integers(link.incoming_gradient_bytes for link in links),
         background_bytes=_integers(link.background_bytes for link in links),
     )
@@ -126,47 +131,57 @@ def intern_segments(links: Sequence[Link]) -> Segments:
 
 def choices(segments: Segments, segment: int) -> Choices:
     """Equation 1 (one run of the first block, each option) and 2 (each next stored input)."""
-    s, t = segments.spans[segment]
+    s, t, lets_go = segments.spans[segment]
     ends_chain = t == segments.blocks - 1
     roles = segments.ending if ends_chain else segments.repeated
     gradient_bytes = 0 if ends_chain else segments.incoming_gradient_bytes[t]
     options = roles.inner[s] if s < t else roles.last[s]
+    input_bytes = segments.input_bytes[s]
+    held_input_bytes = input_bytes * np.maximum(options.reads_input, 1 - lets_go)
     option_peaks = segments.background_bytes[s] + np.maximum(
-        gradient_bytes + options.forward_peak_bytes, options.backward_peak_bytes
+        gradient_bytes + input_bytes + options.forward_peak_bytes,
+        held_input_bytes + options.backward_peak_bytes,
     )
-    forward_peaks = segments.background_bytes[s:t] + roles.forward_peak_bytes[s:t]
-    forward_peaks[1:] += segments.output_bytes[s : max(s, t - 1)]
+    forward_peaks = roles.forward_peak_bytes[s:t] + segments.input_bytes[s:t]
+    forward_peaks += segments.background_bytes[s:t] + gradient_bytes
+    forward_peaks[1:] += input_bytes
     splits = np.arange(s + 1, t + 1)
     none = np.zeros_like(options.option)
-    inner = segments.ids[s + 1, t] if s < t else EMPTY
+    inner = segments.ids[1 - options.reads_output, s + 1, t] if s < t else none + EMPTY
     return Choices(
         time_ns=_join(options.time_ns, roles.forward_time_ns[splits] - roles.forward_time_ns[s]),
-        peak_bytes=_join(option_peaks, gradient_bytes + np.maximum.accumulate(forward_peaks)),
-        held_bytes=_join(options.kept_bytes if s < t else none, segments.output_bytes[s:t]),
-        inner=_join(none + inner, segments.ids[splits, t]),
-        left=_join(none + EMPTY, segments.ids[s, s:t]),
+        peak_bytes=_join(option_peaks, np.maximum.accumulate(forward_peaks)),
+        held_bytes=_join(
+            options.saved_bytes + held_input_bytes if s < t else none,
+            np.full(t - s, input_bytes),
+        ),
+        inner=_join(inner, segments.ids[1, splits, t]),
+        left=_join(none + EMPTY, segments.ids[lets_go, s, s:t]),
         option=_join(options.option, np.full(t - s, -1)),
         ahead=_join(none, splits - s),
     )
 
 
-def _distinct(links: Sequence[Link]) -> tuple[npt.NDArray[np.int64], tuple[tuple[int, int], ...]]:
+def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, int], ...]]:
     length = len(links)
     numbers = {link: i for i, link in enumerate(dict.fromkeys(links))}
     classes = [numbers[link] for link in links]
-    ids = np.zeros((length + 1, length), dtype=np.int64)
-    known: dict[tuple[int, int], int] = {}
-    spans = [(1, 0)]
+    releases = [link.may_release_input for link in links]
+    inputs = [0, *(link.output_bytes for link in links)]
+    ids = np.zeros((2, length + 1, length), dtype=np.int64)
+    known: dict[tuple[int, ...], int] = {}
+    spans = [(1, 0, 0)]
     for size in range(1, length + 1):
         for s in range(length - size + 1):
             t = s + size - 1
-            # Negative: after its last block a segment ends the chain or does not.
-            rest = int(ids[s + 1, t]) if size > 1 else -1 - (t == length - 1)
-            key = (classes[s], rest)
-            if key not in known:
-                known[key] = len(spans)
-                spans.append((s, t))
-            ids[s, t] = known[key]
+            # Below zero: after its last block a segment ends the chain, or does not.
+            rest = ids[:, s + 1, t].tolist() if size > 1 else [-1 - (t == length - 1)]
+            for lets_go in (0, 1):
+                key = (classes[s], inputs[s], lets_go and releases[s], *rest)
+                if key not in known:
+                    known[key] = len(spans)
+                    spans.append((s, t, lets_go))
+                ids[lets_go, s, t] = known[key]
     return ids, tuple(spans)
 
 
@@ -188,10 +203,12 @@ def _roles(
 def _options(costs: Sequence[OptionCost]) -> Options:
     return Options(
         option=_integers(c.option for c in costs),
-        kept_bytes=_integers(c.kept_bytes for c in costs),
+        saved_bytes=_integers(c.saved_bytes for c in costs),
         forward_peak_bytes=_integers(c.forward_peak_bytes for c in costs),
         backward_peak_bytes=_integers(c.backward_peak_bytes for c in costs),
         time_ns=_integers(c.time_ns for c in costs),
+        reads_input=_integers(c.reads_input for c in costs),
+        reads_output=_integers(c.reads_output for c in costs),
     )
 
 
