@@ -1,0 +1,156 @@
+"""On a CUDA machine: does what the tests check on CPU hold there?
+
+For GPT-2, Llama and a ResNet-50: equality with eager (and whether eager repeats itself), measured
+peak against budget and prediction, time against eager and against `torch.utils.checkpoint` on
+every layer. Prints one table. Takes under 8 minutes on one data-centre GPU.
+Command: python -m benchmarks.gpu_check            (CUBLAS_WORKSPACE_CONFIG is set by the script)
+With --cpu it runs the same steps on small models without a GPU, to test the script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import rockplan
+from benchmarks.models import Case, ResNet, gpt2, llama, resnet
+from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
+
+BUDGETS = ("min", "40%", "100%")
+REPEATS = 7
+
+
+def cases(on_cpu: bool) -> list[Case]:
+    if on_cpu:
+        return [gpt2(), llama(), resnet()]
+    return [
+        gpt2(layers=12, width=768, heads=12, vocabulary=50257, batch=8, length=1024),
+        llama(
+            layers=8,
+            width=1024,
+            heads=16,
+            key_value_heads=4,
+            vocabulary=32000,
+            batch=8,
+            length=1024,
+        ),
+        resnet(width=64, batch=64, size=224),
+    ]
+
+
+def moved(case: Case, device: torch.device) -> Case:
+    return replace(
+        case,
+        model=case.model.to(device),
+        args=tuple(a.to(device) for a in case.args),
+        kwargs={k: v.to(device) for k, v in case.kwargs.items()},
+    )
+
+
+class CheckpointedResNet(ResNet):
+    """Every bottleneck checkpointed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        blocks = [b for stage in self.stages for b in stage]
+        x = checkpoint_sequential(blocks, len(blocks), x, use_reentrant=False)
+        return self.head(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """A copy of `model` with torch.utils.checkpoint on every layer."""
+    other = copy.deepcopy(model)
+    if isinstance(other, ResNet):
+        other.__class__ = CheckpointedResNet
+    else:
+        other.gradient_checkpointing_enable({"use_reentrant": False})
+    return other
+
+
+def results(case: Case, module: nn.Module) -> list[torch.Tensor]:
+    """Loss, gradients, buffers of one step from a fixed seed; the module is left as it was."""
+    before = {n: b.detach().clone() for n, b in module.named_buffers()}
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(11)
+    loss = case.loss(module(*case.args, **case.kwargs))
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    found += [b.detach().clone() for b in module.buffers()]
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+    module.zero_grad(set_to_none=False)
+    return found
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> str:
+    if all(torch.equal(x, y) for x, y in zip(a, b, strict=True)):
+        return "equal"
+    largest = max((x.double() - y.double()).abs().max().item() for x, y in zip(a, b, strict=True))
+    return f"{largest:.1e}"
+
+
+def report(case: Case, device: torch.device) -> None:
+    eager = copy.deepcopy(case.model)
+    variants: dict[str, nn.Module] = {"eager": eager, "checkpoint": checkpointed(eager)}
+    for budget in BUDGETS:
+        variants[f"rockplan {budget}"] = rockplan.solve(
+            case.model, case.args, budget, sample_kwargs=case.kwargs
+        )
+
+    def step(module: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            result = module(*case.args, **case.kwargs)
+            case.loss(result).backward()
+
+        return run
+
+    expected = results(case, eager)
+    equality = {name: same(results(case, module), expected) for name, module in variants.items()}
+    peaks = {
+        name: rockplan.peak_live_bytes(step(module), device=device)[0]
+        for name, module in variants.items()
+    }
+    times = interleaved_seconds({n: step(m) for n, m in variants.items()}, REPEATS)
+    for name, module in variants.items():
+        plan = module.plan if name.startswith("rockplan") else None
+        budget = mebibytes(plan.budget_bytes) if plan else "-"
+        predicted = mebibytes(plan.peak_bytes) if plan else "-"
+        verdict = "-" if plan is None or peaks[name] <= plan.budget_bytes else "OVER BUDGET"
+        overhead = median_ratio(times[name], times["eager"]) - 1
+        expected_overhead = f"{plan.overhead:+.1%}" if plan else "-"
+        print(
+            f"{case.name:10} {name:14} {budget:>10} {predicted:>10} {mebibytes(peaks[name]):>10} "
+            f"{overhead:>+8.1%} {expected_overhead:>9} {equality[name]:>9} {verdict}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cpu", action="store_true", help="small models without a GPU")
+    on_cpu = parser.parse_args().cpu
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if not on_cpu and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device; --cpu runs the same steps on small models")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    device = torch.device("cpu" if on_cpu else "cuda")
+    print(f"{machine()}; MiB beyond parameters, buffers, inputs, gradients; {REPEATS} rounds")
+    print(
+        f"{'model':10} {'variant':14} {'budget':>10} {'predicted':>10} {'measured':>10} "
+        f"{'time':>8} {'predicted':>9} {'equality':>9}"
+    )
+    torch.manual_seed(0)
+    for case in cases(on_cpu):
+        report(moved(case, device), device)
+
+
+if __name__ == "__main__":
+    main()

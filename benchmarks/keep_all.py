@@ -1,0 +1,55 @@
+"""Where nothing is recomputed, is a planned module as fast as eager?
+
+One thread, user CPU time, both in one run, interleaved; median of the ratios of each round.
+Command: python -m benchmarks.keep_all
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+
+import rockplan
+from benchmarks.models import Case, bert, encoder, gpt2, llama, mlp, resnet
+from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
+
+REPEATS = 15
+
+
+def cases() -> list[Case]:
+    """Sizes at which one step takes 0.1 to 1 s on one core."""
+    return [
+        gpt2(layers=4, width=128, batch=4, length=128),
+        llama(layers=4, width=128, batch=4, length=128),
+        bert(layers=4, width=128, batch=4, length=128),
+        resnet(width=16, batch=4, size=64),
+        mlp(depth=8, width=512, batch=512),
+        encoder(layers=4, width=128, batch=4, length=128),
+    ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"{machine()}; {REPEATS} interleaved rounds, median of time / eager time of the round")
+    print(f"{'model':12} {'time / eager':>12} {'peak MiB':>9} {'eager MiB':>9}")
+    for case in cases():
+        eager = copy.deepcopy(case.model)
+        planned = rockplan.solve(case.model, case.args, "100%", sample_kwargs=case.kwargs)
+        steps = {
+            "eager": functools.partial(case.step, eager),
+            "planned": functools.partial(case.step, planned),
+        }
+        times = interleaved_seconds(steps, REPEATS)
+        ratio = median_ratio(times["planned"], times["eager"])
+        peaks = {name: rockplan.peak_live_bytes(step)[0] for name, step in steps.items()}
+        print(
+            f"{case.name:12} {ratio:12.3f} {mebibytes(peaks['planned']):>9} "
+            f"{mebibytes(peaks['eager']):>9}"
+        )
+
+
+if __name__ == "__main__":
+    main()

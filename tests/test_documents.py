@@ -1,0 +1,23 @@
+"""The Python examples of README and docs run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def examples() -> list[tuple[str, str]]:
+    found = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        found += [(f"{path.name}-{i}", block) for i, block in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "code"), examples(), ids=[n for n, _ in examples()])
+def test_example_runs(name: str, code: str) -> None:
+    exec(compile(code, name, "exec"), {"__name__": name})
