@@ -14,14 +14,14 @@ binaries a forward node. The best bound over several moments is returned.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rockplan.graph import CDGraph, DataKind, producers
-from rockplan.ilp.solve import LinearProgram, ProgramBuilder, SolverStatus, solve
+from rockplan.ilp.decode import proven_ns
+from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder, SolverStatus, solve
 from rockplan.ilp.units import MAX_UNITS
 
 MOMENTS = 24
@@ -35,18 +35,15 @@ def lower_bound_ns(graph: CDGraph, budget_bytes: int, *, time_limit_s: float) ->
     fits at all): the time of executing every node once.
     """
     deadline = time.monotonic() + time_limit_s
-    time_unit_ns = max(graph.time_ns, 1) / 1000
     relaxed: list[tuple[float, int, LinearProgram]] = []
     for moment in _moments(graph):
-        program = _selection(graph, moment, budget_bytes, time_unit_ns)
+        program = _selection(graph, moment, budget_bytes)
         bound = _bound(replace(program, integral=np.zeros_like(program.integral)), deadline)
         relaxed.append((-bound, moment.node, program))
     best = max((-bound for bound, _, _ in relaxed), default=0.0)
     for _, _, program in sorted(relaxed, key=lambda entry: entry[:2]):
         best = max(best, _bound(program, deadline))
-    # Times are integers: what is a little above one is no less than the next one.
-    overhead_ns = math.ceil(best * time_unit_ns - 1e-6 * graph.time_ns)
-    return graph.time_ns + max(overhead_ns, 0)
+    return graph.time_ns + proven_ns(best, graph.time_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +101,11 @@ def _ancestors(graph: CDGraph, node: int) -> set[int]:
     return found
 
 
-def _selection(
-    graph: CDGraph, moment: _Moment, budget_bytes: int, time_unit_ns: float
-) -> LinearProgram:
+def _selection(graph: CDGraph, moment: _Moment, budget_bytes: int) -> LinearProgram:
     """Keep or make again each needed storage, in the least time; sizes are rounded down and the
     budget up, so that no schedule is lost."""
     builder = ProgramBuilder()
+    time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
     producer = producers(graph)
     keep: dict[int, int] = {}
@@ -152,7 +148,7 @@ def _is_open(graph: CDGraph, moment: _Moment, d: int) -> bool:
 def _bound(program: LinearProgram, deadline: float) -> float:
     """What HiGHS proves before the deadline; 0 if nothing, or if no schedule fits at all."""
     remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0:
+    if remaining_s <= 0 or not program.costs.any():
         return 0.0
     report = solve(program, time_limit_s=remaining_s, absolute_gap=0.0)
     if report.status is SolverStatus.INFEASIBLE:

@@ -1,12 +1,13 @@
 """From a solution to an option of a block, priced by the simulator.
 
-takes: the problem and an order of computations (or a StageModel's solution). returns:
-BlockOption. guarantees: legal (`verify`); bytes and time are the simulator's on the true sizes,
-never the solver's.
+takes: a StageModel and budgets, or a problem and an order of computations. returns: Solution,
+BlockOption. guarantees: an option is legal (`verify`); its bytes and time are the simulator's on
+the true sizes, never the solver's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from rockplan.block import BlockOption
 from rockplan.graph import CDGraph
 from rockplan.ilp.formulate import StageModel
+from rockplan.ilp.solve import INFINITY, TIME_UNIT, SolveReport, SolverStatus, solve
 from rockplan.schedule import with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
@@ -27,6 +29,51 @@ class Orders:
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solve found and proved.
+
+    orders: None without a schedule. bound_ns: no schedule of the formulation within the budgets
+    takes less time. iterations: of the simplex method.
+    """
+
+    status: SolverStatus
+    orders: Orders | None
+    bound_ns: int
+    iterations: int
+
+
+def solve_stages(
+    model: StageModel, peak_bytes: int, saved_bytes: int, *, time_limit_s: float, gap: float
+) -> Solution:
+    """The fastest schedule of the stage formulation within the budgets (tiny storages aside);
+    gap: share of the iteration time that may stay unproven."""
+    program = model.within(peak_bytes, saved_bytes)
+    found = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
+    orders = None if found.values is None else read_orders(model, found.values)
+    return solution(model.stages.units.graph, found, orders)
+
+
+def solution(graph: CDGraph, found: SolveReport, orders: Orders | None) -> Solution:
+    """A report on a program that counts the time of re-executions in TIME_UNIT."""
+    return Solution(
+        status=found.status,
+        orders=orders,
+        bound_ns=graph.time_ns + proven_ns(found.bound, graph.time_ns),
+        iterations=found.iterations,
+    )
+
+
+def proven_ns(bound: float, time_ns: int) -> int:
+    """Integer time that a bound in TIME_UNITs of time_ns proves.
+
+    Times are integers: what is a little above one is no less than the next one.
+    """
+    if not 0 < bound < INFINITY:
+        return 0
+    return max(math.ceil((bound * TIME_UNIT - 1e-6) * time_ns), 0)
 
 
 def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:

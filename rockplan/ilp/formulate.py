@@ -21,8 +21,9 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 
-from rockplan.ilp.solve import INFINITY, LinearProgram, ProgramBuilder
+from rockplan.ilp.solve import INFINITY, TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.ilp.stages import Stages
+from rockplan.ilp.units import UNLIMITED
 
 Terms = list[tuple[int, int]]
 
@@ -40,7 +41,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageModel:
-    """program: minimises the time of re-executions, in `time_unit_ns`, without budgets.
+    """program: minimises the time of re-executions, in TIME_UNIT, without budgets.
 
     keep: (stage, data) -> column; rerun: (stage, node) -> column.
     peak: the rows that the peak budget limits; saved: the row of the save budget.
@@ -48,18 +49,17 @@ class StageModel:
 
     stages: Stages
     program: LinearProgram
-    time_unit_ns: float
     keep: dict[tuple[int, int], int]
     rerun: dict[tuple[int, int], int]
     peak: tuple[MemoryRow, ...]
     saved: MemoryRow
 
-    def within(self, peak_bytes: int | None, saved_bytes: int | None) -> LinearProgram:
-        """The fastest schedule within these budgets (tiny storages aside); None is no limit."""
+    def within(self, peak_bytes: int, saved_bytes: int) -> LinearProgram:
+        """The fastest schedule within these budgets (tiny storages aside)."""
         upper = self.program.row_upper.copy()
         for rows, budget_bytes in ((self.peak, peak_bytes), ((self.saved,), saved_bytes)):
             for row in rows:
-                if budget_bytes is not None:
+                if budget_bytes < UNLIMITED:
                     limit = self.stages.units.down(budget_bytes - row.constant_bytes)
                     upper[row.row] = limit // row.step
         return replace(self.program, row_upper=upper)
@@ -128,11 +128,16 @@ class _Columns:
         return self.stages.units.up(self.stages.units.graph.rng_state_bytes)
 
 
+def entries(stages: Stages) -> int:
+    """About how many matrix entries the program has."""
+    return sum(len(stage.wanted) * len(stage.movable) for stage in stages.stages)
+
+
 def formulate(stages: Stages) -> StageModel:
-    """Write the program for `stages`; its size grows with stages times storages times reads."""
+    """Write the program for `stages`, of which there is at least one."""
     graph = stages.units.graph
     builder = ProgramBuilder()
-    time_unit_ns = max(graph.time_ns, 1) / 1000
+    time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     columns = _Columns(
         stages=stages,
         builder=builder,
@@ -165,7 +170,6 @@ def formulate(stages: Stages) -> StageModel:
     return StageModel(
         stages=stages,
         program=builder.build(),
-        time_unit_ns=time_unit_ns,
         keep=columns.keep,
         rerun=columns.rerun,
         peak=tuple(columns.peak),

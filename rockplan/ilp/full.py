@@ -1,6 +1,6 @@
 """The full model: any node may run again before any other, backward nodes included.
 
-takes: Units and budgets. returns: FullSolution. It is the reference for the stage formulation and
+takes: Units and budgets. returns: Solution. It is the reference for the stage formulation and
 its fallback on small problems: Checkmate's T x T program (Jain et al., MLSys 2020, section 4) on
 storages, as Rockmate states it (Zhao et al., ICML 2023, section 3.2), with liveness as in
 `formulate` in place of variables for frees.
@@ -17,65 +17,51 @@ A node that hands a gradient over never runs again: the gradient would be handed
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import pulp
 
 from rockplan.graph import ComputeNode, DataKind, producers
-from rockplan.ilp.decode import Orders, without_idle
-from rockplan.ilp.solve import SolveReport, in_own_thread, report
+from rockplan.ilp.decode import Orders, Solution, solution, without_idle
+from rockplan.ilp.solve import MAX_NODES, TIME_UNIT, in_own_thread, report
 from rockplan.ilp.stages import freed_at_start
-from rockplan.ilp.units import Units
+from rockplan.ilp.units import UNLIMITED, Units
 
 Expression: TypeAlias = Any
 """A pulp.LpAffineExpression; PuLP has no types."""
 
 
-@dataclass(frozen=True, slots=True)
-class FullSolution:
-    """report: objective and bound in units of `time_unit_ns`; orders: None without a solution."""
-
-    report: SolveReport
-    orders: Orders | None
-    time_unit_ns: float
-
-
 def solve_full(
-    units: Units,
-    peak_bytes: int,
-    saved_bytes: int | None,
-    *,
-    time_limit_s: float,
-    absolute_gap: float,
-) -> FullSolution:
-    """The fastest schedule within the budgets (tiny storages aside); None is no limit.
-
-    Status, bound and gap are what HiGHS itself reports, not PuLP's.
-    """
+    units: Units, peak_bytes: int, saved_bytes: int, *, time_limit_s: float, gap: float
+) -> Solution:
+    """The fastest schedule within the budgets (tiny storages aside); gap: share of the iteration
+    time that may stay unproven. Status and bound are what HiGHS itself reports, not PuLP's."""
     model = _Model(units, peak_bytes, saved_bytes)
     solver = pulp.HiGHS(
-        msg=False, threads=1, gapRel=0.0, gapAbs=absolute_gap, timeLimit=max(time_limit_s, 0.0)
+        msg=False,
+        threads=1,
+        gapRel=0.0,
+        gapAbs=gap / TIME_UNIT,
+        timeLimit=max(time_limit_s, 0.0),
+        random_seed=0,
+        mip_max_nodes=MAX_NODES,
     )
     in_own_thread(lambda: model.program.solve(solver))
-    variables = model.program.variables()
-    integral = np.array([v.cat == pulp.LpInteger for v in variables], dtype=np.bool_)
+    integral = np.array([v.cat == pulp.LpInteger for v in model.program.variables()], dtype=bool)
     found = report(model.program.solverModel, integral)
-    orders = None if found.values is None else model.orders()
-    return FullSolution(found, orders, model.time_unit_ns)
+    return solution(units.graph, found, None if found.values is None else model.orders())
 
 
 class _Model:
     """The PuLP problem while it is written, and how to read its solution."""
 
-    def __init__(self, units: Units, peak_bytes: int, saved_bytes: int | None) -> None:
+    def __init__(self, units: Units, peak_bytes: int, saved_bytes: int) -> None:
         self.units = units
         self.graph = graph = units.graph
         self.peak_bytes = peak_bytes
         self.producer = producers(graph)
         self.state_size = units.up(graph.rng_state_bytes)
-        self.time_unit_ns = max(graph.time_ns, 1) / 1000
         self.program = pulp.LpProblem("rematerialization", pulp.LpMinimize)
         self.n_forward = len(graph.forward)
         # Always there once made: held or free of charge.
@@ -97,7 +83,7 @@ class _Model:
             if graph.nodes[i].random and graph.rng_state_bytes
         }
         self.program += pulp.lpSum(
-            column * (graph.nodes[i].time_ns / self.time_unit_ns)
+            column * (graph.nodes[i].time_ns / (TIME_UNIT * max(graph.time_ns, 1)))
             for (_, i), column in self.rerun.items()
         )
         for t in range(len(graph.nodes)):
@@ -105,8 +91,7 @@ class _Model:
             self._require_continuity(t)
             self._limit_stage(t)
         self._limit_start()
-        if saved_bytes is not None:
-            self._limit_saved(saved_bytes)
+        self._limit_saved(saved_bytes)
 
     def orders(self) -> Orders:
         """Each stage's re-executions in order, then its node."""
@@ -149,7 +134,8 @@ class _Model:
 
     def _limit(self, units: Expression, constant_bytes: int, budget_bytes: int) -> None:
         """units + constant_bytes <= budget_bytes"""
-        self.program += units <= self.units.down(budget_bytes - constant_bytes)
+        if budget_bytes < UNLIMITED:
+            self.program += units <= self.units.down(budget_bytes - constant_bytes)
 
     def _kept(self, t: int, d: int) -> Expression:
         return self.keep.get((t, d), 0) + pulp.LpAffineExpression()

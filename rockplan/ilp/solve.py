@@ -26,14 +26,22 @@ INTEGRALITY_TOLERANCE = 1e-6
 """How far from an integer HiGHS may leave an integer column (its own default)."""
 
 
+TIME_UNIT = 1e-3
+"""Costs count time in this share of the iteration time: large against HiGHS' tolerances."""
+
+MAX_NODES = 2_000
+"""Nodes of the search tree after which a solve stops. Blocks of transformers need below 100;
+unlike a time limit this one strikes at the same place on every run."""
+
+
 class SolverStatus(Enum):
-    """OPTIMAL: within the gap asked for; FEASIBLE: stopped at the time limit with a solution;
-    TIME_LIMIT: stopped without one; INFEASIBLE: proven to have none."""
+    """OPTIMAL: within the gap asked for; FEASIBLE: stopped at a limit with a solution;
+    STOPPED: stopped without one; INFEASIBLE: proven to have none."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
-    TIME_LIMIT = "time limit"
+    STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +62,14 @@ class LinearProgram:
 @dataclass(frozen=True, slots=True, eq=False)
 class SolveReport:
     """objective, values: of the best solution, None without one; values of integer columns are
-    rounded. bound: no solution costs less (infinite if infeasible)."""
+    rounded. bound: no solution costs less (infinite if infeasible). iterations: of the simplex
+    method, a measure of work that is the same on every run."""
 
     status: SolverStatus
     objective: float | None
     bound: float
     values: NDArray[np.float64] | None
+    iterations: int
 
 
 @dataclass
@@ -149,6 +159,7 @@ def _solve(program: LinearProgram, time_limit_s: float, absolute_gap: float) -> 
         "random_seed": 0,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": absolute_gap,
+        "mip_max_nodes": MAX_NODES,
         "time_limit": max(time_limit_s, 0.0),
     }
     for name, value in options.items():
@@ -164,23 +175,23 @@ def report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     """What a HiGHS instance that has run found and proved; integral: its integer columns."""
     model_status = highs.getModelStatus()
     kinds = highspy.HighsModelStatus
-    if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
-        return SolveReport(SolverStatus.INFEASIBLE, None, INFINITY, None)
-    if model_status not in (kinds.kOptimal, kinds.kTimeLimit, kinds.kModelEmpty):
-        raise SolverError(f"HiGHS stopped with: {highs.modelStatusToString(model_status)}")
     info = highs.getInfo()
-    is_integer_program = bool(integral.any())
-    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    solved = model_status != kinds.kTimeLimit
-    bound = info.mip_dual_bound if is_integer_program else -INFINITY
-    if solved and not is_integer_program:
-        bound = info.objective_function_value
-    if not found and not solved:
-        return SolveReport(SolverStatus.TIME_LIMIT, None, bound, None)
+    iterations = max(info.simplex_iteration_count, 0)
+    if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+        return SolveReport(SolverStatus.INFEASIBLE, None, INFINITY, None, iterations)
+    is_solved = model_status in (kinds.kOptimal, kinds.kModelEmpty)
+    if not is_solved and model_status not in (kinds.kTimeLimit, kinds.kSolutionLimit):
+        raise SolverError(f"HiGHS stopped with: {highs.modelStatusToString(model_status)}")
+    if integral.any():
+        bound = info.mip_dual_bound
+    else:
+        bound = info.objective_function_value if is_solved else -INFINITY
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return SolveReport(SolverStatus.STOPPED, None, bound, None, iterations)
     values = np.array(highs.getSolution().col_value, dtype=np.float64)
     values[integral] = _rounded(values[integral])
-    status = SolverStatus.OPTIMAL if solved else SolverStatus.FEASIBLE
-    return SolveReport(status, info.objective_function_value, bound, values)
+    status = SolverStatus.OPTIMAL if is_solved else SolverStatus.FEASIBLE
+    return SolveReport(status, info.objective_function_value, bound, values, iterations)
 
 
 def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -17,9 +17,12 @@ MAX_UNITS = 1 << 16
 """All sizes together stay about below this: HiGHS may leave each binary 1e-6 from an integer,
 which adds up to less than one unit; rounding one size up costs 1/65536 of all memory at most."""
 
-TINY_SHARE = 1e-3
+TINY_SHARE = 5e-3
 """Storages that together stay within this share of the keep-all peak are left out (statistics
 of a norm, generator states): see the table of benchmarks/ilp_blocks.py."""
+
+UNLIMITED = 1 << 62
+"""Bytes: a budget that no problem reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
         rng_state_bytes=0 if tiny_states else problem.rng_state_bytes,
     )
     sizes = [d.size_bytes for d in graph.data if d.kind is DataKind.ACTIVATION]
-    sizes += [graph.rng_state_bytes] * _state_copies(graph)
     others = [d.size_bytes for d in graph.data if not d.kind.resident]
     others += [n.workspace_bytes for n in graph.nodes]
+    others += [graph.rng_state_bytes]
     total_bytes = max(sum(sizes) + max(others, default=0), 1)
     for divisor in (math.gcd(*sizes, *others), math.gcd(*sizes)):
         count = divisor * MAX_UNITS // total_bytes

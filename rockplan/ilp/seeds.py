@@ -1,0 +1,82 @@
+"""Schedules without a solver: keep some storages, make the others again where they are read.
+
+takes: a problem. returns: a few orders, from keep-all to keep-nothing. They are the first answers
+of a search, and all the answers for a problem that is too large for the solver.
+"""
+
+from __future__ import annotations
+
+from rockplan.graph import CDGraph, DataKind, producers
+from rockplan.ilp.decode import Orders, keep_all_orders, without_idle
+
+PREFIXES = 16
+"""How many sets of dropped storages are tried between keep-all and keep-nothing."""
+
+
+def seed_orders(problem: CDGraph) -> list[Orders]:
+    """Keep-all first; then more and more is dropped, what is cheapest for its size first. The
+    last one makes everything again for each reader: the least that stays alive in between."""
+    producer = producers(problem)
+    read = {d for node in problem.backward for d in node.reads}
+    droppable = [
+        d.index
+        for d in problem.data
+        if d.index in read
+        and d.kind is DataKind.ACTIVATION
+        and d.index not in problem.held
+        and problem.nodes[producer[d.index]].recomputable
+    ]
+    droppable.sort(
+        key=lambda d: (
+            problem.nodes[producer[d]].time_ns / max(problem.data[d].size_bytes, 1),
+            d,
+        )
+    )
+    count = len(droppable)
+    sizes = dict.fromkeys(-(-count * k // PREFIXES) for k in range(1, PREFIXES + 1))
+    orders = [keep_all_orders(problem)]
+    orders += [_dropping(problem, frozenset(droppable[:size]), forget=False) for size in sizes]
+    orders.append(_dropping(problem, frozenset(droppable), forget=True))
+    return list(dict.fromkeys(orders))
+
+
+def _dropping(problem: CDGraph, dropped: frozenset[int], *, forget: bool) -> Orders:
+    """Forward once; before each backward node, what it needs and is not there.
+
+    forget: what was made again for one backward node is not there for the next.
+    """
+    kept = _kept(problem, dropped)
+    there = set(kept)
+    backward: list[int] = []
+    for node in problem.backward:
+        again = _missing(problem, there, node.reads)
+        backward += [*sorted(again), node.index]
+        if not forget:
+            there.update(d for i in again for d in problem.nodes[i].writes)
+    return without_idle(problem, Orders(keep_all_orders(problem).forward, tuple(backward)))
+
+
+def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:
+    """What is there when the backward phase starts and stays: what it reads and is not dropped,
+    what cannot be made again, and what is not made by a forward node."""
+    read = {d for node in problem.backward for d in node.reads}
+    kept = (read - dropped) | set(problem.held)
+    made: set[int] = set()
+    for node in problem.forward:
+        made.update(node.writes)
+        if not node.recomputable:
+            kept.update(node.writes)
+    return kept | {d.index for d in problem.data if d.index not in made}
+
+
+def _missing(problem: CDGraph, there: set[int], reads: tuple[int, ...]) -> set[int]:
+    """Nodes to run again so that `reads` can be read."""
+    producer = producers(problem)
+    again: set[int] = set()
+    pending = [d for d in reads if d not in there]
+    while pending:
+        i = producer[pending.pop()]
+        if i not in again:
+            again.add(i)
+            pending += [d for d in problem.nodes[i].reads if d not in there]
+    return again
