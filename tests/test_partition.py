@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Draft, Ranges, block_graphs, cd_graphs, chains, random_chain
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,6 +27,7 @@ from rockplan.graph_builder.partition import choose_pins, partition, side_storag
 from rockplan.schedule import keep_all, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
+from tests.graphs import Draft, Ranges, block_graphs, cd_graphs, chains, random_chain
 
 # Saved generator states belong to nodes, not to blocks; without them the sums are exact.
 NO_STATES = Ranges(max_rng_state_bytes=0)
@@ -59,6 +59,14 @@ def test_blocks_are_slices_and_their_problems_are_legal(graph: CDGraph) -> None:
     check_slices(graph, partition(graph))
 
 
+@given(graphs(), st.integers(2, 12))
+def test_small_blocks_are_joined(graph: CDGraph, least_nodes: int) -> None:
+    fine, coarse = partition(graph), partition(graph, least_nodes=least_nodes)
+    check_slices(graph, coarse)
+    assert {b.output for b in coarse} <= {b.output for b in fine}
+    assert len(coarse) == 1 or min(len(b.problem.nodes) for b in coarse) >= least_nodes
+
+
 @given(graphs())
 def test_problems_repeat_the_prices_of_their_nodes(graph: CDGraph) -> None:
     for block in partition(graph):
@@ -88,11 +96,13 @@ def local_peaks(block: Block, recompute: bool) -> tuple[int, int, int]:
     return result.forward_peak_bytes, result.backward_peak_bytes, result.saved_bytes
 
 
-@given(graphs(), st.lists(st.booleans(), min_size=40, max_size=40))
-def test_sum_of_blocks_bounds_the_whole(graph: CDGraph, choices: list[bool]) -> None:
+@given(graphs(), st.lists(st.booleans(), min_size=40, max_size=40), st.sampled_from([1, 1, 5]))
+def test_sum_of_blocks_bounds_the_whole(
+    graph: CDGraph, choices: list[bool], least_nodes: int
+) -> None:
     """Each block is kept or recomputed before its backward: saved bytes of the blocks below,
     the block's own peak and its background never fall short of the whole schedule's peak."""
-    blocks = partition(graph)
+    blocks = partition(graph, least_nodes=least_nodes)
     recomputed = dict(zip(blocks, choices, strict=False)) | {blocks[-1]: False}
     backward: list[int] = []
     for block in reversed(blocks):
@@ -168,8 +178,10 @@ def test_keep_all_of_a_chain_is_exactly_the_sum() -> None:
 @given(block_graphs())
 def test_problem_digest_is_of_what_a_solver_sees(problem: CDGraph) -> None:
     digest = problem_digest(problem)
+    visible = [not d.kind.resident or d.kind is DataKind.INPUT for d in problem.data]
     renamed = tuple(
-        replace(d, name="x", size_bytes=d.size_bytes + 7 * d.kind.resident) for d in problem.data
+        replace(d, name="x", size_bytes=d.size_bytes + 7 * (not seen))
+        for d, seen in zip(problem.data, visible, strict=True)
     )
     assert problem_digest(replace(problem, data=renamed)) == digest
     first = problem.nodes[0]
@@ -182,7 +194,7 @@ def test_problem_digest_is_of_what_a_solver_sees(problem: CDGraph) -> None:
     ):
         assert problem_digest(replace(problem, nodes=(changed, *problem.nodes[1:]))) != digest
     for index, data in enumerate(problem.data):
-        if not data.kind.resident:
+        if visible[index]:
             larger = replace(data, size_bytes=data.size_bytes + 1)
             others = (*problem.data[:index], larger, *problem.data[index + 1 :])
             assert problem_digest(replace(problem, data=others)) != digest
@@ -358,13 +370,13 @@ def test_results_of_nodes_that_run_once_are_kept() -> None:
 
 def test_digests_do_not_depend_on_the_process() -> None:
     script = (
-        "import random; from graphs import random_chain;"
+        "import random; from tests.graphs import random_chain;"
         "from rockplan.graph_builder.canonical import graph_digest;"
         "from rockplan.graph_builder.partition import partition;"
         "g, _ = random_chain(random.Random(3), (3, 4, 3));"
         "print(graph_digest(g), *(b.digest for b in partition(g)))"
     )
-    folder = os.path.dirname(__file__)
+    folder = os.path.dirname(os.path.dirname(__file__))
     printed = {
         subprocess.run(
             [sys.executable, "-c", script],

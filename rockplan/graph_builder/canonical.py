@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from rockplan.graph import Call, CDGraph, ComputeNode, TensorSpec, Value, ValueRef
+from rockplan.graph import Call, CDGraph, ComputeNode, DataKind, TensorSpec, Value, ValueRef
 from rockplan.profile import Profile
 
 # Types of torch whose repr is their whole value; matched by name, so that torch is not needed here.
@@ -26,13 +26,15 @@ def problem_digest(problem: CDGraph) -> str:
     """Digest of everything that a solver sees of a block: sizes, kinds, reads, writes, phases,
     times, workspaces, flags, outputs, held and handed data.
 
-    Left out: names, calls, values, and resident storages, which are always alive and never paid
-    for. The other storages count in order of first appearance.
+    Left out: names, calls, values, and storages that are always alive and never paid for. The
+    input of the block, though resident in its problem, counts: the chain may drop it. Storages
+    count in order of first appearance.
     """
     local: dict[int, int] = {}
     for node in problem.nodes:
         for data in (*node.reads, *node.writes):
-            if not problem.data[data].kind.resident:
+            kind = problem.data[data].kind
+            if kind is DataKind.INPUT or not kind.resident:
                 local.setdefault(data, len(local))
 
     def indices(data: tuple[int, ...]) -> list[int]:

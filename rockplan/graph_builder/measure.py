@@ -539,6 +539,7 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 
 
 def _flops(graph: CDGraph, call: Call) -> int:
+    """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
     formula = flop_registry.get(operators.resolve(call.op).overloadpacket)
     if formula is None:
         return 0
@@ -546,7 +547,7 @@ def _flops(graph: CDGraph, call: Call) -> int:
     def shape(index: int) -> Any:
         return torch.Size(graph.values[index].spec.shape)
 
-    results = [shape(v) for v in call.results if v is not None]
+    results = [None if v is None else shape(v) for v in call.results]
     return int(
         formula(
             *(substitute(a, shape) for a in call.args),
