@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rockplan.errors import PlanFormatError
+from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph import (
     Call,
     CDGraph,
@@ -350,6 +350,12 @@ def test_known_costs_are_not_measured_again() -> None:
         assert seen == [(0, 1), (1, 1)]
 
 
+def test_other_devices_are_refused() -> None:
+    graph = graph_of([replace(spec(9), device="mps")], 1)
+    with pytest.raises(InvalidInput, match="CPU or CUDA"):
+        measure(graph, {})
+
+
 def test_price_refuses_the_profile_of_another_graph() -> None:
     graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
     empty = Profile("measured", "", "", 1, ())
@@ -369,6 +375,19 @@ def test_roofline_is_bytes_over_rate_or_operations_over_rate() -> None:
     assert (cost.time_ns, cost.result_bytes, cost.workspace_bytes) == (moved, (256 * FLOAT,), 0)
     ((_, cost),) = roofline(product, 1e30, 1e9).costs
     assert cost.time_ns == operations
+    attention = graph_of(
+        [spec(2, 4, 8, 16), spec(2, 4, 8, 16), spec(2, 4, 8)],
+        1,
+        (
+            call(
+                "aten._scaled_dot_product_flash_attention_for_cpu.default",
+                *[ref(0)] * 3,
+                results=(1, 2),
+            ),
+        ),
+    )
+    ((_, cost),) = roofline(attention, 1e30, 1e9).costs
+    assert cost.time_ns == 2 * (2 * 2 * 4 * 8 * 8 * 16)
     expanded = TensorSpec((100, 6), (0, 1), 0, "torch.float32", "cpu")
     copy = graph_of(
         [expanded, spec(100, 6)], 1, (call("aten.clone.default", ref(0), results=(1,)),)

@@ -386,7 +386,7 @@ def test_digests_do_not_depend_on_the_process() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     }
     assert len(printed) == 1
 

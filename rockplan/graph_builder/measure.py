@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from rockplan.errors import PlanFormatError
+from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph import Call, CDGraph, ComputeNode, TensorSpec, ValueRef, value_refs
 from rockplan.graph_builder import operators
 from rockplan.graph_builder.canonical import canonical_literal, digest
@@ -54,6 +54,16 @@ _CPU_RATES = (10e9, 50e9)
 _CUDA_RATES = (1e12, 50e12)
 
 _RANGE = "rockplan::call::"
+
+# Attention on CPU has no formula of its own; its arguments begin as those of CUDA do.
+_SAME_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 
 def call_key(graph: CDGraph, call: Call) -> str:
@@ -83,8 +93,13 @@ def measure(
     values: real tensors for some indices of `graph.values` (integer inputs and what is computed
     from them), used as arguments as they are. known: costs that need not be measured
     again, if they hold for this device, this version of torch and this number of threads.
-    progress: called with (done, total) after each call.
+    progress: called with (done, total) after each call. Raises InvalidInput for a device that is
+    neither CPU nor CUDA.
     """
+    if torch.device(_device(graph)).type not in _SCRATCH_BYTES:
+        raise InvalidInput(
+            f"operators on {_device(graph)} cannot be measured; move the model to CPU or CUDA"
+        )
     calls = _unique_calls(graph)
     found = _still_valid(known, _device(graph))
     missing = {key: call for key, call in calls.items() if key not in found}
@@ -258,6 +273,8 @@ def _as_executed(graph: CDGraph) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         for kind in sorted({"cpu", *(torch.device(d).type for d in devices)}):
             stack.enter_context(torch.autocast(kind, enabled=False))
+        if devices:
+            stack.enter_context(torch.cuda.device(devices[0]))
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -540,7 +557,8 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 
 def _flops(graph: CDGraph, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
-    formula = flop_registry.get(operators.resolve(call.op).overloadpacket)
+    packet = operators.resolve(call.op).overloadpacket
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
         return 0
 

@@ -303,8 +303,7 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
             if c and len(c) + len(pins) <= _MOST_PINS
         ]
         gains = [
-            (excess - _excess([a - c for a in alive])) / sum(graph.data[d].size_bytes for d in c)
-            for c in candidates
+            (excess - _excess([a - c for a in alive])) / (1 + _bytes(graph, c)) for c in candidates
         ]
         if max(gains, default=0) <= 0:
             break
@@ -312,6 +311,10 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
         pins |= chosen
         alive = [a - chosen for a in alive]
     return pins
+
+
+def _bytes(graph: CDGraph, storages: Iterable[int]) -> int:
+    return sum(graph.data[d].size_bytes for d in storages)
 
 
 def _excess(alive: Sequence[frozenset[int]]) -> int:
@@ -375,7 +378,7 @@ def _background_bytes(chain: _Chain) -> list[int]:
 
 
 def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node: int) -> int:
-    return sum(chain.graph.data[d].size_bytes for d, begin, end in lifetimes if begin <= node < end)
+    return _bytes(chain.graph, (d for d, begin, end in lifetimes if begin <= node < end))
 
 
 def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
@@ -418,7 +421,7 @@ def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
     outputs = (*chain.separators, *graph.outputs[:1])
     problem = _problem(chain, s)
     incoming = [
-        d
+        d.index
         for d in graph.data
         if d.kind is DataKind.GRADIENT
         and d.index not in chain.kept
@@ -433,7 +436,7 @@ def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
         output=outputs[s],
         problem=problem,
         digest=problem_digest(problem),
-        incoming_gradient_bytes=sum(d.size_bytes for d in incoming),
+        incoming_gradient_bytes=_bytes(graph, incoming),
         background_bytes=background_bytes,
         name=_common_module([graph.nodes[n].module for n in chain.forward[s]]),
     )
@@ -494,7 +497,7 @@ def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
     """Bytes of the pinned results that a re-execution of `node` makes a second time."""
     if not _may_rerun(node, chain.kept):
         return 0
-    return sum(chain.graph.data[d].size_bytes for d in node.writes if d in chain.kept)
+    return _bytes(chain.graph, (d for d in node.writes if d in chain.kept))
 
 
 def _common_module(modules: Sequence[str]) -> str:
