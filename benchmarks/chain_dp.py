@@ -42,7 +42,7 @@ def main() -> None:
 
 def gpt_links(layers: int) -> tuple[Link, ...]:
     graph, blocks = join(gpt_problems(layers))
-    return links(graph, blocks, families(blocks, small_bytes=8192))
+    return links(blocks, families(blocks, small_bytes=8192))
 
 
 def unalike(chain: Sequence[Link]) -> tuple[Link, ...]:
@@ -55,7 +55,7 @@ def report(chain: tuple[Link, ...], share: float, counts: Sequence[int]) -> None
     needs = minimum_needs(segments)
     full_bytes = fastest_need(segments)
     limit_bytes = int(full_bytes * share)
-    base_ns = sum(link.first[0].time_ns for link in chain)
+    base_ns = sum(link.first.held[0].time_ns for link in chain)
     for count in counts:
         buckets = grid(limit_bytes, count or bucket_count(segments.blocks, len(segments.spans)))
         start = time.process_time()
@@ -87,7 +87,7 @@ def time_ns(chain: Sequence[Link], operations: Sequence[Operation]) -> int:
             after = operations[position + 1]
             closes = isinstance(after, RunOption) and after.block == operation.block
             costs = link.first if not again else link.closing if closes else link.again
-            total += next(c.time_ns for c in costs if c.option == operation.option)
+            total += next(c.time_ns for c in costs.held if c.option == operation.option)
         seen.add(operation.block)
     return total
 

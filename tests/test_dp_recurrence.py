@@ -14,7 +14,15 @@ from functools import cache
 import numpy as np
 import pytest
 
-from rockplan.dp.chain import ForwardCost, Link, Operation, OptionCost, RunForward, RunOption
+from rockplan.dp.chain import (
+    ForwardCost,
+    Link,
+    Operation,
+    OptionCost,
+    OptionCosts,
+    RunForward,
+    RunOption,
+)
 from rockplan.dp.discretise import Grid, bucket_count, grid
 from rockplan.dp.recurrence import (
     NEVER,
@@ -34,29 +42,38 @@ Chain = tuple[Link, ...]
 # Random chains
 
 
-def random_link(rng: random.Random, options: int, scale: int = 1) -> Link:
-    """In one link of three no option reads input or output again, in one all do."""
+def random_link(rng: random.Random, options: int, scale: int = 1, input_bytes: int = 0) -> Link:
+    """input_bytes: as much may be gained by dropping the input; 0 for a link that comes first."""
     reading = rng.choice([0.0, 0.5, 1.0])
 
-    def costs() -> tuple[OptionCost, ...]:
-        made = []
+    def costs() -> OptionCosts:
+        held, dropped = [], []
         for i in range(rng.randint(1, options)):
             saved = rng.randint(0, 8 * scale)
-            made.append(
-                OptionCost(
-                    option=i,
-                    saved_bytes=saved,
-                    forward_peak_bytes=saved + rng.randint(0, 8 * scale),
-                    backward_peak_bytes=saved + rng.randint(0, 8 * scale),
-                    time_ns=rng.randint(1, 20),
-                    reads_input=rng.random() < reading,
-                    reads_output=rng.random() < reading,
-                )
+            cost = OptionCost(
+                option=i,
+                saved_bytes=saved,
+                forward_peak_bytes=saved + rng.randint(0, 8 * scale),
+                backward_peak_bytes=saved + rng.randint(0, 8 * scale),
+                time_ns=rng.randint(1, 20),
+                reads_output=rng.random() < reading,
             )
-        return tuple(made)
+            held.append(cost)
+            dropped.append(with_less(cost))
+        return OptionCosts(tuple(held), tuple(dropped))
+
+    def with_less(cost: OptionCost) -> OptionCost:
+        gains = [rng.choice([0, input_bytes, rng.randint(0, input_bytes)]) for _ in range(3)]
+        return replace(
+            cost,
+            saved_bytes=cost.saved_bytes - gains[0],
+            forward_peak_bytes=cost.forward_peak_bytes - gains[1],
+            backward_peak_bytes=cost.backward_peak_bytes - gains[2],
+        )
 
     def forward() -> ForwardCost:
-        return ForwardCost(rng.randint(1, 12 * scale), rng.randint(0, 8))
+        peak = rng.randint(1, 12 * scale)
+        return ForwardCost(peak, peak - rng.randint(0, input_bytes), rng.randint(0, 8))
 
     return Link(
         digest="",
@@ -72,7 +89,12 @@ def random_link(rng: random.Random, options: int, scale: int = 1) -> Link:
 
 
 def random_chain(rng: random.Random, blocks: int, options: int, scale: int = 1) -> Chain:
-    classes = [random_link(rng, options, scale) for _ in range(rng.randint(1, blocks))]
+    """Blocks of one to `blocks` classes; inputs are dropped for gain between some of them."""
+    classes = [random_link(rng, options, scale)]
+    for _ in range(rng.randint(0, blocks - 1)):
+        least_bytes = min(link.output_bytes for link in classes)
+        link = random_link(rng, options, scale, least_bytes)
+        classes.append(replace(link, output_bytes=max(link.output_bytes, least_bytes)))
     return tuple(rng.choice(classes) for _ in range(blocks))
 
 
@@ -90,7 +112,7 @@ def sequences(chain: Chain) -> Iterator[tuple[Operation, ...]]:
             return ((),)
         found: list[tuple[Operation, ...]] = []
         costs = chain[s].first if t == last else chain[s].closing if s == t else chain[s].again
-        for cost in costs:
+        for cost in costs.held:
             opening = RunOption(s, cost.option, Phase.FORWARD)
             closing = RunOption(s, cost.option, Phase.BACKWARD)
             found += [(opening, *inner, closing) for inner in between(s + 1, t)]
@@ -105,61 +127,101 @@ def sequences(chain: Chain) -> Iterator[tuple[Operation, ...]]:
 
 def replay(chain: Chain, operations: Sequence[Operation]) -> tuple[int, int]:
     """(peak bytes, time) of a flat sequence."""
-    costs = [option_cost(chain, operations, p) for p in range(len(operations))]
     gradient_bytes = peak_bytes = time_ns = 0
     stored: dict[int, int] = {}
-    saved: dict[int, int] = {}
-    for position, (op, cost) in enumerate(zip(operations, costs, strict=True)):
+    running: dict[int, int] = {}
+    for position, op in enumerate(operations):
         link, k = chain[op.block], op.block
-        alive_bytes = sum(stored.values()) + sum(saved.values()) + link.background_bytes
+        cost, begin = run_cost(chain, operations, position)
+        drops = is_dropped(chain, operations, begin)
+        alive_bytes = sum(stored.values()) + sum(running.values()) + link.background_bytes
         if isinstance(cost, ForwardCost):
-            needs_bytes = alive_bytes + gradient_bytes + cost.peak_bytes
-            stored[k + 1] = link.output_bytes
+            needs_bytes = cost.dropped_peak_bytes if drops else cost.peak_bytes
+            needs_bytes += alive_bytes + gradient_bytes
             time_ns += cost.time_ns
-        elif isinstance(op, RunOption) and op.phase is Phase.FORWARD:
+            stored[k + 1] = link.output_bytes
+        elif begin == position:
             needs_bytes = alive_bytes + gradient_bytes + cost.forward_peak_bytes
-            stored[k + 1] = link.output_bytes
-            saved[k] = cost.saved_bytes
             time_ns += cost.time_ns
+            stored[k + 1] = link.output_bytes
+            # A dropped input is a matter of the run, whose costs say what it gains.
+            running[k] = cost.saved_bytes + (stored.pop(k) if drops else 0)
         else:
             # The option's own peak counts what it saved, its output and both gradients.
-            needs_bytes = alive_bytes - saved.pop(k) + cost.backward_peak_bytes
+            needs_bytes = alive_bytes - cost.saved_bytes + cost.backward_peak_bytes
             needs_bytes -= stored.pop(k + 1, 0)
+            del running[k]
             gradient_bytes = chain[k - 1].incoming_gradient_bytes if k else 0
         peak_bytes = max(peak_bytes, needs_bytes)
-        rest = list(zip(operations, costs, strict=True))[position + 1 :]
-        stored = {x: n for x, n in stored.items() if is_used_next(x, rest)}
-    assert not stored and not saved
+        stored = {x: n for x, n in stored.items() if is_used(chain, operations, position, x)}
+    assert not stored and not running
     return peak_bytes, time_ns
 
 
-def option_cost(
+def run_cost(
     chain: Chain, operations: Sequence[Operation], position: int
-) -> OptionCost | ForwardCost:
-    """What the run costs to which operations[position] belongs."""
+) -> tuple[OptionCost | ForwardCost, int]:
+    """What the run costs to which operations[position] belongs, and where it began."""
     op = operations[position]
-    link, before = chain[op.block], operations[:position]
-    if isinstance(op, RunForward):
-        return link.again_forward if op in before else link.first_forward
     begin = position
-    if op.phase is Phase.BACKWARD:
+    if is_backward(op):
         begin = max(p for p in range(position) if operations[p].block == op.block)
+    link = chain[op.block]
+    ran = any(o.block == op.block for o in operations[:begin])
+    if isinstance(op, RunForward):
+        return (link.again_forward if ran else link.first_forward), begin
     costs = link.first
-    if any(o.block == op.block for o in operations[:begin]):
+    if ran:
         costs = link.closing if operations[begin + 1].block == op.block else link.again
-    return next(c for c in costs if c.option == op.option)
+    chosen = costs.dropped if is_dropped(chain, operations, begin) else costs.held
+    return next(c for c in chosen if c.option == op.option), begin
 
 
-def is_used_next(stored: int, rest: Sequence[tuple[Operation, OptionCost | ForwardCost]]) -> bool:
-    """Is the input of block `stored` read before it is made again?"""
-    for op, cost in rest:
-        is_backward = isinstance(op, RunOption) and op.phase is Phase.BACKWARD
+def is_backward(op: Operation) -> bool:
+    return isinstance(op, RunOption) and op.phase is Phase.BACKWARD
+
+
+def is_dropped(chain: Chain, operations: Sequence[Operation], begin: int) -> bool:
+    """Has nobody but the run that begins here a use for its input?"""
+    return operations[begin].block > 0 and not is_used(
+        chain, operations, begin, operations[begin].block, by_others=begin
+    )
+
+
+def is_used(
+    chain: Chain,
+    operations: Sequence[Operation],
+    position: int,
+    stored: int,
+    by_others: int | None = None,
+) -> bool:
+    """Is the input of block `stored` used after `position` before it is made again?
+
+    by_others: uses by the run that began there do not count.
+    """
+    for p in range(position + 1, len(operations)):
+        op = operations[p]
         if op.block == stored:
-            if not is_backward or (isinstance(cost, OptionCost) and cost.reads_input):
+            if not is_backward(op):
+                return True
+            begin = max(q for q in range(p) if operations[q].block == stored)
+            if begin != by_others and not is_dropped(chain, operations, begin):
                 return True
         elif op.block == stored - 1:
-            return is_backward and isinstance(cost, OptionCost) and cost.reads_output
+            return is_backward(op) and reads_output(chain, operations, p)
     return False
+
+
+def reads_output(chain: Chain, operations: Sequence[Operation], position: int) -> bool:
+    """Does the backward half at `position` read its block's output?"""
+    begin = max(p for p in range(position) if operations[p].block == operations[position].block)
+    link = chain[operations[position].block]
+    costs = link.first
+    if any(o.block == operations[position].block for o in operations[:begin]):
+        costs = link.again if begin + 1 < position else link.closing
+    option = operations[begin]
+    assert isinstance(option, RunOption)
+    return next(c.reads_output for c in costs.held if c.option == option.option)
 
 
 def frontier(chain: Chain) -> list[tuple[int, int]]:
@@ -260,16 +322,9 @@ def test_one_table_answers_smaller_budgets() -> None:
 
 
 def transformer_like(layers: int) -> Chain:
-    """Layers of two halves between two other blocks; every option reads its input again."""
+    """Layers of two halves between two other blocks; nobody gains by dropping an input."""
     rng = random.Random(0)
-    made = []
-    for _ in range(4):
-        link = replace(random_link(rng, 3, scale=997), output_bytes=3000)
-        first, again, closing = (
-            tuple(replace(c, reads_input=True) for c in costs)
-            for costs in (link.first, link.again, link.closing)
-        )
-        made.append(replace(link, first=first, again=again, closing=closing))
+    made = [replace(random_link(rng, 3, scale=997), output_bytes=3000) for _ in range(4)]
     embedding, a, b, head = made
     return (embedding, *[a, b] * layers, head)
 
@@ -291,26 +346,28 @@ def test_equal_sub_chains_are_one_segment() -> None:
                 assert chain[i : j + 1] == chain[s : t + 1]
 
 
-def simple_link(reads_input: bool) -> Link:
-    """Output of 1 byte, incoming gradient of 100; any run needs 10, and saves 2."""
-    costs = (OptionCost(0, 2, 10, 10, 5, reads_input, False),)
-    forward = ForwardCost(10, 1)
+def simple_link(gain_bytes: int) -> Link:
+    """Output of 1 byte, incoming gradient of 100; any run needs 10, and saves 2 bytes; dropping
+    the input between its halves gains gain_bytes."""
+    held = OptionCost(0, 2, 10, 10, 5, False)
+    costs = OptionCosts((held,), (replace(held, saved_bytes=2 - gain_bytes),))
+    forward = ForwardCost(10, 10, 1)
     return Link("", 1, 100, 0, costs, costs, costs, forward, forward)
 
 
 def test_needs_by_hand() -> None:
-    assert minimum_needs(intern_segments((simple_link(True),))).tolist() == [0, 10]
-    for reads_input in (True, False):
-        segments = intern_segments((simple_link(reads_input),) * 3)
+    assert minimum_needs(intern_segments((simple_link(0),)))[1:].tolist() == [10]
+    for gain_bytes in (0, 1):
+        segments = intern_segments((simple_link(gain_bytes),) * 3)
         needs = minimum_needs(segments)
         # Forward runs meet a gradient, unless the segment ends the chain.
         assert needs[segments.ids[0, 0, 0]] == 110
         assert needs[segments.ids[0, 1, 1]] == 111
         assert needs[segments.ids[0, 2, 2]] == 11
-        # Two of three run: what the first saves, the input of the last.
-        assert needs[segments.ids[0, 1, 2]] == 2 + 1 + 1 + 10
-        assert needs[segments.ids[1, 1, 2]] == 2 + reads_input + 1 + 10
-        assert needs[segments.whole] == 2 + 2 + reads_input + 1 + 10
+        # Two of three run: the first's input and what it saves, the input of the last.
+        assert needs[segments.ids[0, 1, 2]] == 1 + 2 + 1 + 10
+        assert needs[segments.ids[1, 1, 2]] == 1 + 2 - gain_bytes + 1 + 10
+        assert needs[segments.whole] == 2 + 1 + 2 - gain_bytes + 1 + 10
 
 
 def test_four_hundred_blocks() -> None:

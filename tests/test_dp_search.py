@@ -10,8 +10,11 @@ import pytest
 
 from rockplan.block import Block, OptionFamily
 from rockplan.dp.chain import Operation, RunForward, RunOption, links
+from rockplan.dp.discretise import grid
 from rockplan.dp.liveness import Order, drop_dead
+from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
 from rockplan.dp.search import ChainSolver, best_schedule, curve
+from rockplan.dp.segments import intern_segments
 from rockplan.dp.stitch import pinned_storages, stitch
 from rockplan.graph import CDGraph, DataKind, Phase, producers
 from rockplan.schedule import Compute, keep_all, with_frees
@@ -42,17 +45,17 @@ def generated(seed: int) -> Chain:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_links_cost_what_the_options_say(seed: int) -> None:
-    graph, blocks, found = generated(seed)
-    for link, block, family in zip(links(graph, blocks, found), blocks, found, strict=True):
-        for cost in link.first:
+    _, blocks, found = generated(seed)
+    for link, block, family in zip(links(blocks, found), blocks, found, strict=True):
+        for cost in link.first.held:
             option = family.options[cost.option]
             assert cost.saved_bytes == option.saved_bytes
             assert cost.forward_peak_bytes == option.forward_peak_bytes
             assert cost.backward_peak_bytes == option.backward_peak_bytes
             assert cost.time_ns == option.time_ns
-        assert link.first[0].time_ns == block.problem.time_ns
-        assert link.again[0].time_ns <= link.first[0].time_ns
-        assert link.closing[0].time_ns <= link.again[0].time_ns
+        assert link.first.held[0].time_ns == block.problem.time_ns
+        assert link.again.held[0].time_ns <= link.first.held[0].time_ns
+        assert link.closing.held[0].time_ns <= link.again.held[0].time_ns
         assert link.again_forward.time_ns <= link.first_forward.time_ns
 
 
@@ -70,25 +73,25 @@ def test_closing_runs_leave_out_what_only_the_next_block_needs() -> None:
     draft.add_node(Phase.BACKWARD, [middle, x], [last], time_ns=17)
     problem = draft.finish((z,), (last,))
     block = Block(0, (0, 1), (2, 3), None, z, problem, "two products", 4, 0)
-    (link,) = links(problem, [block], [enumerated_family(problem)])
-    assert [c.time_ns for c in link.first] == [48, 55]
-    assert [c.time_ns for c in link.again] == [48, 55]
-    assert [(c.time_ns, c.backward_peak_bytes) for c in link.closing] == [(37, 12)]
+    (link,) = links([block], [enumerated_family(problem)])
+    assert [c.time_ns for c in link.first.held] == [48, 55]
+    assert [c.time_ns for c in link.again.held] == [48, 55]
+    assert [(c.time_ns, c.backward_peak_bytes) for c in link.closing.held] == [(37, 12)]
 
 
 def test_equal_blocks_share_a_link() -> None:
-    graph, blocks = join(gpt_problems(3))
-    found = links(graph, blocks, families(blocks, 8192))
+    _, blocks = join(gpt_problems(3))
+    found = links(blocks, families(blocks, 8192))
     assert found[1] is found[3] and found[2] is found[4]
     assert len(set(found)) == 4
     changed = (replace(blocks[1], background_bytes=1), *blocks[2:])
-    assert len(set(links(graph, changed, families(changed, 8192)))) == 4
+    assert len(set(links(changed, families(changed, 8192)))) == 4
 
 
 def test_a_block_without_options_is_refused() -> None:
-    graph, blocks = join(gpt_problems(1))
+    _, blocks = join(gpt_problems(1))
     with pytest.raises(ValueError, match="block 0 .* has no options"):
-        links(graph, blocks, [OptionFamily((), None, 0)] * len(blocks))
+        links(blocks, [OptionFamily((), None, 0)] * len(blocks))
 
 
 # Dead re-executions
@@ -218,6 +221,33 @@ def test_storages_that_skip_blocks_are_pinned() -> None:
     order = Order((0, 1, 2, 3), (0, 1, 4, 0, 1, 5, 0, 1, 6))
     dropped = drop_dead(graph, order, kept={mask})
     assert Counter((*dropped.forward, *dropped.backward))[0] == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_chain_never_underestimates(seed: int) -> None:
+    """Where nothing lives outside the blocks (held outputs, generator states, results that
+    cannot be had again), the simulated peak is within the limit that the sequence was made for."""
+    rng = random.Random(seed)
+    ranges = Ranges(pinned_percent=0, max_rng_state_bytes=0)
+    graph, blocks = random_chain(rng, tuple(rng.randint(1, 3) for _ in range(4)), ranges)
+    graph = replace(graph, held=())
+    last = replace(blocks[-1], problem=replace(blocks[-1].problem, held=last_gradients(blocks)))
+    blocks = (*blocks[:-1], last)
+    found = families(blocks)
+    segments = intern_segments(links(blocks, found))
+    needs = minimum_needs(segments)
+    least_bytes = int(needs[segments.whole])
+    top_bytes = max(least_bytes, fastest_need(segments))
+    table = solve(segments, grid(top_bytes, top_bytes), needs)
+    for limit in range(least_bytes, top_bytes + 1):
+        schedule = stitch(graph, blocks, found, decode(table, limit))
+        assert simulate(graph, schedule).peak_bytes <= limit
+
+
+def last_gradients(blocks: tuple[Block, ...]) -> tuple[int, ...]:
+    """What the last block hands to the one before, without an output that is held."""
+    problem = blocks[-1].problem
+    return tuple(d for d in problem.held if problem.data[d].kind is DataKind.GRADIENT)
 
 
 # Budgets

@@ -1,12 +1,13 @@
 """Links: what the dynamic program knows of each block; operations: what it decides.
 
-takes: the graph and its blocks in chain order with the options of each. returns: one Link per
-block, equal for blocks that the program cannot tell apart. guarantees: every cost is simulated on
-the problem of the block, as `rockplan.dp.stitch` will execute it.
+takes: blocks in chain order with the options of each. returns: one Link per block, equal for
+blocks that the program cannot tell apart. guarantees: every cost is simulated on the problem of
+the block, as `rockplan.dp.stitch` will execute it.
 
-Costs of a block exclude its input and its background; peaks include its output while that is
-alive. Beyond Rockmate (appendix C) an option says whether its backward half reads the block's
-input and output: what nobody reads is not held.
+Costs of a block leave out its input and its background; peaks include its output while that is
+alive. Beyond Rockmate (appendix C), which holds every input until its block has run backward,
+there are costs for an input that is dropped after its last use: they are what the block needs
+beside the bytes of an input held to the end, so they are lower, and may be negative.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from rockplan.block import Block, BlockOption, OptionFamily
+from rockplan.block import Block, OptionFamily
 from rockplan.dp.liveness import Order, drop_dead
-from rockplan.graph import CDGraph, Phase
+from rockplan.graph import CDGraph, DataKind, Phase
 from rockplan.schedule import with_frees
 from rockplan.simulate import simulate
 
@@ -27,8 +28,7 @@ class OptionCost:
     """One run of a block, forward and backward, with `family.options[option]`.
 
     saved_bytes: alive between the two besides input and output; time_ns: of both.
-    reads_input, reads_output: does the backward half read the block's input, and its output as
-    the forward half left it?
+    reads_output: does the backward half read the output as the forward half left it?
     """
 
     option: int
@@ -36,15 +36,26 @@ class OptionCost:
     forward_peak_bytes: int
     backward_peak_bytes: int
     time_ns: int
-    reads_input: bool
     reads_output: bool
 
 
 @dataclass(frozen=True, slots=True)
+class OptionCosts:
+    """Options without dominated ones, fastest first; by what becomes of the block's input."""
+
+    held: tuple[OptionCost, ...]
+    dropped: tuple[OptionCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """One run of a block forward that leaves only its output."""
+    """One run of a block forward that leaves only its output.
+
+    peak_bytes: the input is held; dropped_peak_bytes: it is dropped after its last use.
+    """
 
     peak_bytes: int
+    dropped_peak_bytes: int
     time_ns: int
 
 
@@ -55,23 +66,22 @@ class Link:
     first, first_forward: runs in which every forward node executes for the first time.
     again, again_forward: the block ran before: what only an earlier run needed is left out.
     closing: again, and nobody but the block itself reads its output.
-    Options are without dominated ones, fastest first.
     """
 
     digest: str
     output_bytes: int
     incoming_gradient_bytes: int
     background_bytes: int
-    first: tuple[OptionCost, ...]
-    again: tuple[OptionCost, ...]
-    closing: tuple[OptionCost, ...]
+    first: OptionCosts
+    again: OptionCosts
+    closing: OptionCosts
     first_forward: ForwardCost
     again_forward: ForwardCost
 
     @property
-    def may_release_input(self) -> bool:
-        """Has it an option that needs the input in its forward half only?"""
-        return any(not c.reads_input for c in (*self.first, *self.again, *self.closing))
+    def may_drop_input(self) -> bool:
+        """Does it ever matter for a run with an option whether the input may be dropped?"""
+        return any(c.held != c.dropped for c in (self.first, self.again, self.closing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +103,15 @@ class RunOption:
 Operation = RunForward | RunOption
 
 
-def links(
-    graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
-) -> tuple[Link, ...]:
+def links(blocks: Sequence[Block], families: Sequence[OptionFamily]) -> tuple[Link, ...]:
     """One Link per block; blocks with equal problems and options are simulated once."""
-    made: dict[tuple[str, int, int, OptionFamily], Link] = {}
+    made: dict[tuple[object, ...], Link] = {}
     chain: list[Link] = []
     for block, family in zip(blocks, families, strict=True):
-        key = (block.digest, block.background_bytes, block.incoming_gradient_bytes, family)
+        around = (block.input is None, block.background_bytes, block.incoming_gradient_bytes)
+        key = (block.digest, *around, family)
         if key not in made:
-            made[key] = _link(graph, block, family)
+            made[key] = _link(block, family)
         chain.append(made[key])
     return tuple(chain)
 
@@ -113,70 +122,86 @@ class _Role(Enum):
     CLOSING = "closing"
 
 
-def _link(graph: CDGraph, block: Block, family: OptionFamily) -> Link:
+def _link(block: Block, family: OptionFamily) -> Link:
     if not family.options:
         raise ValueError(f"block {block.index} ({block.name}) has no options")
-
-    def costs(role: _Role) -> tuple[OptionCost, ...]:
-        return _undominated(
-            _option_cost(graph, block, i, option, role) for i, option in enumerate(family.options)
-        )
-
     return Link(
         digest=block.digest,
         output_bytes=family.options[0].output_bytes,
         incoming_gradient_bytes=block.incoming_gradient_bytes,
         background_bytes=block.background_bytes,
-        first=costs(_Role.FIRST),
-        again=costs(_Role.AGAIN),
-        closing=costs(_Role.CLOSING),
-        first_forward=_forward_cost(block.problem, _Role.FIRST),
-        again_forward=_forward_cost(block.problem, _Role.AGAIN),
+        first=_option_costs(block, family, _Role.FIRST),
+        again=_option_costs(block, family, _Role.AGAIN),
+        closing=_option_costs(block, family, _Role.CLOSING),
+        first_forward=_forward_cost(block, _Role.FIRST),
+        again_forward=_forward_cost(block, _Role.AGAIN),
     )
 
 
-def _option_cost(
-    graph: CDGraph, block: Block, index: int, option: BlockOption, role: _Role
-) -> OptionCost:
+def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCosts:
     problem = block.problem
     if role is _Role.CLOSING:
         problem = replace(problem, outputs=())
-    order = Order(option.forward, option.backward)
-    if role is not _Role.FIRST:
-        order = drop_dead(problem, order, executed=_repeatable(problem))
-    simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
-    nodes = (*block.forward, *block.backward)
-    return OptionCost(
-        option=index,
-        saved_bytes=simulation.saved_bytes - _size_bytes(problem, problem.outputs),
-        forward_peak_bytes=simulation.forward_peak_bytes,
-        backward_peak_bytes=simulation.backward_peak_bytes,
-        time_ns=simulation.time_ns,
-        reads_input=_reads(graph, [nodes[i] for i in order.backward], block.input),
-        reads_output=_reads(graph, [nodes[i] for i in order.backward], block.output),
+    orders = [_order(problem, o.forward, o.backward, role) for o in family.options]
+    droppable = _with_droppable_input(block, problem)
+    return OptionCosts(
+        held=_undominated(_option_cost(problem, i, o, block) for i, o in enumerate(orders)),
+        dropped=_undominated(_option_cost(droppable, i, o, block) for i, o in enumerate(orders)),
     )
 
 
-def _reads(graph: CDGraph, nodes: Iterable[int], data: int | None) -> bool:
+def _option_cost(problem: CDGraph, option: int, order: Order, block: Block) -> OptionCost:
+    simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
+    output_bytes = sum(problem.data[d].size_bytes for d in problem.outputs)
+    return OptionCost(
+        option=option,
+        saved_bytes=simulation.saved_bytes - output_bytes,
+        forward_peak_bytes=simulation.forward_peak_bytes,
+        backward_peak_bytes=simulation.backward_peak_bytes,
+        time_ns=simulation.time_ns,
+        reads_output=any(_reads(problem, order.backward, d) for d in block.problem.outputs),
+    )
+
+
+def _forward_cost(block: Block, role: _Role) -> ForwardCost:
+    problem = block.problem
+    order = _order(problem, [n.index for n in problem.forward], (), role)
+    schedules = [
+        (p, with_frees(p, order.forward, ()))
+        for p in (problem, _with_droppable_input(block, problem))
+    ]
+    held, dropped = (simulate(p, schedule) for p, schedule in schedules)
+    return ForwardCost(held.forward_peak_bytes, dropped.forward_peak_bytes, held.time_ns)
+
+
+def _order(problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role) -> Order:
+    """What a run in `role` executes."""
+    order = Order(tuple(forward), tuple(backward))
+    if role is _Role.FIRST:
+        return order
+    return drop_dead(problem, order, executed=_repeatable(problem))
+
+
+def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
+    """`problem`, whose input is dropped after its last use: simulated bytes are beside those of
+    an input that is held, since nothing there makes it."""
+    if block.input is None:
+        return problem
+    data = tuple(
+        replace(d, kind=DataKind.ACTIVATION) if d.kind is DataKind.INPUT else d
+        for d in problem.data
+    )
+    return replace(problem, data=data)
+
+
+def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
     """Do `nodes`, in this order, read `data` before one of them makes it?"""
     for index in nodes:
-        if data in graph.nodes[index].reads:
+        if data in problem.nodes[index].reads:
             return True
-        if data in graph.nodes[index].writes:
+        if data in problem.nodes[index].writes:
             return False
     return False
-
-
-def _size_bytes(problem: CDGraph, data: Iterable[int]) -> int:
-    return sum(problem.data[d].size_bytes for d in data)
-
-
-def _forward_cost(problem: CDGraph, role: _Role) -> ForwardCost:
-    order = Order(tuple(n.index for n in problem.forward), ())
-    if role is not _Role.FIRST:
-        order = drop_dead(problem, order, executed=_repeatable(problem))
-    simulation = simulate(problem, with_frees(problem, order.forward, ()))
-    return ForwardCost(simulation.forward_peak_bytes, simulation.time_ns)
 
 
 def _repeatable(problem: CDGraph) -> frozenset[int]:
@@ -206,6 +231,5 @@ def _demands(cost: OptionCost) -> tuple[int, ...]:
         cost.saved_bytes,
         cost.backward_peak_bytes,
         cost.forward_peak_bytes,
-        cost.reads_input,
         cost.reads_output,
     )

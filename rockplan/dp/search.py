@@ -62,7 +62,7 @@ class ChainSolver:
         self._graph = graph
         self._blocks = tuple(blocks)
         self._families = tuple(families)
-        self._segments = intern_segments(links(graph, blocks, families))
+        self._segments = intern_segments(links(blocks, families))
         self._needs = minimum_needs(self._segments)
         self._least = int(self._needs[self._segments.whole])
         self._fastest = max(self._least, fastest_need(self._segments))

@@ -5,9 +5,9 @@ source: Rockmate (ICML 2023), appendix C, equations 1 and 2. A segment is known 
 its links and by whether it ends the chain: a chain of L blocks of which most repeat has about
 4 L distinct segments instead of L (L + 1) / 2.
 
-Memory of a segment s..t includes the input of s and the gradient of the output of t. Whoever
-holds the input for the segment alone lets it go as soon as the segment has no more use for it:
-`lets_go`. (Rockmate holds every input to the end, and leaves the first one out of the memory.)
+Memory of a segment s..t includes the input of s and the gradient of the output of t. An input
+that is there for the segment alone is dropped after its last use (`drops`), any other is held to
+the end. (Rockmate holds every input, and leaves the first one out of the memory.)
 In a segment that ends the chain, forward runs come before any gradient exists; every other
 segment runs when its blocks have all run before.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rockplan.dp.chain import ForwardCost, Link, OptionCost
+from rockplan.dp.chain import ForwardCost, Link, OptionCost, OptionCosts
 
 Integers = npt.NDArray[np.int64]
 
@@ -37,7 +37,6 @@ class Options:
     forward_peak_bytes: Integers
     backward_peak_bytes: Integers
     time_ns: Integers
-    reads_input: Integers
     reads_output: Integers
 
 
@@ -45,20 +44,21 @@ class Options:
 class Roles:
     """What blocks cost in segments that end the chain, or in all others.
 
-    inner, last: options of each block, followed by other blocks of the segment or not.
+    inner, last: options of each block, followed by other blocks of the segment or not; [drops].
     forward_time_ns: of the blocks before each, summed up (one entry more than blocks).
-    forward_peak_bytes: without the block's input.
+    forward_peak_bytes, dropped_peak_bytes: of running each block forward, beside its input.
     """
 
-    inner: tuple[Options, ...]
-    last: tuple[Options, ...]
+    inner: tuple[tuple[Options, ...], tuple[Options, ...]]
+    last: tuple[tuple[Options, ...], tuple[Options, ...]]
     forward_time_ns: Integers
     forward_peak_bytes: Integers
+    dropped_peak_bytes: Integers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """ids[lets_go, s, t]: the segment of blocks s..t; spans[id]: one (s, t, lets_go) of it.
+    """ids[drops, s, t]: the segment of blocks s..t; spans[id]: one (s, t, drops) of it.
 
     A segment's id is above those of its parts; EMPTY has s > t. The arrays have one entry for
     each block; the input of the first one costs nothing.
@@ -131,32 +131,32 @@ def intern_segments(links: Sequence[Link]) -> Segments:
 
 def choices(segments: Segments, segment: int) -> Choices:
     """Equation 1 (one run of the first block, each option) and 2 (each next stored input)."""
-    s, t, lets_go = segments.spans[segment]
+    s, t, drops = segments.spans[segment]
     ends_chain = t == segments.blocks - 1
     roles = segments.ending if ends_chain else segments.repeated
     gradient_bytes = 0 if ends_chain else segments.incoming_gradient_bytes[t]
-    options = roles.inner[s] if s < t else roles.last[s]
-    input_bytes = segments.input_bytes[s]
-    held_input_bytes = input_bytes * np.maximum(options.reads_input, 1 - lets_go)
-    option_peaks = segments.background_bytes[s] + np.maximum(
-        gradient_bytes + input_bytes + options.forward_peak_bytes,
-        held_input_bytes + options.backward_peak_bytes,
+    input_bytes, background_bytes = segments.input_bytes, segments.background_bytes
+    options = roles.inner[drops][s] if s < t else roles.last[drops][s]
+    option_peaks = np.maximum(
+        options.forward_peak_bytes + gradient_bytes, options.backward_peak_bytes
     )
-    forward_peaks = roles.forward_peak_bytes[s:t] + segments.input_bytes[s:t]
-    forward_peaks += segments.background_bytes[s:t] + gradient_bytes
-    forward_peaks[1:] += input_bytes
+    # The first input is needed again when the blocks ahead run again; those between are not.
+    forward_peaks = roles.dropped_peak_bytes[s:t] + input_bytes[s:t]
+    forward_peaks[:1] = roles.forward_peak_bytes[s:t][:1]
+    forward_peaks += background_bytes[s:t] + gradient_bytes
     splits = np.arange(s + 1, t + 1)
     none = np.zeros_like(options.option)
-    inner = segments.ids[1 - options.reads_output, s + 1, t] if s < t else none + EMPTY
+    inner, held_bytes = none + EMPTY, none
+    if s < t:
+        inner = segments.ids[1 - options.reads_output, s + 1, t]
+        held_bytes = options.saved_bytes + input_bytes[s]
     return Choices(
         time_ns=_join(options.time_ns, roles.forward_time_ns[splits] - roles.forward_time_ns[s]),
-        peak_bytes=_join(option_peaks, np.maximum.accumulate(forward_peaks)),
-        held_bytes=_join(
-            options.saved_bytes + held_input_bytes if s < t else none,
-            np.full(t - s, input_bytes),
-        ),
+        peak_bytes=input_bytes[s]
+        + _join(option_peaks + background_bytes[s], np.maximum.accumulate(forward_peaks)),
+        held_bytes=_join(held_bytes, np.full(t - s, input_bytes[s])),
         inner=_join(inner, segments.ids[1, splits, t]),
-        left=_join(none + EMPTY, segments.ids[lets_go, s, s:t]),
+        left=_join(none + EMPTY, segments.ids[drops, s, s:t]),
         option=_join(options.option, np.full(t - s, -1)),
         ahead=_join(none, splits - s),
     )
@@ -166,7 +166,7 @@ def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, in
     length = len(links)
     numbers = {link: i for i, link in enumerate(dict.fromkeys(links))}
     classes = [numbers[link] for link in links]
-    releases = [link.may_release_input for link in links]
+    matters = [k > 0 and link.may_drop_input for k, link in enumerate(links)]
     inputs = [0, *(link.output_bytes for link in links)]
     ids = np.zeros((2, length + 1, length), dtype=np.int64)
     known: dict[tuple[int, ...], int] = {}
@@ -176,27 +176,31 @@ def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, in
             t = s + size - 1
             # Below zero: after its last block a segment ends the chain, or does not.
             rest = ids[:, s + 1, t].tolist() if size > 1 else [-1 - (t == length - 1)]
-            for lets_go in (0, 1):
-                key = (classes[s], inputs[s], lets_go and releases[s], *rest)
+            for drops in (0, 1):
+                key = (classes[s], inputs[s], drops and matters[s], *rest)
                 if key not in known:
                     known[key] = len(spans)
-                    spans.append((s, t, lets_go))
-                ids[lets_go, s, t] = known[key]
+                    spans.append((s, t, drops))
+                ids[drops, s, t] = known[key]
     return ids, tuple(spans)
 
 
 def _roles(
-    inner: Sequence[tuple[OptionCost, ...]],
-    last: Sequence[tuple[OptionCost, ...]],
-    forward: Sequence[ForwardCost],
+    inner: Sequence[OptionCosts], last: Sequence[OptionCosts], forward: Sequence[ForwardCost]
 ) -> Roles:
-    arrays = {costs: _options(costs) for costs in (*inner, *last)}
-    times = np.cumsum([0, *(f.time_ns for f in forward)], dtype=np.int64)
+    arrays = {costs: (_options(costs.held), _options(costs.dropped)) for costs in (*inner, *last)}
     return Roles(
-        inner=tuple(arrays[costs] for costs in inner),
-        last=tuple(arrays[costs] for costs in last),
-        forward_time_ns=times,
+        inner=(
+            tuple(arrays[costs][0] for costs in inner),
+            tuple(arrays[costs][1] for costs in inner),
+        ),
+        last=(
+            tuple(arrays[costs][0] for costs in last),
+            tuple(arrays[costs][1] for costs in last),
+        ),
+        forward_time_ns=np.cumsum([0, *(f.time_ns for f in forward)], dtype=np.int64),
         forward_peak_bytes=_integers(f.peak_bytes for f in forward),
+        dropped_peak_bytes=_integers(f.dropped_peak_bytes for f in forward),
     )
 
 
@@ -207,7 +211,6 @@ def _options(costs: Sequence[OptionCost]) -> Options:
         forward_peak_bytes=_integers(c.forward_peak_bytes for c in costs),
         backward_peak_bytes=_integers(c.backward_peak_bytes for c in costs),
         time_ns=_integers(c.time_ns for c in costs),
-        reads_input=_integers(c.reads_input for c in costs),
         reads_output=_integers(c.reads_output for c in costs),
     )
 
