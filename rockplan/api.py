@@ -10,24 +10,26 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rockplan.block import Block
+from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget, parse_budget
+from rockplan.cache import Cache, default_folder
 from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
 from rockplan.dp.search import ChainSolver
-from rockplan.errors import InfeasibleBudget, InvalidInput
+from rockplan.errors import IllegalSchedule, InfeasibleBudget, InvalidInput
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.capture import Capture, capture
 from rockplan.graph_builder.lower import Lowered, lower
-from rockplan.graph_builder.measure import measure, price
+from rockplan.graph_builder.measure import measure, price, profile_key
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
-from rockplan.ilp.options import Settings, option_families
+from rockplan.ilp.corners import Settings
+from rockplan.ilp.options import option_families
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.profile import Profile
-from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers
+from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
 
@@ -42,12 +44,15 @@ class Options:
     time_limit_s: how long to search options of blocks; the best plan so far is returned.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
+    cache: keep profiles and options of blocks on disk (ROCKPLAN_CACHE_DIR, else the platform's
+    cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long to look for the lower bound that the certificate states.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
-    time_limit_s: float = 60.0
+    time_limit_s: float = 20.0
     check: bool = False
+    cache: bool = True
     bound_time_limit_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -100,7 +105,12 @@ def plan(
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = _arguments(model, sample_input, sample_kwargs)
-    return _plan(_prepare(model, args, kwargs), parse_budget(budget), options)
+    prepared = _prepare(model, args, kwargs, _cache(options))
+    return _plan(prepared, parse_budget(budget), options)
+
+
+def _cache(options: Options) -> Cache | None:
+    return Cache(default_folder()) if options.cache else None
 
 
 def _arguments(
@@ -157,13 +167,63 @@ class _Prepared:
     profile: Profile
 
 
-def _prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Prepared:
+def _prepare(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache | None
+) -> _Prepared:
     captured = capture(module, args, kwargs, planned_modules.original_forward(module))
     device = _device(module, captured)
     lowered = lower(captured, random_state.state_bytes(device))
-    profile = measure(lowered.graph, lowered.samples)
+    profile = _profile(lowered, cache)
     graph = price(lowered.graph, profile)
     return _Prepared(captured, lowered, graph, partition(graph), profile)
+
+
+def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
+    """Measured costs of every call; what is in the cache is not measured again."""
+    key = profile_key(lowered.graph)
+    known = cache.profile(key) if cache else None
+    profile = measure(lowered.graph, lowered.samples, known=known)
+    if cache and (known is None or set(profile.costs) - set(known.costs)):
+        cache.put_profile(key, profile)
+    return profile
+
+
+def _families(
+    blocks: tuple[Block, ...], cache: Cache | None, options: Options
+) -> list[OptionFamily]:
+    """Options of each block; equal blocks are solved once, and not if they are in the cache."""
+    settings = Settings(time_limit_s=options.time_limit_s)
+    problems = {b.digest: b.problem for b in blocks}
+    known: dict[str, OptionFamily] = {}
+    for digest, problem in problems.items():
+        is_legal = functools.partial(_is_legal, problem)
+        found = cache.family(f"{digest} {settings}", is_legal) if cache else None
+        if found is not None:
+            known[digest] = found
+    missing = {d: p for d, p in problems.items() if d not in known}
+    solved = option_families(list(missing.values()), settings=settings)
+    for digest, family in zip(missing, solved, strict=True):
+        known[digest] = family
+        if cache:
+            cache.put_family(f"{digest} {settings}", family)
+    return [known[b.digest] for b in blocks]
+
+
+def _is_legal(problem: CDGraph, option: BlockOption) -> bool:
+    """True if the option is a schedule of `problem` with the bytes and time that it states."""
+    if any(i >= len(problem.nodes) for i in (*option.forward, *option.backward)):
+        return False
+    schedule = with_frees(problem, option.forward, option.backward)
+    try:
+        verify(problem, schedule)
+    except IllegalSchedule:
+        return False
+    found = simulate(problem, schedule)
+    return (found.forward_peak_bytes, found.backward_peak_bytes, found.time_ns) == (
+        option.forward_peak_bytes,
+        option.backward_peak_bytes,
+        option.time_ns,
+    )
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
@@ -177,8 +237,7 @@ def _plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     budget_bytes = budget.within(everything.peak_bytes)
     if budget_bytes is not None and budget_bytes >= everything.peak_bytes:
         return _finish(prepared, keep_all(graph), budget_bytes, everything, options)
-    settings = Settings(time_limit_s=options.time_limit_s)
-    families = option_families([b.problem for b in prepared.blocks], settings=settings)
+    families = _families(prepared.blocks, _cache(options), options)
     solver = ChainSolver(graph, prepared.blocks, families)
     if budget_bytes is None:
         budget_bytes = solver.minimum_bytes
@@ -255,7 +314,7 @@ def _program(
     budget: Budget,
     options: Options,
 ) -> planned_modules.Program:
-    prepared = _prepare(module, args, kwargs)
+    prepared = _prepare(module, args, kwargs, _cache(options))
     made = _plan(prepared, budget, options)
     constants = tuple(t for _, t in prepared.captured.constants)
     program = planned_modules.build_program(

@@ -249,6 +249,12 @@ def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
     )
 
 
+def profile_key(graph: CDGraph) -> str:
+    """Names what measured costs depend on besides the call: device, torch, threads."""
+    here = _profile("measured", _device(graph), {})
+    return f"{here.device}, torch {here.torch_version}, {here.threads} threads"
+
+
 def _device(graph: CDGraph) -> str:
     """The accelerator that the graph's tensors live on, if any, else the CPU."""
     devices = sorted({v.spec.device for v in graph.values} - {"cpu"})

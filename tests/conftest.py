@@ -1,0 +1,23 @@
+"""One cache for the whole test run, outside the user's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("ROCKPLAN_CACHE_DIR")
+    os.environ["ROCKPLAN_CACHE_DIR"] = str(folder)
+    torch.set_num_threads(1)
+    yield folder
+    if before is None:
+        del os.environ["ROCKPLAN_CACHE_DIR"]
+    else:
+        os.environ["ROCKPLAN_CACHE_DIR"] = before
