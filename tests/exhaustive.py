@@ -15,7 +15,7 @@ from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
 from rockplan.graph import CDGraph, ComputeNode, DataKind, Phase, readers
-from rockplan.ilp.decode import Orders
+from rockplan.ilp.decode import Orders, without_idle
 from rockplan.schedule import with_frees
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
@@ -23,7 +23,7 @@ from rockplan.verify import verify
 
 def stage_schedules(graph: CDGraph) -> Iterator[tuple[Orders, Simulation]]:
     """Forward once, backward once, and before each backward node that reads forward storages
-    any set of forward nodes again, in order."""
+    any set of forward nodes again, in order; none of them idle."""
     n_forward = len(graph.forward)
     made = {d for n in graph.forward for d in n.writes}
     again = [n.index for n in graph.forward if n.recomputable]
@@ -34,6 +34,8 @@ def stage_schedules(graph: CDGraph) -> Iterator[tuple[Orders, Simulation]]:
             (*extra, n.index) for extra, n in zip(chosen, graph.backward, strict=True)
         )
         orders = Orders(tuple(range(n_forward)), tuple(backward))
+        if without_idle(graph, orders) != orders:
+            continue
         schedule = with_frees(graph, orders.forward, orders.backward)
         try:
             verify(graph, schedule)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from graphs import attention_block, block_graphs, cd_graphs, chains, mlp_block, repeated_chain
 from hypothesis import given
 
 from rockplan.block import Block
@@ -12,6 +11,7 @@ from rockplan.graph import CDGraph, DataKind
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
+from tests.graphs import attention_block, block_graphs, cd_graphs, chains, mlp_block, repeated_chain
 
 
 @given(cd_graphs())

@@ -305,16 +305,15 @@ def _add_forward_memory(columns: _Columns) -> None:
 
 
 def _add_start_memory(columns: _Columns) -> None:
-    """The frees with which the backward phase starts: what is left after each of them."""
+    """The frees with which the backward phase starts: what is left after each of them, also
+    where the storage is kept (then the simulator sees no event, but the memory is there)."""
     stages = columns.stages
-    for position, freed in enumerate(stages.start[:-1]):
-        following = stages.start[position + 1 :]
-        remaining_bytes = sum(columns.bytes(d) for d in following)
+    for position in range(1, len(stages.start)):
+        following = stages.start[position:]
         terms = columns.kept(0)
         for d in following:
             terms += columns.keep_terms(0, d, -columns.size(d))
-        # Without a limit if `freed` is kept: then nothing is freed, and no event sees this.
-        terms += columns.keep_terms(0, freed, -stages.units.up(remaining_bytes))
+        remaining_bytes = sum(columns.bytes(d) for d in following)
         columns.within_peak(terms, stages.start_alive + remaining_bytes)
 
 

@@ -241,13 +241,10 @@ class _Model:
         first = self.n_forward
         freed, _ = freed_at_start(self.graph)
         held_bytes = self._bytes(d for d in self.graph.held if self.producer.get(d, first) < first)
-        for position, d in enumerate(freed[:-1]):
-            following = freed[position + 1 :]
-            remaining_bytes = self._bytes(following)
-            # Without a limit if d is kept: then nothing is freed, and no event sees this.
-            unlimited = self._kept(first, d) * self.units.up(remaining_bytes)
-            units = self._kept_units(first, set(following)) - unlimited
-            self._limit(units, held_bytes + remaining_bytes, self.peak_bytes)
+        for position in range(1, len(freed)):
+            following = freed[position:]
+            units = self._kept_units(first, set(following))
+            self._limit(units, held_bytes + self._bytes(following), self.peak_bytes)
 
     def _limit_saved(self, saved_bytes: int) -> None:
         first = self.n_forward

@@ -185,8 +185,10 @@ def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) 
         made_bytes = sum(graph.data[w].size_bytes for w in user.writes if w in wanted)
         return made_bytes <= graph.data[d].size_bytes and free & set(user.reads) == {d}
 
-    recomputable = {d for d in users if graph.nodes[producers(graph)[d]].recomputable}
-    return frozenset(d for d in recomputable if len(users[d]) == 1 and is_step(d, users[d][0]))
+    # An output is there when the backward phase starts whether it is kept or not.
+    made_by = producers(graph)
+    steps = {d for d in users if graph.nodes[made_by[d]].recomputable} - set(graph.outputs)
+    return frozenset(d for d in steps if len(users[d]) == 1 and is_step(d, users[d][0]))
 
 
 def _last_forward_use(graph: CDGraph) -> dict[int, int | None]:

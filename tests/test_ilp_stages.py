@@ -1,0 +1,212 @@
+"""The stage formulation against a listing of all its schedules, priced by `simulate`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rockplan.graph import CDGraph, DataKind, DataNode
+from rockplan.ilp.decode import (
+    Orders,
+    keep_all_orders,
+    peak_bytes,
+    price,
+    solve_stages,
+    without_idle,
+)
+from rockplan.ilp.formulate import StageModel, formulate
+from rockplan.ilp.solve import SolverStatus
+from rockplan.ilp.stages import find_stages, freed_at_start
+from rockplan.ilp.units import UNLIMITED, in_units
+from rockplan.schedule import Compute, with_frees
+from tests.exhaustive import stage_schedules
+from tests.graphs import (
+    Ranges,
+    attention_block,
+    block_graphs,
+    cd_graphs,
+    mlp_block,
+    random_block,
+    random_graph,
+)
+
+RANDOM_RANGES = Ranges(random_percent=60, max_rng_state_bytes=6, pinned_percent=15)
+
+Point = tuple[int, int, int]
+
+
+def exact_model(graph: CDGraph) -> StageModel | None:
+    """Nothing is tiny; None without stages."""
+    stages = find_stages(in_units(graph, tiny_share=0.0))
+    return formulate(stages) if stages.stages else None
+
+
+def listed(graph: CDGraph) -> list[Point]:
+    """Peak, saved bytes and time of every schedule of the class."""
+    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    return [
+        (
+            max(found.peak_bytes, start_peak_bytes(graph, orders, found.saved_bytes)),
+            found.saved_bytes - output_bytes,
+            found.time_ns,
+        )
+        for orders, found in stage_schedules(graph)
+    ]
+
+
+def start_peak_bytes(graph: CDGraph, orders: Orders, saved_bytes: int) -> int:
+    """The largest memory after each of the frees with which the backward phase starts, in the
+    order of their indices, whether it is freed there or not."""
+    schedule = with_frees(graph, orders.forward, orders.backward)
+    freed: set[int] = set()
+    for event in schedule.events[schedule.forward_length :]:
+        if isinstance(event, Compute):
+            break
+        freed.add(event.data)
+    tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
+    alive_bytes = saved_bytes + sum(graph.data[d].size_bytes for d in tangents)
+    peak_bytes = 0
+    for d in freed_at_start(graph)[0][:-1]:
+        alive_bytes -= graph.data[d].size_bytes if d in freed else 0
+        peak_bytes = max(peak_bytes, alive_bytes)
+    return peak_bytes
+
+
+def corners(points: list[Point], rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
+    """Corners at and just below what schedules need, the smallest peak first."""
+    peaks = sorted({p for p, _, _ in points})
+    saved = sorted({s for _, s, _ in points})
+    yield peaks[0], UNLIMITED
+    yield peaks[0] - 1, UNLIMITED
+    for _ in range(count - 2):
+        yield rng.choice(peaks) - rng.choice((0, 0, 1)), rng.choice(saved) - rng.choice((0, 0, 1))
+
+
+def assert_agrees(graph: CDGraph, rng: random.Random, count: int = 6) -> None:
+    """The solver finds the optimum of the listing, or proves that there is none."""
+    model = exact_model(graph)
+    assert model is not None
+    points = listed(graph)
+    for peak, saved in corners(points, rng, count):
+        expected = min((t for p, s, t in points if p <= peak and s <= saved), default=None)
+        found = solve_stages(model, peak, saved, time_limit_s=60, gap=0.0)
+        if expected is None:
+            assert found.status is SolverStatus.INFEASIBLE
+            continue
+        assert found.status is SolverStatus.OPTIMAL
+        assert found.orders is not None
+        option = price(graph, found.orders)
+        assert peak_bytes(option) <= peak
+        assert option.saved_bytes <= saved
+        assert option.time_ns == found.bound_ns == expected
+
+
+def draw(seed: int, ranges: Ranges, forward_nodes: int = 4) -> CDGraph:
+    rng = random.Random(seed)
+    size = rng.randint(2, forward_nodes)
+    if seed % 2:
+        return random_graph(rng, size, ranges)
+    return random_block(rng, size, ranges).problem
+
+
+def listing_bits(graph: CDGraph) -> int:
+    """The listing has two to this power schedules; 0 if the class has one only."""
+    stages = find_stages(in_units(graph, tiny_share=0.0)).stages
+    return len(stages) * sum(n.recomputable for n in graph.forward)
+
+
+@pytest.mark.parametrize("ranges", [Ranges(), RANDOM_RANGES], ids=["default", "random"])
+def test_optimum_is_that_of_the_listing(ranges: Ranges) -> None:
+    graphs = [g for g in (draw(seed, ranges) for seed in range(90)) if 0 < listing_bits(g) <= 9]
+    assert len(graphs) >= 40
+    for seed, graph in enumerate(graphs):
+        assert_agrees(graph, random.Random(seed))
+
+
+def test_transient_storages_cost_nothing() -> None:
+    """The listing may keep them, the program may not; the optimum is the same."""
+    graphs = []
+    for seed in range(500):
+        graph = draw(seed, Ranges(multi_output_percent=0), 6)
+        if 8 <= listing_bits(graph) <= 12 and find_stages(in_units(graph, 0.0)).transient:
+            graphs.append(graph)
+    assert len(graphs) >= 10
+    for seed, graph in enumerate(graphs[:10]):
+        assert_agrees(graph, random.Random(seed))
+
+
+def test_frees_at_the_start_of_backward_are_events() -> None:
+    """Several outputs that the caller does not hold, and a tangent that nobody reads."""
+    count = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        graph = random_graph(rng, 3)
+        made = [d for n in graph.forward for d in n.writes]
+        unread = DataNode(len(graph.data), "unread", DataKind.TANGENT, rng.randint(1, 12))
+        graph = replace(
+            graph,
+            data=(*graph.data, unread),
+            outputs=tuple(sorted({*rng.sample(made, 2), made[-1]})),
+            held=(),
+        )
+        if 0 < listing_bits(graph) <= 9:
+            count += 1
+            assert_agrees(graph, rng)
+    assert count >= 20
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    graph=st.one_of(cd_graphs(7), block_graphs(7)), peak=st.floats(0.6, 1), saved=st.floats(0, 1)
+)
+def test_solutions_stay_within_their_budgets(graph: CDGraph, peak: float, saved: float) -> None:
+    model = exact_model(graph)
+    if model is None:
+        return
+    everything = price(graph, keep_all_orders(graph))
+    budgets = int(peak * peak_bytes(everything)), int(saved * everything.saved_bytes)
+    found = solve_stages(model, *budgets, time_limit_s=10, gap=0.0)
+    if found.orders is not None:
+        option = price(graph, found.orders)
+        assert peak_bytes(option) <= budgets[0]
+        assert option.saved_bytes <= budgets[1]
+        assert option.time_ns == found.bound_ns
+
+
+def test_units_never_understate() -> None:
+    """Sizes that share no divisor are rounded up, limits down."""
+    rng = random.Random(0)
+    for _ in range(20):
+        graph = random_graph(rng, 6, Ranges(max_size_bytes=10**9, max_workspace_bytes=10**8))
+        units = in_units(graph, tiny_share=0.0)
+        sizes = [d.size_bytes for d in graph.data if not d.kind.resident]
+        budget_bytes = sum(sizes) - 1
+        assert sum(map(units.up, sizes)) > units.down(budget_bytes)
+        assert units.up(sum(sizes)) <= 4 * 2**16
+
+
+def test_tiny_storages_fit_their_reserve() -> None:
+    """The problem with tiny storages needs at most their reserve more than without."""
+    for problem in (mlp_block(), attention_block()):
+        units = in_units(problem)
+        names = {problem.data[d].name for d in units.tiny}
+        assert names == {"mean", "rstd"}
+        model = formulate(find_stages(units))
+        found = solve_stages(model, UNLIMITED, 20_000_000, time_limit_s=60, gap=0.001)
+        assert found.orders is not None
+        with_tiny, without = price(problem, found.orders), price(units.graph, found.orders)
+        assert 0 <= peak_bytes(with_tiny) - peak_bytes(without) <= units.reserve_bytes
+        assert 0 <= with_tiny.saved_bytes - without.saved_bytes <= units.reserve_bytes
+
+
+def test_idle_reexecutions_are_dropped() -> None:
+    problem = mlp_block()
+    orders = keep_all_orders(problem)
+    backward = (0, 1, *orders.backward[:4], 5, *orders.backward[4:])
+    idle = replace(orders, backward=backward)
+    assert without_idle(problem, idle) == replace(orders, backward=(0, 1, *orders.backward))
