@@ -46,9 +46,9 @@ def partition(
     pins: activations to pin besides those that must be; None leaves the choice to `choose_pins`.
     least_nodes: blocks of fewer nodes are joined with the next. A joined block has more options,
     the chain fewer places to hold a checkpoint. Measured with 12 instead of 1 (roofline costs,
-    time over keep-all at 50 % of its peak): ResNet18 +11.6 % instead of +14.9 %, GPT-2 +6.1
-    instead of +6.6 (its options take 60 s instead of 18), Llama +11.3 instead of +11.5; but a
-    chain of 12 MLPs +9.6 instead of +7.4, and at 25 % +27.6 instead of +16.7.
+    time over keep-all at 50 % of its peak): ResNet18 +11.6 % instead of +13.5, GPT-2 +6.1
+    instead of +6.6, Llama +11.7 instead of +11.9, their options in twice the time; but a chain
+    of 12 MLPs +9.6 instead of +7.4, and at 25 % +27.6 instead of +16.7.
     """
     side = side_storages(graph, differentiable_inputs)
     kept = _unavoidable_pins(graph) | side
