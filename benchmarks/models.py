@@ -29,6 +29,14 @@ class Case:
         self.loss(result).backward()
 
 
+def _transformers() -> Any:
+    """The library, without its remarks on small configurations."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
 def _of_result(result: Any) -> torch.Tensor:
     return result.loss
 
@@ -51,9 +59,9 @@ def gpt2(
     attention: str = "sdpa",
 ) -> Case:
     """GPT-2 of transformers with its loss inside, keyword inputs, dictionary-like output."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    transformers = _transformers()
 
-    config = GPT2Config(
+    config = transformers.GPT2Config(
         n_layer=layers,
         n_embd=width,
         n_head=heads,
@@ -66,7 +74,7 @@ def gpt2(
         attn_implementation=attention,
     )
     ids = _tokens(vocabulary, batch, length)
-    model = GPT2LMHeadModel(config).train()
+    model = transformers.GPT2LMHeadModel(config).train()
     return Case(f"gpt2-{layers}", model, (), {"input_ids": ids, "labels": ids}, _of_result)
 
 
@@ -80,9 +88,9 @@ def llama(
     length: int = 64,
 ) -> Case:
     """Llama of transformers with grouped attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    transformers = _transformers()
 
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=width,
         intermediate_size=width * 11 // 4,
@@ -96,7 +104,7 @@ def llama(
         loss_type="ForCausalLM",
     )
     ids = _tokens(vocabulary, batch, length)
-    model = LlamaForCausalLM(config).train()
+    model = transformers.LlamaForCausalLM(config).train()
     return Case(f"llama-{layers}", model, (), {"input_ids": ids, "labels": ids}, _of_result)
 
 
@@ -109,9 +117,9 @@ def bert(
     length: int = 64,
 ) -> Case:
     """BERT of transformers with an attention mask whose values its forward looks at."""
-    from transformers import BertConfig, BertForMaskedLM
+    transformers = _transformers()
 
-    config = BertConfig(
+    config = transformers.BertConfig(
         num_hidden_layers=layers,
         hidden_size=width,
         intermediate_size=4 * width,
@@ -122,7 +130,9 @@ def bert(
     )
     ids = _tokens(vocabulary, batch, length)
     kwargs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    return Case(f"bert-{layers}", BertForMaskedLM(config).train(), (), kwargs, _of_result)
+    return Case(
+        f"bert-{layers}", transformers.BertForMaskedLM(config).train(), (), kwargs, _of_result
+    )
 
 
 class Bottleneck(nn.Module):

@@ -30,7 +30,7 @@ from rockplan.graph import (
     value_refs,
 )
 from rockplan.graph_builder.capture import Capture
-from rockplan.graph_builder.operators import statistics_positions, without_statistics
+from rockplan.graph_builder.operators import unread_statistics, without_statistics
 from rockplan.graph_builder.record import RecordedCall
 from rockplan.interface import Interface
 
@@ -525,9 +525,7 @@ def _mutates_outside(recorded: RecordedCall, storages: _Storages) -> bool:
 
 def _reads_mutated(recorded: RecordedCall, storages: _Storages) -> bool:
     """True if the call uses the content of a storage that the run mutates outside."""
-    ignored = statistics_positions(recorded.call.op) or ()
-    if without_statistics(recorded.call.op, recorded.call.args) is None:
-        ignored = ()
+    ignored = unread_statistics(recorded.call.op, recorded.call.args)
     args = [a for i, a in enumerate(recorded.call.args) if i not in ignored]
     used = [*value_refs(args), *(r for _, a in recorded.call.kwargs for r in value_refs(a))]
     return any(storages.of[r.index] in storages.mutated_outside for r in used)

@@ -25,6 +25,12 @@ _BATCH_NORM_DECLARED = {
     "aten._native_batch_norm_legit.default": (3, 4, 5),
     "aten._batch_norm_with_update.default": (3, 4, None),
 }
+# Their backward; `cudnn_batch_norm_backward` exists for training mode alone.
+_BATCH_NORM_BACKWARD: dict[str, tuple[int, int, int | None]] = {
+    "aten.native_batch_norm_backward.default": (3, 4, 7),
+    "aten.cudnn_batch_norm_backward.default": (3, 4, None),
+    "aten.miopen_batch_norm_backward.default": (3, 4, None),
+}
 # Re-execution without statistics goes through another overload where None is not accepted.
 _WITHOUT_STATISTICS = {
     "aten._native_batch_norm_legit.default": "aten._native_batch_norm_legit.no_stats",
@@ -120,7 +126,12 @@ def without_statistics(
     return _WITHOUT_STATISTICS.get(name, name), kept
 
 
-def statistics_positions(name: str) -> tuple[int, int] | None:
-    """Positions of running mean and variance, which training mode writes but does not read."""
-    positions = _BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED.get(name)
-    return None if positions is None else positions[:2]
+def unread_statistics(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
+    """Positions of running mean and variance where the call does not look at their content:
+    batch normalization in training mode writes them, its backward ignores them."""
+    if name in _BATCH_NORM_BACKWARD:
+        mean, variance, training = _BATCH_NORM_BACKWARD[name]
+        return (mean, variance) if training is None or args[training] else ()
+    if without_statistics(name, args) is None:
+        return ()
+    return (_BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED[name])[:2]

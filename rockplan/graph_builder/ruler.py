@@ -8,11 +8,15 @@ profiler records it; on CUDA with the bytes that the caching allocator gave out.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+# The profiler writes two lines to stderr for each session unless told not to before the first.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def peak_live_bytes(
