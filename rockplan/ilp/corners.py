@@ -133,6 +133,8 @@ class Search:
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
         """Solve one corner and note what was proven; None if that found no schedule."""
+        if time.monotonic() >= self.deadline:
+            return None
         found = self._solve_stages(corner, gap)
         if self.is_small and (found is None or found.status is SolverStatus.INFEASIBLE):
             found = self._solve_full(corner, gap)

@@ -130,7 +130,7 @@ class _Columns:
 
 def entries(stages: Stages) -> int:
     """About how many matrix entries the program has."""
-    return sum(len(stage.wanted) * len(stage.movable) for stage in stages.stages)
+    return sum(len(s.wanted) * (len(s.movable) + 1) for s in stages.stages)
 
 
 def formulate(stages: Stages) -> StageModel:

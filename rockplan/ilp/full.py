@@ -104,10 +104,10 @@ class _Model:
         return without_idle(self.graph, Orders(tuple(forward), tuple(backward)))
 
     def _binary(self, name: str) -> pulp.LpVariable:
-        return pulp.LpVariable(name, cat=pulp.LpBinary)
+        return self.program.add_variable(name, cat=pulp.LpBinary)
 
     def _fraction(self, name: str) -> pulp.LpVariable:
-        return pulp.LpVariable(name, lowBound=0, upBound=1)
+        return self.program.add_variable(name, lowBound=0, upBound=1)
 
     def _may_rerun(self, node: ComputeNode) -> bool:
         return node.recomputable and set(node.writes).isdisjoint(self.graph.handed)

@@ -177,6 +177,7 @@ def report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     kinds = highspy.HighsModelStatus
     info = highs.getInfo()
     iterations = max(info.simplex_iteration_count, 0)
+    # Every column is bounded, so no program here is unbounded.
     if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
         return SolveReport(SolverStatus.INFEASIBLE, None, INFINITY, None, iterations)
     is_solved = model_status in (kinds.kOptimal, kinds.kModelEmpty)

@@ -1,0 +1,58 @@
+"""The lower bound never exceeds the fastest legal schedule, and says something on real blocks."""
+
+from __future__ import annotations
+
+import random
+
+from rockplan.graph import CDGraph
+from rockplan.ilp.bound import lower_bound_ns
+from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
+from rockplan.ilp.options import Settings, option_family
+from tests.exhaustive import Exhaustive
+from tests.graphs import Ranges, attention_block, mlp_block, random_block, random_graph
+
+
+def draw(seed: int) -> CDGraph:
+    rng = random.Random(seed)
+    ranges = Ranges(random_percent=40, max_rng_state_bytes=5) if seed % 3 == 0 else Ranges()
+    if seed % 2:
+        return random_graph(rng, rng.randint(2, 4), ranges)
+    return random_block(rng, rng.randint(2, 3), ranges).problem
+
+
+def test_no_legal_schedule_is_faster() -> None:
+    """Against any order of executions: out of order, backward nodes again, several times."""
+    tight = costly = 0
+    for seed in range(60):
+        graph = draw(seed)
+        rng = random.Random(seed)
+        options = option_family(graph, settings=Settings(effort=2_000)).options
+        for _ in range(2):
+            budget = peak_bytes(rng.choice(options)) - rng.choice((0, 0, 1))
+            fastest = Exhaustive(graph, budget, None, is_free=True).fastest_ns()
+            if fastest is None:
+                continue
+            bound = lower_bound_ns(graph, budget, time_limit_s=60)
+            assert graph.time_ns <= bound <= fastest
+            costly += fastest > graph.time_ns
+            tight += fastest > graph.time_ns and bound == fastest
+    assert costly >= 15
+    assert tight >= costly // 3
+
+
+def test_bound_of_transformer_blocks() -> None:
+    """Below every option's time at its own peak; above keep-all's where the budget is tight."""
+    for problem in (mlp_block(), attention_block()):
+        family = option_family(problem, settings=Settings(effort=4_000))
+        for option in family.options[::4]:
+            bound = lower_bound_ns(problem, peak_bytes(option), time_limit_s=60)
+            assert problem.time_ns <= bound <= option.time_ns
+        least = min(map(peak_bytes, family.options))
+        assert lower_bound_ns(problem, least, time_limit_s=60) > problem.time_ns
+
+
+def test_without_time_or_need_the_bound_is_keep_all() -> None:
+    problem = mlp_block()
+    enough = peak_bytes(price(problem, keep_all_orders(problem)))
+    assert lower_bound_ns(problem, enough // 2, time_limit_s=0.0) == problem.time_ns
+    assert lower_bound_ns(problem, enough, time_limit_s=60) == problem.time_ns

@@ -1,0 +1,94 @@
+"""The full model against an exhaustive search, and what it adds to the stage formulation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rockplan.graph import CDGraph
+from rockplan.ilp.decode import keep_all_orders, peak_bytes, price, solve_stages
+from rockplan.ilp.formulate import formulate
+from rockplan.ilp.full import solve_full
+from rockplan.ilp.options import option_family
+from rockplan.ilp.solve import SolverStatus
+from rockplan.ilp.stages import find_stages
+from rockplan.ilp.units import UNLIMITED, in_units
+from tests.exhaustive import Exhaustive
+from tests.graphs import Ranges, cd_graphs, random_block, random_graph
+
+RANDOM_RANGES = Ranges(random_percent=50, max_rng_state_bytes=5)
+
+
+def draw(seed: int, ranges: Ranges, forward_nodes: int = 3) -> CDGraph:
+    rng = random.Random(seed)
+    size = rng.randint(2, forward_nodes)
+    if seed % 2:
+        return random_graph(rng, size, ranges)
+    return random_block(rng, size, ranges).problem
+
+
+def random_budgets(graph: CDGraph, rng: random.Random) -> tuple[int, int]:
+    """At or just below what some good schedule needs."""
+    options = option_family(graph).options
+    peak = peak_bytes(rng.choice(options)) - rng.choice((0, 0, 1))
+    return peak, rng.choice((UNLIMITED, rng.choice(options).saved_bytes - rng.choice((0, 0, 1))))
+
+
+@pytest.mark.parametrize("ranges", [Ranges(), RANDOM_RANGES], ids=["default", "random"])
+def test_optimum_is_that_of_an_exhaustive_search(ranges: Ranges) -> None:
+    feasible = 0
+    for seed in range(18):
+        graph = draw(seed, ranges)
+        units = in_units(graph, tiny_share=0.0)
+        rng = random.Random(seed)
+        for _ in range(3):
+            peak, saved = random_budgets(graph, rng)
+            expected = Exhaustive(graph, peak, saved).fastest_ns()
+            found = solve_full(units, peak, saved, time_limit_s=60, gap=0.0)
+            if expected is None:
+                assert found.status is SolverStatus.INFEASIBLE
+                continue
+            feasible += 1
+            assert found.status is SolverStatus.OPTIMAL
+            assert found.orders is not None
+            option = price(graph, found.orders)
+            assert peak_bytes(option) <= peak
+            assert option.saved_bytes <= saved
+            assert option.time_ns == found.bound_ns == expected
+    assert feasible >= 30
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(graph=cd_graphs(4), peak=st.floats(0.7, 1), saved=st.floats(0, 1))
+def test_never_slower_than_the_stage_formulation(graph: CDGraph, peak: float, saved: float) -> None:
+    """Its class holds the other; so it is faster, or infeasible only with it."""
+    units = in_units(graph, tiny_share=0.0)
+    stages = find_stages(units)
+    if not stages.stages:
+        return
+    everything = price(graph, keep_all_orders(graph))
+    budgets = int(peak * peak_bytes(everything)), int(saved * everything.saved_bytes)
+    staged = solve_stages(formulate(stages), *budgets, time_limit_s=30, gap=0.0)
+    full = solve_full(units, *budgets, time_limit_s=30, gap=0.0)
+    if staged.orders is not None:
+        assert full.orders is not None
+        assert price(graph, full.orders).time_ns <= price(graph, staged.orders).time_ns
+
+
+def test_it_takes_over_where_the_stage_formulation_finds_nothing() -> None:
+    """Some small problems need less memory if backward nodes run again: the family has that."""
+    helped = 0
+    for seed in range(24):
+        graph = draw(seed, Ranges(), 4)
+        units = in_units(graph)
+        stages = find_stages(units)
+        if not stages.stages:
+            continue
+        least = min(peak_bytes(o) for o in option_family(graph).options)
+        staged = solve_stages(formulate(stages), least, UNLIMITED, time_limit_s=30, gap=1.0)
+        helped += staged.status is SolverStatus.INFEASIBLE
+        assert solve_full(units, least - 1, UNLIMITED, time_limit_s=30, gap=1.0).orders is None
+    assert helped >= 2

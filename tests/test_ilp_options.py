@@ -1,0 +1,215 @@
+"""Families: what they hold, how good they are, and that they are the same every time."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rockplan.block import BlockOption
+from rockplan.graph import CDGraph
+from rockplan.ilp import corners
+from rockplan.ilp.decode import dominates, keep_all_orders, peak_bytes, price
+from rockplan.ilp.options import Settings, option_families, option_family
+from rockplan.ilp.units import in_units
+from rockplan.schedule import with_frees
+from rockplan.simulate import simulate
+from rockplan.verify import verify
+from tests.exhaustive import Exhaustive, stage_schedules
+from tests.graphs import (
+    attention_block,
+    block_graphs,
+    cd_graphs,
+    mlp_block,
+    random_block,
+    random_graph,
+)
+
+EXACT = Settings(eps=0.0, delta=0.0, gap=0.0, effort=10**9)
+"""Every corner, to the byte."""
+
+
+def draw(seed: int, forward_nodes: int = 4) -> CDGraph:
+    rng = random.Random(seed)
+    size = rng.randint(2, forward_nodes)
+    if seed % 2:
+        return random_graph(rng, size)
+    return random_block(rng, size).problem
+
+
+def best_ns(options: tuple[BlockOption, ...], peak: int, saved: int) -> int | None:
+    fitting = [o.time_ns for o in options if peak_bytes(o) <= peak and o.saved_bytes <= saved]
+    return min(fitting, default=None)
+
+
+def listing(graph: CDGraph) -> list[tuple[int, int, int]]:
+    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    return [
+        (s.peak_bytes, s.saved_bytes - output_bytes, s.time_ns) for _, s in stage_schedules(graph)
+    ]
+
+
+def small_graphs(count: int) -> list[CDGraph]:
+    """Graphs with a choice to make whose schedules can be listed."""
+    graphs = []
+    seed = 0
+    while len(graphs) < count:
+        graph = draw(seed)
+        seed += 1
+        readers = sum(
+            any(d in n.reads for f in graph.forward for d in f.writes) for n in graph.backward
+        )
+        if 2 <= readers * len(graph.forward) <= 9:
+            graphs.append(graph)
+    return graphs
+
+
+def test_every_corner_has_the_optimum_of_the_listing() -> None:
+    """With exact settings, at every corner of the grid of all peaks and all saved bytes: as fast
+    as the best schedule of the class (or faster: small problems may use the full model)."""
+    for graph in small_graphs(25):
+        family = option_family(graph, settings=EXACT)
+        assert family.gap_ns == 0
+        points = listing(graph)
+        for peak in {p for p, _, _ in points}:
+            for saved in {s for _, s, _ in points}:
+                expected = min((t for p, s, t in points if p <= peak and s <= saved), default=None)
+                found = best_ns(family.options, peak, saved)
+                if expected is not None:
+                    assert found is not None
+                    assert found <= expected
+
+
+def test_every_corner_is_within_the_stated_gap() -> None:
+    """Default settings: at most gap_ns slower than what needs less than delta less."""
+    for graph in small_graphs(25):
+        family = option_family(graph)
+        points = listing(graph)
+        saved_range = price(graph, keep_all_orders(graph)).saved_bytes
+        slack = max(int(Settings().delta * saved_range), 1) - 1
+        assert family.gap_ns is not None
+        for peak in {p for p, _, _ in points}:
+            for saved in {s for _, s, _ in points}:
+                best = [t for p, s, t in points if p <= peak - slack and s <= saved - slack]
+                if best:
+                    found = best_ns(family.options, peak, saved)
+                    assert found is not None
+                    assert found <= min(best) + family.gap_ns
+
+
+def test_family_has_the_least_peak_and_the_least_saved_bytes_there_are() -> None:
+    """Also where only backward nodes that run again reach the least peak."""
+    for seed in range(24):
+        graph = draw(seed, 3)
+        options = option_family(graph).options
+        least = min(map(peak_bytes, options))
+        assert Exhaustive(graph, least, None).fastest_ns() is not None
+        assert Exhaustive(graph, least - 1, None).fastest_ns() is None
+        least_saved = min(o.saved_bytes for o in options)
+        everything = sum(d.size_bytes for d in graph.data) * 3
+        assert Exhaustive(graph, everything, least_saved).fastest_ns() is not None
+        assert Exhaustive(graph, everything, least_saved - 1).fastest_ns() is None
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(cd_graphs(6), block_graphs(6)))
+def test_options_are_legal_priced_and_undominated(graph: CDGraph) -> None:
+    family = option_family(graph, settings=Settings(effort=6_000))
+    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    for option in family.options:
+        schedule = with_frees(graph, option.forward, option.backward)
+        verify(graph, schedule)
+        found = simulate(graph, schedule)
+        assert option == BlockOption(
+            forward=option.forward,
+            backward=option.backward,
+            output_bytes=output_bytes,
+            saved_bytes=found.saved_bytes - output_bytes,
+            forward_peak_bytes=found.forward_peak_bytes,
+            backward_peak_bytes=found.backward_peak_bytes,
+            time_ns=found.time_ns,
+        )
+        assert not any(dominates(o, option) for o in family.options if o is not option)
+    fastest = family.options[0]
+    assert fastest.time_ns == graph.time_ns
+    assert fastest.saved_bytes <= price(graph, keep_all_orders(graph)).saved_bytes
+
+
+@pytest.mark.parametrize("problem", [mlp_block(), attention_block()], ids=["mlp", "attention"])
+def test_transformer_blocks(problem: CDGraph) -> None:
+    """Keep-all, nothing saved at all, and peaks below keep-all's; faster options save more."""
+    family = option_family(problem, settings=Settings(effort=12_000))
+    everything = price(problem, keep_all_orders(problem))
+    assert family.options[0] == everything
+    assert min(o.saved_bytes for o in family.options) <= in_units(problem).reserve_bytes
+    assert min(map(peak_bytes, family.options)) < 0.75 * peak_bytes(everything)
+    assert family.solves >= 10
+
+
+def test_equal_problems_are_solved_once_and_answers_keep_their_order() -> None:
+    problems = [draw(seed) for seed in (3, 4, 5)]
+    renamed = replace(
+        problems[0], nodes=tuple(replace(n, name=f"other{n.index}") for n in problems[0].nodes)
+    )
+    families = option_families([problems[1], problems[0], problems[2], renamed])
+    assert families[1] is families[3]
+    for problem, family in zip(problems, (families[1], families[0], families[2]), strict=True):
+        assert family == option_family(problem)
+    assert option_families([]) == ()
+
+
+def test_no_time_still_gives_options() -> None:
+    """Keep-all and what needs no solver; the gap is unknown."""
+    problem = attention_block()
+    family = option_family(problem, settings=Settings(time_limit_s=0.0))
+    assert family.solves == 0
+    assert family.gap_ns is None
+    everything = price(problem, keep_all_orders(problem))
+    assert everything in family.options
+    assert min(o.saved_bytes for o in family.options) < 0.05 * everything.saved_bytes
+    assert option_families([problem], settings=Settings(time_limit_s=0.0)) == (family,)
+
+
+def test_a_problem_too_large_for_the_solver_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corners, "MAX_ENTRIES", 10)
+    problem = attention_block()
+    family = option_family(problem)
+    assert family.solves == 0
+    assert family.gap_ns is None
+    assert len(family.options) >= 8
+
+
+def test_a_block_without_backward_has_one_option() -> None:
+    graph = draw(1)
+    n_forward = len(graph.forward)
+    alone = replace(graph, nodes=graph.nodes[:n_forward], held=())
+    family = option_family(alone)
+    assert family.options == (price(alone, keep_all_orders(alone)),)
+    assert family.gap_ns == 0
+
+
+SCRIPT = """
+import random
+from rockplan.ilp.options import option_families
+from tests.graphs import mlp_block, random_block
+problems = [mlp_block(), *(random_block(random.Random(seed), 4).problem for seed in range(3))]
+print(option_families(problems))
+"""
+
+
+def test_families_do_not_depend_on_the_hash_seed() -> None:
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(results) == 1
