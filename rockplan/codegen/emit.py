@@ -88,7 +88,11 @@ class _Names:
 
 
 class _Emitter:
-    """Walks the events of one schedule; `_live` maps each storage to its variables."""
+    """Walks the events of one schedule.
+
+    `_live` maps each storage to the variables that hold it, `_saved` to those that wait in
+    `frame.saved` until a slice needs them: a storage is in one of the two.
+    """
 
     def __init__(self, graph: CDGraph, interface: Interface, schedule: Schedule) -> None:
         self._graph = graph
@@ -97,8 +101,8 @@ class _Emitter:
         self._names = _Names()
         self._lines: list[str] = []
         self._live: dict[int, list[int]] = defaultdict(list)
+        self._saved: dict[int, list[int]] = {}
         self._shadowed: set[int] = set()
-        self._carried: tuple[str, ...] = ()
         self._resident = {v: i for i, v in enumerate(interface.residents)}
         self._targets: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for target, contributions in interface.gradients:
@@ -130,7 +134,6 @@ class _Emitter:
             self._begin(f"backward_{number}")
             if number == 0:
                 self._take_tangents()
-            self._take_carried()
             for event in events[first:last]:
                 self._event(event)
             frees = [e for e in events[first:last] if isinstance(e, Free)]
@@ -194,29 +197,26 @@ class _Emitter:
         for tangent in tangents:
             self._live[self._graph.values[tangent].data].append(tangent)
 
-    def _take_carried(self) -> None:
-        if self._carried:
-            self._line(f"{_tuple(self._carried)} = frame.take()")
-
-    def _carry(self, position: int) -> None:
-        """Put what later events need into the frame: one variable for each storage of ours,
-        and generator states. What only the caller holds is left to the caller."""
+    def _save(self, position: int) -> None:
+        """Put what later events need into the frame: the variables of storages of ours that
+        are no views. What only the caller holds is left to the caller."""
         held = set(self._graph.held)
         names: list[str] = []
         for d in sorted(self._live):
-            needed = d not in held or self._last_read.get(d, -1) >= position
             kept = [v for v in self._live[d] if self._graph.values[v].view is None]
-            self._live[d] = kept if needed and not self._graph.data[d].kind.resident else []
-            names += map(self._name, self._live[d])
-        self._carried = (*names, *sorted(self._states.values()))
-        if self._carried:
-            self._line(f"frame.carry({_tuple(self._carried)})")
+            needed = d not in held or self._last_read.get(d, -1) >= position
+            if kept and needed and not self._graph.data[d].kind.resident:
+                self._saved[d] = kept
+                names += map(self._name, kept)
+            self._live[d] = []
+        if names:
+            self._line(f"frame.saved.update({', '.join(f'{n}={n}' for n in names)})")
 
     def _end_forward(self) -> None:
         outputs = [leaf.value for leaf in self._interface.outputs if leaf.value is not None]
         for value in outputs:
             self._need(value)
-        self._carry(self._schedule.forward_length)
+        self._save(self._schedule.forward_length)
         self._checked.clear()
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
@@ -230,7 +230,7 @@ class _Emitter:
         for d in handed:
             self._live[d] = []
         if not is_last:
-            self._carry(position)
+            self._save(position)
         self._handed.append(tuple(target for target, _ in pairs))
         self._line(f"return {_tuple(self._name(g) for _, g in pairs)}")
 
@@ -243,6 +243,8 @@ class _Emitter:
             self._drop(event.data)
 
     def _drop(self, data: int) -> None:
+        for value in self._saved.pop(data, ()):
+            self._line(f'del frame.saved["{self._name(value)}"]')
         if self._live[data]:
             self._line(f"del {', '.join(map(self._name, self._live[data]))}")
         self._live[data] = []
@@ -262,24 +264,23 @@ class _Emitter:
         if replayed and again:
             self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:
-            self._line(f"del {self._states.pop(node.index)}")
+            self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
         results = [r for c in node.calls for r in c.results if r is not None]
         device = self._graph.values[results[0]].spec.device
         if again:
-            self._line(f'frame.begin_replay({self._states[node.index]}, "{device}")')
+            self._line(f'frame.begin_replay("{self._states[node.index]}", "{device}")')
             return
         name = self._names.of(("state", node.index), f"rng_{node.name}")
         self._states[node.index] = name
-        self._line(f'{name} = frame.generator_state("{device}")')
+        self._line(f'frame.save_generator_state("{name}", "{device}")')
 
     def _calls(self, node: ComputeNode, again: bool) -> None:
         """A re-execution makes its own copy of a storage that is alive, and drops it."""
-        alive = {d: self._live[d] for d in node.writes if self._live[d]}
+        alive = {d: self._live.pop(d, []) for d in node.writes if d in self._saved or self._live[d]}
         self._shadowed = set(alive)
-        for data in alive:
-            self._live[data] = []
+        waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
         for call in node.recalls if again else node.calls:
             for ref in _refs(call):
                 self._need(ref.index)
@@ -288,6 +289,7 @@ class _Emitter:
             self._drop(data)
         self._shadowed = set()
         self._live.update(alive)
+        self._saved.update(waiting)
 
     def _assign(self, call: Call) -> None:
         """One statement: the call, its results bound to variables."""
@@ -307,6 +309,10 @@ class _Emitter:
     def _need(self, value: int) -> None:
         """Make the variable of `value` available: load it, or derive the view again."""
         found = self._graph.values[value]
+        for saved in self._saved.pop(found.data, ()):
+            name = self._name(saved)
+            self._line(f'{name} = frame.saved.pop("{name}")')
+            self._live[found.data].append(saved)
         if value in self._live[found.data]:
             return
         if value in self._resident:

@@ -9,7 +9,6 @@ source: DESIGN, section 4.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,42 +66,35 @@ class Frame:
 
     __slots__ = (
         "__weakref__",
-        "_carried",
         "_replay",
         "_tangents",
         "_versions",
         "executable",
         "next_slice",
         "residents",
+        "saved",
     )
 
     def __init__(self, executable: Executable, residents: Sequence[torch.Tensor]) -> None:
         self.executable = executable
         self.residents: Sequence[torch.Tensor | None] = residents
         self.next_slice = 0
-        self._carried: tuple[torch.Tensor, ...] = ()
+        self.saved: dict[str, torch.Tensor] = {}
         self._tangents: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
         self._replay: random_state.State | None = None
 
-    def generator_state(self, device: str) -> torch.Tensor:
-        return random_state.save(device)
+    def save_generator_state(self, name: str, device: str) -> None:
+        self.saved[name] = random_state.save(device)
 
-    def begin_replay(self, state: torch.Tensor, device: str) -> None:
-        self._replay = random_state.begin(state, device)
+    def begin_replay(self, name: str, device: str) -> None:
+        self._replay = random_state.begin(self.saved[name], device)
 
     def end_replay(self) -> None:
         """Put the generator back; also called when a replayed operation fails."""
         if self._replay is not None:
             random_state.end(self._replay)
             self._replay = None
-
-    def carry(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._carried = tensors
-
-    def take(self) -> tuple[torch.Tensor, ...]:
-        carried, self._carried = self._carried, ()
-        return carried
 
     def put_tangents(self, tangents: tuple[torch.Tensor, ...]) -> None:
         self._tangents = tangents
@@ -127,7 +119,7 @@ class Frame:
             )
 
     def _current_versions(self) -> tuple[int, ...]:
-        read = [t for t in (*self.residents, *self._carried) if t is not None]
+        read = [t for t in (*self.residents, *self.saved.values()) if t is not None]
         return tuple(t._version for t in read if not t.is_inference())
 
 
@@ -140,15 +132,15 @@ def _execute(
     guard: the dispatch keys to skip. The forward keeps version counters. The backward does not:
     a gradient must not be known as a view, or autograd could not add to it in place.
     """
-    with contextlib.ExitStack() as stack:
+    try:
         for device_type in frame.executable.devices:
             if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        try:
-            with torch.enable_grad(), guard():
-                return function(frame)
-        finally:
-            frame.end_replay()
+                with torch.autocast(device_type, enabled=False):
+                    return _execute(frame, function, guard)
+        with torch.enable_grad(), guard():
+            return function(frame)
+    finally:
+        frame.end_replay()
 
 
 class _Seam(torch.autograd.Function):
