@@ -189,7 +189,11 @@ def _best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
 def _times(
     table: Table, ways: Choices, k: Integers, bucket: Integers, length: int, step: int
 ) -> Integers:
-    """Times of choice k[p] at `length` buckets, `step` apart, from bucket[p] on: row p."""
+    """Times of choice k[p] at `length` buckets, `step` apart, from bucket[p] on: row p.
+
+    Where a choice does not fit, what is read may belong to the segment before (never before
+    the first one: EMPTY is reached without holding anything), and gives way to NEVER.
+    """
     width, unit_bytes = table.times_ns.shape[1], table.grid.unit_bytes
     shift, rest = np.divmod(ways.held_bytes, unit_bytes)
     start = -(-ways.need_bytes(table.minimum_bytes) // unit_bytes)
