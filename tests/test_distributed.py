@@ -1,0 +1,21 @@
+"""DistributedDataParallel of a planned module, on two processes with gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    command += ["-m", "tests.distributed_worker"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROCKPLAN_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
