@@ -6,8 +6,9 @@ import random
 
 from rockplan.graph import CDGraph
 from rockplan.ilp.bound import lower_bound_ns
+from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
-from rockplan.ilp.options import Settings, option_family
+from rockplan.ilp.options import option_family
 from tests.exhaustive import Exhaustive
 from tests.graphs import Ranges, attention_block, mlp_block, random_block, random_graph
 
@@ -23,7 +24,7 @@ def draw(seed: int) -> CDGraph:
 def test_no_legal_schedule_is_faster() -> None:
     """Against any order of executions: out of order, backward nodes again, several times."""
     tight = costly = 0
-    for seed in range(60):
+    for seed in range(40):
         graph = draw(seed)
         rng = random.Random(seed)
         options = option_family(graph, settings=Settings(effort=2_000)).options
@@ -36,7 +37,7 @@ def test_no_legal_schedule_is_faster() -> None:
             assert graph.time_ns <= bound <= fastest
             costly += fastest > graph.time_ns
             tight += fastest > graph.time_ns and bound == fastest
-    assert costly >= 15
+    assert costly >= 12
     assert tight >= costly // 3
 
 

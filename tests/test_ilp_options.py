@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rockplan.block import BlockOption
 from rockplan.graph import CDGraph
 from rockplan.ilp import corners
+from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import dominates, keep_all_orders, peak_bytes, price
-from rockplan.ilp.options import Settings, option_families, option_family
+from rockplan.ilp.options import option_families, option_family
 from rockplan.ilp.units import in_units
 from rockplan.schedule import with_frees
 from rockplan.simulate import simulate
@@ -194,11 +195,10 @@ def test_a_block_without_backward_has_one_option() -> None:
 
 
 SCRIPT = """
-import random
+from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
-from tests.graphs import mlp_block, random_block
-problems = [mlp_block(), *(random_block(random.Random(seed), 4).problem for seed in range(3))]
-print(option_families(problems))
+from tests.graphs import attention_block, mlp_block
+print(option_families([mlp_block(), attention_block()], settings=Settings(effort=4_000)))
 """
 
 

@@ -9,7 +9,8 @@ descendant is still to run. So each forward storage that b or a descendant reads
 moment or made again after it, and a node that runs again needs its own inputs in the same way.
 The cheapest such choice whose live bytes fit the budget, added to one execution of every node,
 bounds every schedule from below: a selection problem (Checkmate's one-stage relaxation) with two
-binaries a forward node. The best bound over several moments is returned.
+binaries a forward node. Its linear relaxation is solved for several moments, and for the best one
+of them the integer program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder, SolverS
 from rockplan.ilp.units import MAX_UNITS
 
 MOMENTS = 24
-"""Backward nodes, evenly spaced, whose moments are tried."""
+"""Backward nodes, evenly spaced, whose moments are tried. For 12 layers of GPT-2 (959 nodes) at
+15 to 80 % of keep-all's peak: 0.2 s for all relaxations; the first moment is the best each time."""
+
+GAP = 1e-4
+"""Share of the iteration time that the integer program may leave unproven; there it adds at most
+1e-3 to its relaxation, in up to 4 s."""
 
 
 def lower_bound_ns(graph: CDGraph, budget_bytes: int, *, time_limit_s: float) -> int:
@@ -35,14 +41,14 @@ def lower_bound_ns(graph: CDGraph, budget_bytes: int, *, time_limit_s: float) ->
     fits at all): the time of executing every node once.
     """
     deadline = time.monotonic() + time_limit_s
-    relaxed: list[tuple[float, int, LinearProgram]] = []
+    best, hardest = 0.0, None
     for moment in _moments(graph):
         program = _selection(graph, moment, budget_bytes)
         bound = _bound(replace(program, integral=np.zeros_like(program.integral)), deadline)
-        relaxed.append((-bound, moment.node, program))
-    best = max((-bound for bound, _, _ in relaxed), default=0.0)
-    for _, _, program in sorted(relaxed, key=lambda entry: entry[:2]):
-        best = max(best, _bound(program, deadline))
+        if bound > best:
+            best, hardest = bound, program
+    if hardest is not None:
+        best = max(best, _bound(hardest, deadline))
     return graph.time_ns + proven_ns(best, graph.time_ns)
 
 
@@ -150,7 +156,7 @@ def _bound(program: LinearProgram, deadline: float) -> float:
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0 or not program.costs.any():
         return 0.0
-    report = solve(program, time_limit_s=remaining_s, absolute_gap=0.0)
+    report = solve(program, time_limit_s=remaining_s, absolute_gap=GAP / TIME_UNIT)
     if report.status is SolverStatus.INFEASIBLE:
         return 0.0
     return max(report.bound, 0.0)

@@ -59,7 +59,9 @@ class Settings:
     time_limit_s: for the whole call.
 
     eps 0.5 % with delta 2 % lose at most 0.1 % of iteration time in the final schedule, 1 % with
-    5 % lose up to 1.6 % (DESIGN, section 6).
+    5 % lose up to 1.6 % (DESIGN, section 6). effort: on 12 layers of GPT-2, at ten budgets, half
+    of it loses up to 1.2 % of iteration time and no limit at all gains nothing (2, 7 and 25 CPU
+    seconds with attention written out; see also benchmarks/ilp_blocks.py).
     """
 
     eps: float = 0.005

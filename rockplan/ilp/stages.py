@@ -7,8 +7,8 @@ forward nodes may run again, in order.
 A storage is *free* if the solver decides when it lives: made by a forward node, neither held nor
 tiny. A free storage is *transient* if it is only a step to another one that is no larger: no
 backward node reads it, one node does, which reads no other free storage and writes no more bytes
-than that; such a storage is never kept, its reader's result is (a third of the solver's time on
-written-out attention, where no optimum changes; benchmarks/ilp_blocks.py).
+than that; such a storage is never kept, its reader's result is (on written-out attention a fifth
+of the solver's time, and no optimum changes: benchmarks/ilp_blocks.py).
 """
 
 from __future__ import annotations
