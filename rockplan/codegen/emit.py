@@ -179,9 +179,6 @@ class _Emitter:
     def _begin(self, name: str) -> None:
         self._lines += ["", "", f"def {name}(frame):"] if self._lines else [f"def {name}(frame):"]
         self._place = ""
-        for data, variables in self._live.items():
-            if self._graph.data[data].kind.resident:
-                variables.clear()
 
     def _line(self, text: str) -> None:
         """Add one statement; neighbouring `del`s become one."""
@@ -202,13 +199,13 @@ class _Emitter:
         are no views. What only the caller holds is left to the caller."""
         held = set(self._graph.held)
         names: list[str] = []
-        for d in sorted(self._live):
-            kept = [v for v in self._live[d] if self._graph.values[v].view is None]
+        for d, variables in sorted(self._live.items()):
+            kept = [v for v in variables if self._graph.values[v].view is None]
             needed = d not in held or self._last_read.get(d, -1) >= position
             if kept and needed and not self._graph.data[d].kind.resident:
                 self._saved[d] = kept
                 names += map(self._name, kept)
-            self._live[d] = []
+        self._live.clear()
         if names:
             self._line(f"frame.saved.update({', '.join(f'{n}={n}' for n in names)})")
 

@@ -398,9 +398,10 @@ def _assemble(
             numbering.value(output.value)
         if output.tangent is not None:
             numbering.value(output.tangent, f"tangent_{position}")
+    made_by = {d: n.index for n in nodes for d in n.writes}
     for _, contributions in gradients:
         data_of = [numbering.values[numbering.value(g)].data for g in contributions]
-        _keep_until_last(nodes, data_of)
+        _keep_until_last(nodes, made_by, data_of)
     held_tangents = _held_tangents(capture, numbering)
     data = tuple(numbering.data)
     held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
@@ -437,10 +438,12 @@ def _assemble(
     return Lowered(graph, interface, samples)
 
 
-def _keep_until_last(nodes: list[ComputeNode], contributions: Sequence[int]) -> None:
+def _keep_until_last(
+    nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
+) -> None:
     """All contributions to one gradient are alive until the last of them is made: they are
     handed over together, so that autograd never holds one that the plan does not count."""
-    makers = {n.index for n in nodes for d in n.writes if d in contributions}
+    makers = {made_by[d] for d in contributions if d in made_by}
     if len(contributions) < 2 or not makers:
         return
     last = nodes[max(makers)]
