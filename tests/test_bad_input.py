@@ -240,3 +240,31 @@ def test_planning_leaves_the_model_as_it_was() -> None:
     before = state_of(model)
     rockplan.solve(model, SAMPLE, "100%")
     assert_unchanged(model, before)
+
+
+class DropsLayers(nn.Module):
+    """Layer drop as transformers writes it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        draw = torch.rand([])
+        if draw < self.share:
+            return x * 0 + self.inner.bias
+        return self.inner(x)
+
+
+def test_random_decisions_are_refused_unless_they_are_certain() -> None:
+    with pytest.raises(rockplan.ValueDependentControlFlow, match="random draw"):
+        rockplan.solve(DropsLayers(0.1), SAMPLE, "100%")
+    model = DropsLayers(0.0)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    torch.manual_seed(0)
+    expected = model(SAMPLE)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert torch.equal(planned(SAMPLE), expected)
+    assert torch.equal(torch.get_rng_state(), state)

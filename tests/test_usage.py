@@ -502,6 +502,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     ),
     "complex numbers": (Complex, vectors),
     "LSTM": (lambda: ResultOf(nn.LSTM(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
+    "LSTM without bias": (
+        lambda: ResultOf(nn.LSTM(16, 8, bias=False)),
+        lambda: torch.randn(6, 4, 16),
+    ),
     "GRU": (lambda: ResultOf(nn.GRU(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
     "embedding with max_norm": (
         lambda: nn.Sequential(nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 4)),

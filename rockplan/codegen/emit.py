@@ -300,7 +300,7 @@ class _Emitter:
         self._line(f"{_pattern(call.op, targets)} = {expression}")
         if "_" in targets:
             self._line("del _")
-        for result in fresh:
+        for result in dict.fromkeys(fresh):  # an operator may return one tensor twice
             self._live[self._graph.values[result].data].append(result)
 
     def _need(self, value: int) -> None:

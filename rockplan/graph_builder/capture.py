@@ -178,6 +178,10 @@ class _ValueReader:
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
         constants = dict(recorder.constants)
         unknown = leaves - self._integer_inputs - constants.keys()
+        if not leaves and any(c.random for c in calls):
+            certain = _certain_comparison(calls, call)
+            if certain is not None:
+                return certain
         if unknown or any(c.random for c in calls):
             raise _value_read_error(calls, module, source)
         plain = tuple(c.call for c in calls)
@@ -206,6 +210,26 @@ class _ValueReader:
             computable.append(recorded.call)
             available |= {r for r in recorded.call.results if r is not None}
         return evaluate.run(computable, known)
+
+
+# torch.rand returns through a detach.
+_MONOTONE = {f"aten.{name}.Scalar" for name in ("lt", "le", "gt", "ge")} | {"aten.detach.default"}
+
+
+def _certain_comparison(calls: Sequence[RecordedCall], read: Call) -> bool | None:
+    """The outcome of `torch.rand([]) < p` where it is the same for every draw (a layer drop of
+    zero), else None: a comparison is monotone, so both ends of [0, 1) decide."""
+    draw, *rest = (c.call for c in calls)
+    if draw.op != "aten.rand.default" or any(c.op not in _MONOTONE for c in rest):
+        return None
+    drawn = draw.results[0]
+    assert drawn is not None
+    outcomes = set()
+    for end in (0.0, 1.0 - 2.0**-24):
+        with _disable_current_modes():
+            value = torch.tensor(end)
+        outcomes.add(bool(evaluate.execute(read, evaluate.run(rest, {drawn: value}))))
+    return outcomes.pop() if len(outcomes) == 1 else None
 
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:

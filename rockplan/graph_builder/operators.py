@@ -135,3 +135,25 @@ def unread_statistics(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
     if without_statistics(name, args) is None:
         return ()
     return (_BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED[name])[:2]
+
+
+def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call on fake tensors.
+
+    The shape rule of grouped matrix products insists on what CUDA kernels need (bfloat16), which
+    kernels of other devices do not: their result is described here.
+    """
+    if operator_name(operator) != "aten._grouped_mm.default":
+        return operator(*args, **kwargs)
+    names = [a.name for a in operator._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    offsets: Any = given.get("offs")
+    left, right = given["self"], given["mat2"]
+    rows, columns = left.shape[-2], right.shape[-1]
+    shape: tuple[int, ...] = (rows, columns)
+    if left.ndim == right.ndim == 2:
+        shape = (offsets.shape[0], rows, columns)
+    elif left.ndim == right.ndim == 3:
+        shape = (left.shape[0], rows, columns)
+    dtype = given.get("out_dtype") or left.dtype
+    return torch.empty(shape, dtype=dtype, device=left.device)

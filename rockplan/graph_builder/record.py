@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
         writes = tuple(self.value(t) for t in operators.written(func, args, kwargs))
         call = self._call(func, args, kwargs, ())
         try:
-            result = func(*args, **kwargs)
+            result = operators.fake_result(func, args, kwargs)
         except DynamicOutputShapeException as error:
             raise DataDependentShape(
                 f"{where(module, source)}: the shape of the result of {func} depends on the "
