@@ -41,6 +41,9 @@ class Options:
     on_mismatch: what a planned module does where a call differs from everything that was
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    differentiated: leaves of the result that backward starts from, by position among all leaves;
+    None: the scalars that require a gradient (a loss), or if there are none, all that do. To use
+    nn.LSTM for its output alone: differentiated=(0,).
     time_limit_s: how long to search options of blocks; the best plan so far is returned.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
@@ -50,6 +53,7 @@ class Options:
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
+    differentiated: tuple[int, ...] | None = None
     time_limit_s: float = 20.0
     check: bool = False
     cache: bool = True
@@ -105,7 +109,7 @@ def plan(
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = _arguments(model, sample_input, sample_kwargs)
-    prepared = _prepare(model, args, kwargs, _cache(options))
+    prepared = _prepare(model, args, kwargs, options)
     return _plan(prepared, parse_budget(budget), options)
 
 
@@ -168,9 +172,11 @@ class _Prepared:
 
 
 def _prepare(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache | None
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> _Prepared:
-    captured = capture(module, args, kwargs, planned_modules.original_forward(module))
+    cache = _cache(options)
+    forward = planned_modules.original_forward(module)
+    captured = capture(module, args, kwargs, forward, options.differentiated)
     device = _device(module, captured)
     lowered = lower(captured, random_state.state_bytes(device))
     profile = _profile(lowered, cache)
@@ -314,7 +320,7 @@ def _program(
     budget: Budget,
     options: Options,
 ) -> planned_modules.Program:
-    prepared = _prepare(module, args, kwargs, _cache(options))
+    prepared = _prepare(module, args, kwargs, options)
     made = _plan(prepared, budget, options)
     constants = tuple(t for _, t in prepared.captured.constants)
     program = planned_modules.build_program(

@@ -456,6 +456,20 @@ class InPlace(nn.Module):
         return self.b(z.relu_())
 
 
+class LateShortcut(nn.Module):
+    """Another batch normalization between one and the addition in place to its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(self.linear(x))
+        out += self.other(self.linear(x))
+        return out.relu_()
+
+
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -496,6 +510,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "checkpoint inside, non-reentrant": (lambda: Checkpointed(False), vectors),
     "custom autograd function": (WithFunction, vectors),
     "in place on views": (InPlace, vectors),
+    "late shortcut": (LateShortcut, vectors),
+    "expanded integer input": (
+        lambda: nn.Embedding(4, 16),
+        lambda: torch.arange(64).remainder(4).expand(7, 64),
+    ),
     "channels last": (
         ChannelsLast,
         lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
@@ -608,6 +627,16 @@ def test_unplanned_gradients_are_refused() -> None:
     both(planned, eager, case.step, "loss alone")
     with pytest.raises(rockplan.BackwardError, match="planned with a gradient"):
         planned(*case.args)[1].sum().backward()
+
+
+def test_some_outputs_alone() -> None:
+    torch.manual_seed(0)
+    lstm = nn.LSTM(16, 8, 2).train()
+    case = Case("lstm", lstm, (torch.randn(6, 4, 16),), {}, lambda r: mean_square(r[0]))
+    planned, eager = pair(case, options=rockplan.Options(differentiated=(0,)))
+    both(planned, eager, case.step, "output alone")
+    with pytest.raises(rockplan.InvalidInput, match="differentiated"):
+        solve_case(case, BUDGET, options=rockplan.Options(differentiated=(7,)))
 
 
 def test_root_hooks_and_parameter_hooks_run() -> None:

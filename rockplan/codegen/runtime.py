@@ -234,7 +234,8 @@ def _tangents(
             raise BackwardError(
                 f"output tensor {position} of the module was planned with {expected} in the "
                 "backward pass, and got the opposite. Results with scalars (a loss) are "
-                "differentiated through those alone, others through every output"
+                "differentiated through those alone, others through every output; for another "
+                "choice plan with Options(differentiated=...)"
             )
         if gradient is not None and strides is not None:
             if gradient.stride() != strides:

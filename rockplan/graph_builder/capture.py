@@ -77,10 +77,12 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     forward: Callable[..., Any] | None = None,
+    differentiated: tuple[int, ...] | None = None,
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
     forward: what to call instead of `module.forward`.
+    differentiated: leaves of the result that the backward pass starts from.
     Outputs: where the result holds scalars that require a gradient (a loss), the backward pass
     starts from those alone; otherwise from every output that requires a gradient.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
@@ -108,9 +110,9 @@ def capture(
             with recorder, _module_paths(module, recorder):
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
             outputs, output_spec = pytree.tree_flatten(result)
-            differentiated = _differentiated(outputs)
+            starts = _differentiated(outputs, differentiated)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
-            tangents, found, any_autocast = _backward(recorder, outputs, differentiated, targets)
+            tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, stand_ins)
     return Capture(
         values=tuple(recorder.values),
@@ -233,9 +235,15 @@ def _certain_comparison(calls: Sequence[RecordedCall], read: Call) -> bool | Non
 
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-    """Clones, because evaluated calls may write in place."""
+    """Clones with the same strides, because evaluated calls may write in place."""
     with _disable_current_modes(), torch.no_grad():
-        return {v: t.detach().clone() for v, t in known.items() if v in wanted}
+        return {
+            v: t.new_empty(0).set_(
+                t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride()
+            )
+            for v, t in known.items()
+            if v in wanted
+        }
 
 
 def _value_read_error(
@@ -296,7 +304,7 @@ def _call_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         ) from error
 
 
-def _differentiated(outputs: list[Any]) -> list[int]:
+def _differentiated(outputs: list[Any], wanted: tuple[int, ...] | None) -> list[int]:
     """Positions of the outputs that the backward pass starts from."""
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
@@ -308,7 +316,14 @@ def _differentiated(outputs: list[Any]) -> list[int]:
             "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
             "requires_grad on the sample input"
         )
-    return scalars or candidates
+    if wanted is None:
+        return scalars or candidates
+    if not wanted or not set(wanted) <= set(candidates):
+        raise InvalidInput(
+            f"differentiated is {wanted}, but the leaves of the result that require a gradient "
+            f"are {tuple(candidates)}"
+        )
+    return sorted(set(wanted))
 
 
 def _backward(

@@ -13,6 +13,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import networkx
 import torch
@@ -245,16 +246,18 @@ def _in_order(
 ) -> tuple[tuple[int, ...], ...]:
     """Topological order of the groups, by last call where there is a choice.
 
-    Effects (random draws, mutations outside) stay in program order.
+    Random draws stay in program order, and so do calls that touch the same storage outside.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     edges = {(group_of[a], group_of[b]) for a, b in dependencies}
-    effects = [
-        p
-        for p in sorted(group_of)
-        if capture.calls[p].random or _touches_outside(capture.calls[p], storages)
-    ]
-    edges |= {(group_of[a], group_of[b]) for a, b in zip(effects, effects[1:], strict=False)}
+    sequences: dict[object, list[int]] = defaultdict(list)
+    for position in sorted(group_of):
+        if capture.calls[position].random:
+            sequences["generator"].append(position)
+        for storage in _touched_outside(capture.calls[position], storages):
+            sequences[storage].append(position)
+    for sequence in sequences.values():
+        edges |= {(group_of[a], group_of[b]) for a, b in pairwise(sequence)}
     edges = {(a, b) for a, b in edges if a != b}
     followers: dict[int, list[int]] = defaultdict(list)
     waiting = [0] * len(groups)
@@ -283,10 +286,11 @@ def _in_order(
     return tuple(ordered)
 
 
-def _touches_outside(recorded: RecordedCall, storages: _Storages) -> bool:
+def _touched_outside(recorded: RecordedCall, storages: _Storages) -> frozenset[int]:
+    """Storages of the model or the caller that the run mutates, and that this call touches."""
     touched = {storages.of[v] for v in recorded.writes}
     touched |= {storages.of[r.index] for r in _refs(recorded.call)}
-    return bool(touched & storages.mutated_outside)
+    return storages.mutated_outside & touched
 
 
 class _Numbering:

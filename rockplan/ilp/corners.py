@@ -253,15 +253,14 @@ def _least(search: Search, axis: int) -> int:
 
 
 def _fill(search: Search, ends: list[Corner]) -> None:
-    """Solve the ends, then sweep: first without a limit on the peak, then at peaks one step
-    apart."""
-    for corner in ends:
-        _answer(search, corner)
+    """Sweep without a limit on the peak, solve the ends, sweep at peaks one step apart."""
     range_bytes = search.answers[0].needs[1] - min(saved for _, saved in ends)
     step = search.step = max(int(search.settings.delta * range_bytes), 1)
     for share in COARSE_DELTAS:
         _sweep(search, UNLIMITED, max(int(share * range_bytes), step))
     _sweep(search, UNLIMITED, step)
+    for corner in ends:
+        _answer(search, corner)
     least = min(peak for peak, _ in ends)
     greatest = max(a.needs[0] for a in search.answers)
     for level in _from_coarse_to_fine(-(-(greatest - least) // step)):

@@ -24,7 +24,7 @@ import pulp
 
 from rockplan.graph import ComputeNode, DataKind, producers
 from rockplan.ilp.decode import Orders, Solution, solution, without_idle
-from rockplan.ilp.solve import MAX_NODES, TIME_UNIT, in_own_thread, report
+from rockplan.ilp.solve import TIME_UNIT, in_own_thread, report
 from rockplan.ilp.stages import freed_at_start
 from rockplan.ilp.units import UNLIMITED, Units
 
@@ -45,7 +45,6 @@ def solve_full(
         gapAbs=gap / TIME_UNIT,
         timeLimit=max(time_limit_s, 0.0),
         random_seed=0,
-        mip_max_nodes=MAX_NODES,
     )
     in_own_thread(lambda: model.program.solve(solver))
     integral = np.array([v.cat == pulp.LpInteger for v in model.program.variables()], dtype=bool)

@@ -29,9 +29,10 @@ INTEGRALITY_TOLERANCE = 1e-6
 TIME_UNIT = 1e-3
 """Costs count time in this share of the iteration time: large against HiGHS' tolerances."""
 
-MAX_NODES = 2_000
-"""Nodes of the search tree after which a solve stops. Blocks of transformers need below 100;
-unlike a time limit this one strikes at the same place on every run."""
+MAX_NODE_ENTRIES = 300_000
+"""A solve stops after this many nodes of the search tree times entries of the matrix: 200 nodes
+for an attention half, which needs below 100. Unlike a time limit it strikes at the same place on
+every run."""
 
 
 class SolverStatus(Enum):
@@ -159,7 +160,7 @@ def _solve(program: LinearProgram, time_limit_s: float, absolute_gap: float) -> 
         "random_seed": 0,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": absolute_gap,
-        "mip_max_nodes": MAX_NODES,
+        "mip_max_nodes": max(MAX_NODE_ENTRIES // max(len(program.columns), 1), 1),
         "time_limit": max(time_limit_s, 0.0),
     }
     for name, value in options.items():
