@@ -117,7 +117,7 @@ def test_family_has_the_least_peak_and_the_least_saved_bytes_there_are() -> None
         assert Exhaustive(graph, everything, least_saved - 1).fastest_ns() is None
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.one_of(cd_graphs(6), block_graphs(6)))
 def test_options_are_legal_priced_and_undominated(graph: CDGraph) -> None:
     family = option_family(graph, settings=Settings(effort=6_000))
@@ -198,7 +198,7 @@ SCRIPT = """
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
 from tests.graphs import attention_block, mlp_block
-print(option_families([mlp_block(), attention_block()], settings=Settings(effort=4_000)))
+print(option_families([mlp_block(), attention_block()], settings=Settings(effort=3_000)))
 """
 
 

@@ -45,7 +45,7 @@ def test_infeasible_is_proven() -> None:
 
 def test_a_limit_is_never_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
     """PuLP says 'Optimal' here; the bound stays below what was found."""
-    monkeypatch.setattr(solve_module, "MAX_NODES", 1)
+    monkeypatch.setattr(solve_module, "MAX_NODE_ENTRIES", 1)
     found = solve(knapsack(1, 60, 8), time_limit_s=60, absolute_gap=0.0)
     assert found.status is SolverStatus.FEASIBLE
     assert found.objective is not None
