@@ -35,6 +35,9 @@ from rockplan.graph_builder.operators import unread_statistics, without_statisti
 from rockplan.graph_builder.record import RecordedCall
 from rockplan.interface import Interface
 
+# PyTorch's caching allocator rounds every request up to this.
+_CUDA_BLOCK_BYTES = 512
+
 # The caller's loss and its gradient.
 _CALLER_SCALARS = 2
 
@@ -329,7 +332,8 @@ class _Numbering:
                 self.value(ref.index)
             name = name or self.name(call.op)
         name = name or self.name("value")
-        data = self.storage(found.storage, name, found.storage_bytes)
+        size_bytes = _allocated_bytes(found.storage_bytes, found.spec.device)
+        data = self.storage(found.storage, name, size_bytes)
         index = len(self.values)
         self.value_of[recorded] = index
         self.values.append(Value(index, data, name, found.spec))
@@ -455,22 +459,26 @@ def _keep_until_last(
     nodes[last.index] = replace(last, reads=tuple(sorted(reads)))
 
 
-def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
-    """Scalars that the caller's backward() holds from its start to its end.
+def _allocated_bytes(size_bytes: int, device: str) -> int:
+    """What the allocator of `device` gives out for a storage."""
+    if not device.startswith("cuda"):
+        return size_bytes
+    return -(-size_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
-    The gradient of a loss is the root of the engine's run. Where the module returns no loss, the
-    caller computes one: its value and its gradient are counted as one more tangent.
-    """
+
+def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
+    """Scalars that the caller's backward() holds from its start to its end: the gradient of a
+    loss that the module returns, which is the root of the engine's run; and the value and
+    gradient of what the caller computes from the result (a loss, or a loss that it scales)."""
     tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
     scalars = [t for t in tangents if not capture.values[t].spec.shape]
-    if scalars:
-        return {numbering.values[numbering.value(t)].data for t in scalars}
+    held = {numbering.values[numbering.value(t)].data for t in scalars}
     first = numbering.values[numbering.value(tangents[0])]
     element_bytes = getattr(torch, first.spec.dtype.removeprefix("torch.")).itemsize
     index = len(numbering.data)
-    size_bytes = _CALLER_SCALARS * element_bytes
+    size_bytes = _CALLER_SCALARS * _allocated_bytes(element_bytes, first.spec.device)
     numbering.data.append(DataNode(index, "caller_loss", DataKind.TANGENT, size_bytes))
-    return {index}
+    return held | {index}
 
 
 def _node(
