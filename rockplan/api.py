@@ -22,7 +22,7 @@ from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.capture import Capture, capture
 from rockplan.graph_builder.lower import Lowered, lower
-from rockplan.graph_builder.measure import measure, price, profile_key
+from rockplan.graph_builder.measure import check_layouts, measure, price, profile_key
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
@@ -179,6 +179,7 @@ def _prepare(
     captured = capture(module, args, kwargs, forward, options.differentiated)
     device = _device(module, captured)
     lowered = lower(captured, random_state.state_bytes(device))
+    check_layouts(lowered.graph, lowered.samples)
     profile = _profile(lowered, cache)
     graph = price(lowered.graph, profile)
     return _Prepared(captured, lowered, graph, partition(graph), profile)

@@ -268,3 +268,20 @@ def test_random_decisions_are_refused_unless_they_are_certain() -> None:
     torch.manual_seed(0)
     assert torch.equal(planned(SAMPLE), expected)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class WrongShapeRule(nn.Module):
+    """softplus_backward returns other strides than PyTorch's shape rule for it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.softplus(self.inner(x).view(2, 5, 6))
+        return y.transpose(1, 2).contiguous()
+
+
+def test_wrong_shape_rules_of_operators_are_noticed() -> None:
+    with pytest.raises(rockplan.UnsupportedModel, match=r"softplus_backward.*contiguous"):
+        rockplan.solve(WrongShapeRule(), torch.randn(10, 6), "100%")

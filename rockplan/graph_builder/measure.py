@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from rockplan.errors import InvalidInput, PlanFormatError
+from rockplan.errors import InvalidInput, PlanFormatError, UnsupportedModel
 from rockplan.graph import Call, CDGraph, ComputeNode, TensorSpec, ValueRef, value_refs
 from rockplan.graph_builder import operators
 from rockplan.graph_builder.canonical import canonical_literal, digest
@@ -117,6 +117,60 @@ def measure(
     if progress is not None:
         progress(len(missing), len(missing))
     return _profile("measured", _device(graph), {key: found[key] for key in calls})
+
+
+# Views whose recorded form depends on the strides of their base.
+_LAYOUT_VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.as_strided.default"}
+
+
+def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
+    """Execute each unique call whose results are viewed in a way that depends on strides, and
+    raise UnsupportedModel where the real strides are not those of the capture: PyTorch's shape
+    rules are wrong for a few operators, and such a view would fail or read other elements.
+    """
+    viewed = _viewed_by_layout(graph)
+    seen: set[str] = set()
+    with _as_executed(graph):
+        inputs = _inputs(graph, values)
+        for node in graph.nodes:
+            for call in node.calls:
+                key = call_key(graph, call) if viewed & set(call.results) else ""
+                if key and key not in seen:
+                    seen.add(key)
+                    _check_layout(graph, inputs, node, call)
+
+
+def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
+    found: set[int | None] = set()
+    for value in graph.values:
+        view = value.view
+        while view is not None and view.op in _LAYOUT_VIEWS:
+            base = next(value_refs(view.args)).index
+            found.add(base)
+            view = graph.values[base].view
+    return found
+
+
+def _check_layout(graph: CDGraph, inputs: _Inputs, node: ComputeNode, call: Call) -> None:
+    try:
+        results = _results(inputs.execution(call).run())
+    except (RuntimeError, IndexError, ValueError):
+        return
+    for index, real in zip(call.results, results, strict=True):
+        if index is None or not isinstance(real, torch.Tensor) or real.numel() < 2:
+            continue
+        spec = graph.values[index].spec
+        strides = [
+            (s, t) for n, s, t in zip(spec.shape, spec.stride, real.stride(), strict=True) if n > 1
+        ]
+        if any(s != t for s, t in strides):
+            raise UnsupportedModel(
+                f"in module '{node.module or '(root)'}' at {node.source}: {call.op} returns "
+                f"strides {tuple(real.stride())} where PyTorch's shape rule says {spec.stride}, "
+                "so views of its result cannot be planned; put .contiguous() before the operation",
+                module_path=node.module,
+                source=node.source,
+            )
 
 
 def roofline(graph: CDGraph, bytes_per_s: float, flops_per_s: float) -> Profile:
