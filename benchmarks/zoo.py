@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import random
+import re
 import selectors
 import subprocess
 import sys
@@ -89,7 +90,8 @@ class Examination:
         except Exception as error:
             if self.stage == "eager":
                 return self._end("eager fails", error)
-            self.facts["traceback"] = "".join(traceback.format_exc().splitlines(True)[-14:])
+            last = traceback.format_exc().splitlines(True)[-14:]
+            self.facts["traceback"] = without_folders("".join(last))
             return self._end("wrong", error)
         self.facts["outcome"] = "equal"
         return self.facts
@@ -99,7 +101,7 @@ class Examination:
             "outcome": outcome,
             "stage": self.stage,
             "error": type(error).__name__,
-            "message": str(error)[:1500],
+            "message": without_folders(str(error))[:1500],
         }
         return self.facts
 
@@ -142,6 +144,12 @@ class Examination:
         train_side_by_side(case, planned, eager)
         self._begin(f"measure {budget}")
         self.facts[budget] = measure(case, planned)
+
+
+def without_folders(text: str) -> str:
+    """`text` with the paths of installed packages and of this repository made relative."""
+    here = str(Path(__file__).parents[1])
+    return re.sub(r"/[^\s\"']*/site-packages/", "", text).replace(here + "/", "")
 
 
 def make_case(name: str) -> Any:
@@ -332,7 +340,7 @@ def sweep(names: list[str], path: Path, budgets: list[str]) -> None:
         worker.process.wait()
 
 
-def table(rows: dict[str, dict[str, Any]], command: str) -> str:
+def table(rows: dict[str, dict[str, Any]], command: str, left: int) -> str:
     """The counts and everything that is not equal, as Markdown."""
     import torch
 
@@ -344,7 +352,7 @@ def table(rows: dict[str, dict[str, Any]], command: str) -> str:
         "",
         f"`{command}` on {platform.machine()}, {os.cpu_count()} cores, one thread, "
         f"Python {platform.python_version()}, torch {torch.__version__}. Outcomes are explained "
-        "in `benchmarks/zoo.py`.",
+        f"in `benchmarks/zoo.py`. {len(rows)} cases examined, {left} not yet.",
         "",
         "| source | " + " | ".join(OUTCOMES) + " |",
         "|---|" + "---|" * len(OUTCOMES),
@@ -381,7 +389,8 @@ def main() -> None:
     rows = read_results(arguments.results)
     again = ("wrong", "refused") if arguments.retry else ()
     done = {name for name, row in rows.items() if row["outcome"] not in again}
-    names = [n for n in case_names(arguments.sources) if n not in done and arguments.only in n]
+    listed = case_names(arguments.sources)
+    names = [n for n in listed if n not in done and arguments.only in n]
     # Mixed, so that a sweep that is cut short is a fair sample; bodies without a head last.
     names.sort(key=lambda n: (n not in rows, "/base/" in n, seed_of(n)))
     sweep(names, arguments.results, arguments.budgets)
@@ -389,7 +398,9 @@ def main() -> None:
     lines = "".join(json.dumps(rows[name]) + "\n" for name in sorted(rows))
     arguments.results.write_text(lines, encoding="utf-8")
     command = "OMP_NUM_THREADS=1 python -m benchmarks.zoo"
-    arguments.results.with_suffix(".md").write_text(table(rows, command), encoding="utf-8")
+    arguments.results.with_suffix(".md").write_text(
+        table(rows, command, len(set(listed) - set(rows))), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
