@@ -4,9 +4,11 @@ left exactly as it was."""
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -270,18 +272,38 @@ def test_random_decisions_are_refused_unless_they_are_certain() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class WrongShapeRule(nn.Module):
-    """softplus_backward returns other strides than PyTorch's shape rule for it says."""
-
-    def __init__(self) -> None:
+class DrawsOutside(nn.Module):
+    def __init__(self, library: str) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 6)
+        self.inner = nn.Linear(4, 4)
+        self.library = library
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.softplus(self.inner(x).view(2, 5, 6))
-        return y.transpose(1, 2).contiguous()
+        scale = random.random() if self.library == "random" else float(numpy.random.rand())
+        return self.inner(x) * scale
 
 
-def test_wrong_shape_rules_of_operators_are_noticed() -> None:
-    with pytest.raises(rockplan.UnsupportedModel, match=r"softplus_backward.*contiguous"):
-        rockplan.solve(WrongShapeRule(), torch.randn(10, 6), "100%")
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.inner(x) * self.steps
+
+
+@pytest.mark.parametrize("library", ["random", "numpy"])
+def test_randomness_outside_torch_is_refused(library: str) -> None:
+    before = random.getstate(), repr(numpy.random.get_state())
+    with pytest.raises(rockplan.UnsupportedModel, match="numpy"):
+        rockplan.solve(DrawsOutside(library), SAMPLE, "100%")
+    assert (random.getstate(), repr(numpy.random.get_state())) == before
+
+
+def test_counters_are_refused() -> None:
+    model = Counts()
+    with pytest.raises(rockplan.UnsupportedModel, match=r"self\.steps"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert model.steps == 0

@@ -470,6 +470,23 @@ class LateShortcut(nn.Module):
         return out.relu_()
 
 
+class TransposedGradients(nn.Module):
+    """Operators whose backward PyTorch describes with other strides than it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.weight = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        functions = nn.functional
+        x = self.linear(x)
+        found = [functions.softplus(x), functions.elu(x), functions.hardswish(x)]
+        found += [functions.layer_norm(x, [4]), functions.log_softmax(x, -1)]
+        weights = torch.linspace(-1, 1, 64).view(4, 16)
+        return sum((f.transpose(1, 2) * self.weight * weights).reshape(2, 64) for f in found)
+
+
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -511,6 +528,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "custom autograd function": (WithFunction, vectors),
     "in place on views": (InPlace, vectors),
     "late shortcut": (LateShortcut, vectors),
+    "transposed gradients": (TransposedGradients, lambda: torch.randn(2, 16, 8)),
     "expanded integer input": (
         lambda: nn.Embedding(4, 16),
         lambda: torch.arange(64).remainder(4).expand(7, 64),

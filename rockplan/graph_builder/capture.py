@@ -9,10 +9,12 @@ source: DESIGN, section 2.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import nn
 from torch._ops import OpOverload
@@ -107,7 +109,7 @@ def capture(
         reader.start({v: (i, real_leaves[i]) for i, v in inputs})
         fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
         with _as_in_eager(recorder), fake_mode:
-            with recorder, _module_paths(module, recorder):
+            with recorder, _module_paths(module, recorder), _no_python_randomness():
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
             outputs, output_spec = pytree.tree_flatten(result)
             starts = _differentiated(outputs, differentiated)
@@ -413,9 +415,19 @@ def _refuse_opaque(output: object, position: int) -> None:
 def _refuse_side_effects(
     module: nn.Module, attributes: dict[int, dict[str, Any]], stand_ins: _StandIns
 ) -> None:
-    """A tensor that the forward stores on the module would be lost or stale in a planned run."""
+    """A tensor that the forward stores on the module would be lost or stale in a planned run,
+    and a number that it changes would stand still."""
     known = {id(fake) for fake in stand_ins.fakes}
     for path, m in module.named_modules():
+        for name, value in m.__dict__.items():
+            before = attributes[id(m)].get(name)
+            if type(before) in (int, float) and type(value) in (int, float) and value != before:
+                raise UnsupportedModel(
+                    f"in module '{path or '(root)'}': the forward changes the number self.{name}, "
+                    "which would stand still in a planned run; keep the count outside the "
+                    "module, or in a registered buffer",
+                    module_path=path,
+                )
         for name, value in {**m.__dict__, **m._buffers, **m._parameters}.items():
             if (
                 isinstance(value, torch.Tensor)
@@ -429,6 +441,23 @@ def _refuse_side_effects(
                     "norm use torch.nn.utils.parametrizations",
                     module_path=path,
                 )
+
+
+@contextlib.contextmanager
+def _no_python_randomness() -> Iterator[None]:
+    """Refuse a forward that draws from Python's or numpy's global generator: the draw would be
+    the same in every planned step. Both generators are put back."""
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    yield
+    drawn = random.getstate() != python_state
+    drawn |= repr(numpy.random.get_state()) != repr(numpy_state)
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    if drawn:
+        raise UnsupportedModel(
+            "the forward draws random numbers from Python's `random` or from numpy, which a "
+            "planned step would repeat for ever; draw with torch, or before the call"
+        )
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Running statistics are written by these although their schema does not say so: the argument
 # positions of (running_mean, running_var, training).
@@ -157,3 +158,72 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         shape = (left.shape[0], rows, columns)
     dtype = given.get("out_dtype") or left.dtype
     return torch.empty(shape, dtype=dtype, device=left.device)
+
+
+class Layouts:
+    """Strides of real results, where they may differ from what PyTorch's shape rules say.
+
+    The rules of many backward operators ignore that kernels follow the strides of transposed
+    arguments; what the capture records after them (a copy or a view) would then differ from
+    eager. So a call with an argument that is not contiguous runs once for real, on tensors of
+    zeros, one call at a time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[tuple[int, ...] | None, ...]] = {}
+
+    def corrected(
+        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """`result` of a fake call with the strides that the real call gives."""
+        given = list(tensors((args, kwargs)))
+        plain = all(t.is_floating_point() or t.dtype is torch.bool for t in given)
+        if not plain or all(t.is_contiguous() for t in given) or is_random(operator, args, kwargs):
+            return result
+        storages = {t.untyped_storage()._cdata for t in given}
+        fresh = [t for t in tensors(result) if t.untyped_storage()._cdata not in storages]
+        if len(fresh) != len(list(tensors(result))) or written(operator, args, kwargs):
+            return result
+        strides = iter(self._strides(operator, args, kwargs))
+
+        def correct(leaf: torch.Tensor) -> torch.Tensor:
+            real = next(strides, None)
+            if real is None or len(real) != leaf.ndim or real == leaf.stride():
+                return leaf
+            return torch.empty_strided(leaf.shape, real, dtype=leaf.dtype, device=leaf.device)
+
+        return pytree.tree_map_only(torch.Tensor, correct, result)
+
+    def _strides(
+        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[int, ...] | None, ...]:
+        def described(leaf: Any) -> object:
+            if isinstance(leaf, torch.Tensor):
+                return (tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device))
+            return (type(leaf).__name__, repr(leaf))
+
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
+        if key not in self._known:
+            self._known[key] = _real_strides(operator, args, kwargs)
+        return self._known[key]
+
+
+def _real_strides(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Strides of the tensors that the real call returns; none if it refuses zeros."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return made.zero_()
+
+    with _disable_current_modes(), torch.no_grad():
+        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+        try:
+            result = operator(*real_args, **real_kwargs)
+        except (RuntimeError, ValueError, IndexError):
+            return ()
+        return tuple(t.stride() for t in tensors(result))

@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.guards: list[Guard] = []
         self.module_stack: list[str] = [""]
         self.leaf_storages: frozenset[int] = frozenset()
+        self._layouts = operators.Layouts()
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
         self._storages: dict[int, int] = {}
@@ -126,6 +127,7 @@ class Recorder(TorchDispatchMode):
         call = self._call(func, args, kwargs, ())
         try:
             result = operators.fake_result(func, args, kwargs)
+            result = self._layouts.corrected(func, args, kwargs, result)
         except DynamicOutputShapeException as error:
             raise DataDependentShape(
                 f"{where(module, source)}: the shape of the result of {func} depends on the "
