@@ -24,7 +24,7 @@ def cases() -> list[Case]:
         gpt2(layers=4, width=128, batch=4, length=128),
         llama(layers=4, width=128, batch=4, length=128),
         bert(layers=4, width=128, batch=4, length=128),
-        resnet(width=16, batch=4, size=64),
+        resnet(width=32, batch=8, size=96),
         mlp(depth=8, width=512, batch=512),
         encoder(layers=4, width=128, batch=4, length=128),
     ]
