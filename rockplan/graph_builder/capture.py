@@ -55,7 +55,7 @@ class Capture:
     constants: (value, tensor); gradients: (value of a parameter or input, value of its gradient
     or None if the result does not depend on it). The backward pass is recorded without autocast;
     backward_ignores_autocast: it would be the same under the autocast state of the forward.
-    input_spec, output_spec: tree structures of ((args, kwargs)) and of the result.
+    output_spec: tree structure of the result.
     samples: real tensors of integer inputs and of what is computed from them and constants.
     """
 
@@ -69,7 +69,6 @@ class Capture:
     gradients: tuple[tuple[int, int | None], ...]
     guards: tuple[Guard, ...]
     backward_ignores_autocast: bool
-    input_spec: pytree.TreeSpec
     output_spec: pytree.TreeSpec
     samples: dict[int, torch.Tensor]
 
@@ -130,7 +129,6 @@ def capture(
         ),
         guards=tuple(recorder.guards),
         backward_ignores_autocast=any_autocast,
-        input_spec=input_spec,
         output_spec=output_spec,
         samples=reader.samples(recorder),
     )
@@ -448,11 +446,13 @@ def _no_python_randomness() -> Iterator[None]:
     """Refuse a forward that draws from Python's or numpy's global generator: the draw would be
     the same in every planned step. Both generators are put back."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    yield
-    drawn = random.getstate() != python_state
-    drawn |= repr(numpy.random.get_state()) != repr(numpy_state)
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
+    try:
+        yield
+    finally:
+        drawn = random.getstate() != python_state
+        drawn |= repr(numpy.random.get_state()) != repr(numpy_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
     if drawn:
         raise UnsupportedModel(
             "the forward draws random numbers from Python's `random` or from numpy, which a "
