@@ -1,6 +1,16 @@
-"""rockplan: plan rematerialization of a PyTorch module under a byte budget, and run the plan."""
+"""rockplan: plan rematerialization of a PyTorch module under a byte budget, and run the plan.
 
-from rockplan.api import Options, plan, solve
+What needs PyTorch is imported when it is first used, so that `rockplan --help` is quick and a
+plan can be read where PyTorch is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from rockplan.errors import (
     BackwardError,
     CaptureError,
@@ -15,8 +25,19 @@ from rockplan.errors import (
     UnsupportedModel,
     ValueDependentControlFlow,
 )
-from rockplan.graph_builder.ruler import peak_live_bytes
 from rockplan.plan import Plan
+
+if TYPE_CHECKING:
+    from rockplan.api import Options, plan, solve
+    from rockplan.graph_builder.ruler import peak_live_bytes
+
+_LATE = {
+    "Options": "rockplan.api",
+    "peak_live_bytes": "rockplan.graph_builder.ruler",
+    "plan": "rockplan.api",
+    "solve": "rockplan.api",
+}
+"""Public name -> the module that has it, imported when the name is first used."""
 
 __all__ = [
     "BackwardError",
@@ -37,3 +58,23 @@ __all__ = [
     "plan",
     "solve",
 ]
+
+
+class _Package(ModuleType):
+    """Importing `rockplan/plan.py` does not hide the function `rockplan.plan`."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _LATE and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'rockplan' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_LATE[name]), name)
+    globals()[name] = found
+    return found
+
+
+del globals()["plan"]  # the module, which the import of Plan left here
+sys.modules[__name__].__class__ = _Package

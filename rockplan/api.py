@@ -29,6 +29,7 @@ from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.profile import Profile
+from rockplan.progress import report
 from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
@@ -174,6 +175,7 @@ class _Prepared:
 def _prepare(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> _Prepared:
+    report("capturing the model")
     cache = _cache(options)
     forward = planned_modules.original_forward(module)
     captured = capture(module, args, kwargs, forward, options.differentiated)
@@ -181,6 +183,7 @@ def _prepare(
     lowered = lower(captured, random_state.state_bytes(device))
     check_layouts(lowered.graph, lowered.samples)
     profile = _profile(lowered, cache)
+    report("finding blocks")
     graph = price(lowered.graph, profile)
     return _Prepared(captured, lowered, graph, partition(graph), profile)
 
@@ -245,6 +248,7 @@ def _plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     if budget_bytes is not None and budget_bytes >= everything.peak_bytes:
         return _finish(prepared, keep_all(graph), budget_bytes, everything, options)
     families = _families(prepared.blocks, _cache(options), options)
+    report("combining blocks")
     solver = ChainSolver(graph, prepared.blocks, families)
     if budget_bytes is None:
         budget_bytes = solver.minimum_bytes
@@ -307,6 +311,7 @@ def _certificate(
 ) -> Certificate:
     if found.time_ns == everything.time_ns:
         return Certificate(Status.OPTIMAL, found.time_ns, found.time_ns)
+    report("proving a bound")
     bound = lower_bound_ns(graph, budget_bytes, time_limit_s=options.bound_time_limit_s)
     bound = min(max(bound, everything.time_ns), found.time_ns)
     status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE

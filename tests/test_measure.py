@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from rockplan import progress
 from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph import (
     Call,
@@ -332,13 +333,10 @@ def test_autocast_does_not_reach_the_operators() -> None:
 def test_known_costs_are_not_measured_again() -> None:
     graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
     first = measure(graph, {})
-    seen: list[tuple[int, int]] = []
-
-    def progress(done: int, total: int) -> None:
-        seen.append((done, total))
-
-    assert measure(graph, {}, known=first, progress=progress) == first
-    assert seen == [(0, 0)]
+    seen: list[progress.Step] = []
+    with progress.listening(seen.append):
+        assert measure(graph, {}, known=first) == first
+    assert seen == [progress.Step("measuring times", 0, 0)]
     for other in (
         replace(first, torch_version="1.0"),
         replace(first, device="another"),
@@ -346,8 +344,12 @@ def test_known_costs_are_not_measured_again() -> None:
         replace(first, source="roofline"),
     ):
         seen.clear()
-        measure(graph, {}, known=other, progress=progress)
-        assert seen == [(0, 1), (1, 1)]
+        with progress.listening(seen.append):
+            measure(graph, {}, known=other)
+        assert [s for s in seen if s.stage == "measuring times"] == [
+            progress.Step("measuring times", 0, 1),
+            progress.Step("measuring times", 1, 1),
+        ]
 
 
 def test_other_devices_are_refused() -> None:

@@ -17,7 +17,7 @@ import contextlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -35,6 +35,7 @@ from rockplan.graph_builder.canonical import canonical_literal, digest
 from rockplan.graph_builder.evaluate import substitute
 from rockplan.graph_builder.ruler import memory_events, peak_of, profiler_events
 from rockplan.profile import OpCost, Profile
+from rockplan.progress import report
 
 # A bound on what profiling costs: 80 unique calls of GPT-2 take about 3 s.
 _LEAST_REPEATS = 3
@@ -86,15 +87,13 @@ def measure(
     values: Mapping[int, torch.Tensor],
     *,
     known: Profile | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Execute each unique call of `graph` with made-up inputs.
 
     values: real tensors for some indices of `graph.values` (integer inputs and what is computed
     from them), used as arguments as they are. known: costs that need not be measured
     again, if they hold for this device, this version of torch and this number of threads.
-    progress: called with (done, total) after each call. Raises InvalidInput for a device that is
-    neither CPU nor CUDA.
+    Raises InvalidInput for a device that is neither CPU nor CUDA.
     """
     if torch.device(_device(graph)).type not in _SCRATCH_BYTES:
         raise InvalidInput(
@@ -108,14 +107,12 @@ def measure(
         memory = _measure_memory(inputs, missing)
         scratch = _scratch(torch.device(_device(graph)))
         for done, (key, call) in enumerate(missing.items()):
-            if progress is not None:
-                progress(done, len(missing))
+            report("measuring times", done, len(missing))
             if key in memory:
                 found[key] = _measure_time(inputs, call, memory[key], scratch)
             else:
                 found[key] = _estimate(graph, call, *_fallback_rates(graph))
-    if progress is not None:
-        progress(len(missing), len(missing))
+    report("measuring times", len(missing), len(missing))
     return _profile("measured", _device(graph), {key: found[key] for key in calls})
 
 
@@ -469,7 +466,8 @@ def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Me
         return _measure_memory_cuda(inputs, calls)
     sizes: dict[str, tuple[int, ...]] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
-        for key, call in calls.items():
+        for done, (key, call) in enumerate(calls.items()):
+            report("measuring sizes", done, len(calls))
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
                 execution = inputs.execution(call)
                 execution.run()
@@ -504,7 +502,8 @@ def _peaks_in_ranges(session: profile) -> dict[str, int]:
 def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Memory]:
     device = _device(inputs.graph)
     found: dict[str, _Memory] = {}
-    for key, call in calls.items():
+    for done, (key, call) in enumerate(calls.items()):
+        report("measuring sizes", done, len(calls))
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
             execution = inputs.execution(call)
             execution.run()

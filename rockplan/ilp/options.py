@@ -16,6 +16,7 @@ from rockplan.block import OptionFamily
 from rockplan.graph import CDGraph
 from rockplan.ilp.corners import Settings, gap_ns, search_corners
 from rockplan.ilp.decode import pareto, price
+from rockplan.progress import report
 
 DEFAULT = Settings()
 
@@ -49,8 +50,12 @@ def option_families(
         own = replace(settings, time_limit_s=share_s)
         return option_family(distinct[order[position]], settings=own)
 
+    families: dict[Hashable, OptionFamily] = {}
+    report("solving blocks", 0, len(order))
     with ThreadPoolExecutor(max_workers=THREADS) as threads:
-        families = dict(zip(order, threads.map(solve_one, range(len(order))), strict=True))
+        for view, family in zip(order, threads.map(solve_one, range(len(order))), strict=True):
+            families[view] = family
+            report("solving blocks", len(families), len(order))
     return tuple(families[view] for view in views)
 
 
