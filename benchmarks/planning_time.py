@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.models import gpt2
 from benchmarks.timing import machine
-from rockplan.codegen import random_state, runtime
+from rockplan.codegen import random_state
+from rockplan.codegen.executable import build
 from rockplan.dp.search import ChainSolver
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lower import lower
@@ -55,7 +56,7 @@ def stages(layers: int) -> tuple[dict[str, float], str]:
     )
     note("chain")
     assert schedule is not None
-    runtime.build(graph, lowered.interface, schedule, "benchmark")
+    build(graph, lowered.interface, schedule, "benchmark")
     note("code")
     overhead = simulate(graph, schedule).time_ns / everything.time_ns - 1
     solved = {b.digest: f for b, f in zip(blocks, families, strict=True)}

@@ -27,6 +27,7 @@ from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
+from rockplan.interface import Incoming
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.profile import Profile
 from rockplan.progress import report
@@ -43,8 +44,9 @@ class Options:
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
     differentiated: leaves of the result that backward starts from, by position among all leaves;
-    None: the scalars that require a gradient (a loss), or if there are none, all that do. To use
-    nn.LSTM for its output alone: differentiated=(0,).
+    None: the scalars that require a gradient (a loss), or if there are none, all that do. A
+    backward that starts elsewhere is planned again when it comes; name all leaves that are ever
+    differentiated where different steps use different ones.
     time_limit_s: how long to search options of blocks; the best plan so far is returned.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
@@ -92,11 +94,12 @@ def solve(
     make_program = functools.partial(_program, budget=parse_budget(budget), options=options)
     return planned_modules.planned_module(
         model,
-        make_program(model, args, kwargs),
+        make_program(model, args, kwargs, None),
         args,
         kwargs,
         make_program=make_program,
         on_mismatch=options.on_mismatch,
+        outputs_chosen=options.differentiated is not None,
     )
 
 
@@ -173,12 +176,18 @@ class _Prepared:
 
 
 def _prepare(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    incoming: Incoming | None = None,
 ) -> _Prepared:
     report("capturing the model")
     cache = _cache(options)
+    if incoming is None and options.differentiated is not None:
+        incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
-    captured = capture(module, args, kwargs, forward, options.differentiated)
+    captured = capture(module, args, kwargs, forward, incoming)
     device = _device(module, captured)
     lowered = lower(captured, random_state.state_bytes(device))
     check_layouts(lowered.graph, lowered.samples)
@@ -322,11 +331,12 @@ def _program(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    incoming: Incoming | None,
     *,
     budget: Budget,
     options: Options,
 ) -> planned_modules.Program:
-    prepared = _prepare(module, args, kwargs, options)
+    prepared = _prepare(module, args, kwargs, options, incoming)
     made = _plan(prepared, budget, options)
     constants = tuple(t for _, t in prepared.captured.constants)
     program = planned_modules.build_program(
@@ -347,7 +357,11 @@ def _checked(
         module,
         planned_modules.original_forward(module),
         planned_modules.bound_forward(module, program),
-        tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None),
+        {
+            i: program.plan.graph.values[leaf.tangent].spec.stride
+            for i, leaf in enumerate(outputs)
+            if leaf.tangent is not None
+        },
         args,
         kwargs,
     )

@@ -7,7 +7,7 @@ gradients, buffers and generators are afterwards what they were before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,19 +29,19 @@ def check(
     module: nn.Module,
     original: Callable[..., Any],
     planned: Callable[..., Any],
-    differentiated: tuple[int, ...],
+    starts: Mapping[int, tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str:
     """Run `original` and `planned` (two forwards over the tensors of `module`) and compare.
 
-    differentiated: leaves of the result that get a gradient. Raises CheckFailed where the
-    planned step differs although eager repeats itself exactly.
+    starts: leaf of the result that gets a gradient -> strides of that gradient. Raises CheckFailed
+    where the planned step differs although eager repeats itself exactly.
     """
 
     def step(forward: Callable[..., Any]) -> _Step:
         with _restored(module):
-            return _run(module, forward, differentiated, args, kwargs)
+            return _run(module, forward, starts, args, kwargs)
 
     expected = step(original)
     found = step(planned)
@@ -73,7 +73,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 def _run(
     module: nn.Module,
     forward: Callable[..., Any],
-    differentiated: tuple[int, ...],
+    starts: Mapping[int, tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> _Step:
@@ -88,8 +88,8 @@ def _run(
     }
     with torch.enable_grad():
         outputs = pytree.tree_leaves(forward(*args, **kwargs))
-    roots = [outputs[i] for i in differentiated]
-    tangents = [torch.ones_like(o) for o in roots]
+    roots = [outputs[i] for i in starts]
+    tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]
     gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
     tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
     buffers = [(f"buffer {n}", b.detach().clone()) for n, b in module.named_buffers()]
@@ -100,6 +100,13 @@ def _run(
         ("generator state", torch.get_rng_state()),
     ]
     return _Step(tuple(named))
+
+
+def _ones(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Ones in the shape of `like`; strides may be zero (an expanded gradient)."""
+    reach = sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True) if n)
+    ones = torch.ones(reach + 1, dtype=like.dtype, device=like.device)
+    return ones.as_strided(like.shape, strides)
 
 
 def _first_difference(found: _Step, expected: _Step) -> str | None:

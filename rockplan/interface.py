@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rockplan.graph import Call
+
+Incoming = Mapping[int, tuple[int, ...] | None]
+"""Leaf of the result that backward starts from -> strides of its incoming gradient, None: those
+of the leaf."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks.models import Case, encoder, mlp
+from rockplan import api
 from tests.training import (
     assert_equal_trees,
     assert_same_state,
@@ -28,6 +29,8 @@ from tests.training import (
     train_side_by_side,
     twin,
 )
+
+SAMPLE = torch.randn(32, 16)
 
 # The smallest plan recomputes most.
 BUDGET = "min"
@@ -633,28 +636,136 @@ def test_results_that_share_storage_may_not_be_changed_behind_the_plan() -> None
         loss.backward()
 
 
-def test_unplanned_gradients_are_refused() -> None:
-    class Two(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            x = super().forward(x)
-            return x.pow(2).mean(), x.sin()
+class Heads(Net):
+    """Two heads with parameters of their own, and a mean of the first."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return x, self.other(x.tanh())
+
+
+def heads_case() -> Case:
     torch.manual_seed(0)
-    case = Case("two", Two().train(), (torch.randn(32, 16),), {}, lambda r: r[0])
+    return Case("heads", Heads().train(), (torch.randn(32, 16),), {}, lambda r: mean_square(r[0]))
+
+
+def count_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows whenever something is planned."""
+    made: list[int] = []
+    original = api._program
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(api, "_program", counted)
+    return made
+
+
+def test_a_loss_of_some_outputs_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_programs(monkeypatch)
+    case = heads_case()
     planned, eager = pair(case)
-    both(planned, eager, case.step, "loss alone")
-    with pytest.raises(rockplan.BackwardError, match="planned with a gradient"):
-        planned(*case.args)[1].sum().backward()
+    for step in range(3):
+        both(planned, eager, case.step, f"one head, step {step}")
+        for module in (planned, eager):
+            assert module.other.weight.grad is None
+            torch.optim.SGD(module.parameters(), 0.1).step()
+    assert len(made) == 2, "one plan for all outputs, one for those that the loss uses"
+
+    def step_in_budget() -> None:
+        result = planned(*case.args)
+        case.loss(result).backward()
+
+    peak_bytes, _ = rockplan.peak_live_bytes(step_in_budget)
+    assert peak_bytes <= planned.plan.budget_bytes
 
 
-def test_some_outputs_alone() -> None:
-    torch.manual_seed(0)
-    lstm = nn.LSTM(16, 8, 2).train()
-    case = Case("lstm", lstm, (torch.randn(6, 4, 16),), {}, lambda r: mean_square(r[0]))
-    planned, eager = pair(case, options=rockplan.Options(differentiated=(0,)))
-    both(planned, eager, case.step, "output alone")
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0)])
+def test_heads_in_turn(order: tuple[int, ...]) -> None:
+    planned, eager = pair(heads_case(), options=rockplan.Options(differentiated=(0, 1)))
+    for head in order:
+        both(planned, eager, lambda m, h=head: mean_square(m(SAMPLE)[h]).backward(), f"head {head}")
+
+
+def test_an_output_that_was_never_differentiated() -> None:
+    planned, eager = pair(heads_case(), options=rockplan.Options(differentiated=(0,)))
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)[0]).backward(), "first")
+    with pytest.raises(rockplan.BackwardError, match="differentiated"):
+        mean_square(planned(SAMPLE)[1]).backward()
     with pytest.raises(rockplan.InvalidInput, match="differentiated"):
-        solve_case(case, BUDGET, options=rockplan.Options(differentiated=(7,)))
+        pair(heads_case(), options=rockplan.Options(differentiated=(7,)))
+
+
+def test_other_outputs_than_planned_without_replanning() -> None:
+    planned, _ = pair(heads_case(), options=rockplan.Options(on_mismatch="error"))
+    with pytest.raises(rockplan.BackwardError, match="differentiated"):
+        mean_square(planned(SAMPLE)[0]).backward()
+
+
+def test_a_recurrent_network_for_its_output_alone() -> None:
+    torch.manual_seed(0)
+    lstm = nn.LSTM(16, 8, 2, dropout=0.2).train()
+    case = Case("lstm", lstm, (torch.randn(6, 4, 16),), {}, lambda r: mean_square(r[0]))
+    planned, eager = pair(case)
+    train_side_by_side(case, planned, eager, steps=3)
+
+
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded": lambda y: y.sum(),
+    "transposed": lambda y: y.t().contiguous().tanh().pow(2).sum(),
+    "part of a larger gradient": lambda y: mean_square(torch.cat([y, y * 2, torch.ones(32, 3)], 1)),
+}
+
+
+@pytest.mark.parametrize("kind", STRIDES)
+def test_incoming_gradients_in_other_strides(kind: str) -> None:
+    """Kernels look at strides, so the plan is made for those that come."""
+    torch.manual_seed(0)
+    case = Case(kind, Net().train(), (torch.randn(32, 16),), {}, STRIDES[kind])
+    planned, eager = pair(case)
+    train_side_by_side(case, planned, eager, steps=3)
+
+
+def test_replanning_under_the_autocast_of_the_forward() -> None:
+    planned, eager = pair(heads_case())
+
+    def use(module: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = module(SAMPLE)[0]
+        mean_square(result.float()).backward()
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+class Momentum(nn.Module):
+    """What the forward reads is what it changes, so it cannot run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return torch.tanh(y - self.mean)
+
+
+def test_a_forward_that_cannot_run_again_says_so() -> None:
+    torch.manual_seed(0)
+    case = Case("momentum", Momentum().train(), (torch.randn(32, 16),), {}, mean_square)
+    planned, eager = pair(case)
+    both(planned, eager, case.step, "as planned")
+    loss = case.loss(planned(*case.args))
+    loss.backward(retain_graph=True)
+    with pytest.raises(rockplan.BackwardError, match="cannot run again"):
+        loss.backward()
 
 
 def test_root_hooks_and_parameter_hooks_run() -> None:
@@ -686,13 +797,61 @@ def test_hook_on_a_submodule_after_planning_is_refused() -> None:
         planned(*case.args)
 
 
-def test_second_backward_is_refused() -> None:
+@pytest.mark.parametrize("budget", [BUDGET, "100%"])
+def test_second_backward_through_a_retained_graph(budget: str) -> None:
+    case = net_case()
+    planned, eager = pair(case, budget)
+
+    def use(module: nn.Module) -> Any:
+        result = module(*case.args)
+        loss = case.loss(result)
+        head = torch.autograd.grad(loss, module.head.weight, retain_graph=True)
+        loss.backward(retain_graph=True)
+        torch.rand(3)  # the draws of the forward are replayed, whatever happened since
+        module(*case.args)
+        (result[:2] * 3).sum().backward()
+        return head
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+def test_second_backward_without_the_graph_is_refused_as_in_eager() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    for module in (planned, eager):
+        torch.manual_seed(0)
+        loss = case.loss(module(*case.args))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+    both(planned, eager, case.step, "after")
+
+
+def test_second_backward_after_a_change_is_refused() -> None:
     case = net_case()
     planned = solve_case(case, BUDGET)
     loss = case.loss(planned(*case.args))
     loss.backward(retain_graph=True)
-    with pytest.raises(rockplan.BackwardError, match="second time"):
+    with torch.no_grad():
+        planned.first[0].weight.add_(1.0)
+    with pytest.raises(rockplan.BackwardError, match="modified in place"):
         loss.backward()
+
+
+def test_hooks_on_results() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> torch.Tensor:
+        result = module(*case.args)
+        result.register_hook(lambda g: g * 2)
+        result.retain_grad()
+        case.loss(result).backward()
+        assert result.grad is not None
+        return result.grad
+
+    both(planned, eager, use, "hook on the result")
 
 
 def test_double_backward_is_refused() -> None:
@@ -801,7 +960,7 @@ def test_dropping_the_result_frees_what_was_saved() -> None:
     gc.disable()
     try:
         result = planned(*case.args)
-        frame = weakref.ref(result.grad_fn.frame)
+        frame = weakref.ref(result.grad_fn.call)
         assert frame() is not None
         del result
         assert frame() is None, "a reference cycle keeps the frame alive"

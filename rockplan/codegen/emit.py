@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rockplan.errors import UnsupportedModel
+from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
 from rockplan.interface import Guard, Interface
 from rockplan.schedule import Compute, Free, Schedule
@@ -54,9 +54,13 @@ class Code:
     checked: tuple[int, ...]
 
 
-def emit(graph: CDGraph, interface: Interface, schedule: Schedule) -> Code:
-    """Python text that executes `schedule`."""
-    return _Emitter(graph, interface, schedule).emit()
+def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
+    """Python text that executes `schedule`.
+
+    again: for a forward phase that already ran: every operation runs as it runs again, without
+    changing buffers. Raises BackwardError where an operation can run only once.
+    """
+    return _Emitter(graph, interface, schedule, again).emit()
 
 
 class _Names:
@@ -94,8 +98,11 @@ class _Emitter:
     `frame.saved` until a slice needs them: a storage is in one of the two.
     """
 
-    def __init__(self, graph: CDGraph, interface: Interface, schedule: Schedule) -> None:
+    def __init__(
+        self, graph: CDGraph, interface: Interface, schedule: Schedule, again: bool
+    ) -> None:
         self._graph = graph
+        self._again = again
         self._interface = interface
         self._schedule = schedule
         self._names = _Names()
@@ -214,7 +221,8 @@ class _Emitter:
         for value in outputs:
             self._need(value)
         self._save(self._schedule.forward_length)
-        self._checked.clear()
+        if not self._again:
+            self._checked.clear()
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
@@ -249,6 +257,9 @@ class _Emitter:
     def _compute(self, node: ComputeNode) -> None:
         again = self._done[node.index] > 0
         self._done[node.index] += 1
+        if self._again and not node.recomputable:
+            self._skip(node)
+            return
         place = f"{node.module or '(root)'}  {node.source.rsplit('/', 1)[-1]}"
         place += "  [recomputed]" if again else ""
         if place != self._place:
@@ -257,11 +268,22 @@ class _Emitter:
         replayed = node.random and self._executions[node.index] > 1
         if replayed:
             self._before_random(node, again)
-        self._calls(node, again)
+        self._calls(node, node.recalls if again or self._again else node.calls)
         if replayed and again:
             self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:
             self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
+
+    @staticmethod
+    def _skip(node: ComputeNode) -> None:
+        """What changes something outside is not done twice."""
+        if node.writes:
+            raise BackwardError(
+                f"{node.name} in module '{node.module or '(root)'}' ({node.source}) depends on "
+                "something that the forward pass changes, so the forward cannot run again, which "
+                "a second backward, or one from other outputs or in other strides than planned, "
+                "needs. Name the outputs that backward starts from: Options(differentiated=...)"
+            )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
         results = [r for c in node.calls for r in c.results if r is not None]
@@ -273,12 +295,12 @@ class _Emitter:
         self._states[node.index] = name
         self._line(f'frame.save_generator_state("{name}", "{device}")')
 
-    def _calls(self, node: ComputeNode, again: bool) -> None:
+    def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
         """A re-execution makes its own copy of a storage that is alive, and drops it."""
         alive = {d: self._live.pop(d, []) for d in node.writes if d in self._saved or self._live[d]}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
-        for call in node.recalls if again else node.calls:
+        for call in calls:
             for ref in _refs(call):
                 self._need(ref.index)
             self._assign(call)

@@ -19,15 +19,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rockplan.codegen import runtime
-from rockplan.codegen.runtime import Executable
+from rockplan.codegen.call import Replan
+from rockplan.codegen.executable import Executable, Pattern, build
 from rockplan.codegen.signature import (
+    Autocast,
     ModuleSignature,
+    autocast_state,
     call_key,
     module_signature,
     signature_holds,
+    under_autocast,
 )
-from rockplan.errors import StalePlan
-from rockplan.interface import Interface
+from rockplan.errors import BackwardError, StalePlan
+from rockplan.interface import Incoming, Interface
 from rockplan.plan import Plan
 
 # Registries of the root module that the drop-in has for itself.
@@ -74,11 +78,11 @@ def build_program(
     output_spec: pytree.TreeSpec,
 ) -> Program:
     """Generate the code of `plan`, whose values meet the caller as `interface` says."""
-    executable = runtime.build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
+    executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
     return Program(plan, interface, executable, constants, output_spec)
 
 
-MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Program]
+MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], Program]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class _State:
     instance_forward: Callable[..., Any] | None
     make_program: MakeProgram
     on_mismatch: str
+    outputs_chosen: bool
     programs: dict[Any, list[_Bound]] = field(default_factory=dict)
     latest: Program | None = None
 
@@ -129,7 +134,12 @@ class Planned:
             for bound in bounds
             if signature_holds(bound.signature)
         ]
-        settings = (state.instance_forward, state.make_program, state.on_mismatch)
+        settings = (
+            state.instance_forward,
+            state.make_program,
+            state.on_mismatch,
+            state.outputs_chosen,
+        )
         return _rebuild, (state.original, attributes, settings, programs, state.latest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -156,17 +166,69 @@ class Planned:
                     "that the forward reads have changed. Plan again with this sample, or pass "
                     "Options(on_mismatch='replan')"
                 )
-            program = state.make_program(self, args, kwargs)
-            bound = _bind(self, program)
+            bound = _bind(self, state.make_program(self, args, kwargs, None))
             state.programs.setdefault(key, []).append(bound)
         state.latest = bound.program
-        return _run(bound, leaves)
+        situation = _Situation(self, key, bound, args, kwargs, autocast_state())
+        return _run(bound, leaves, situation.replan)
 
     def _original_forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
         if state.instance_forward is not None:
             return state.instance_forward(*args, **kwargs)
         return state.original.forward(self, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    """What a call was made under, to plan it again from its backward pass."""
+
+    planned: Planned
+    key: Any
+    bound: _Bound
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast
+
+    def replan(self, pattern: Pattern) -> Executable:
+        """The plan for incoming gradients of `pattern`; later calls like this one start with it,
+        unless the outputs to differentiate were chosen by the user."""
+        module, state = self.planned, self.planned._rockplan
+        assert isinstance(module, nn.Module)
+        if not signature_holds(self.bound.signature):
+            raise BackwardError(
+                "the module was changed between forward and backward, and this backward pass "
+                "needs another plan; change modules before the forward"
+            )
+        bounds = state.programs[self.key]
+        known = [b for b in bounds if b.program.executable.pattern == pattern]
+        found = _matching(known, pytree.tree_leaves((self.args, self.kwargs)))
+        if found is None:
+            found = _bind(module, self._program(pattern))
+        else:
+            bounds.remove(found)
+        bounds.insert(len(bounds) if self._is_preferred(pattern) else 0, found)
+        return found.program.executable
+
+    def _program(self, pattern: Pattern) -> Program:
+        module, state = self.planned, self.planned._rockplan
+        assert isinstance(module, nn.Module)
+        if state.on_mismatch != "replan":
+            raise BackwardError(
+                "the incoming gradients are of other outputs, or have other strides, than "
+                "planned; pass Options(differentiated=...) for the outputs that backward starts "
+                "from, or Options(on_mismatch='replan')"
+            )
+        leaves = self.bound.program.interface.outputs
+        tensors = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
+        incoming = {i: s for i, s in zip(tensors, pattern, strict=True) if s is not None}
+        with under_autocast(self.autocast):
+            return state.make_program(module, self.args, self.kwargs, incoming)
+
+    def _is_preferred(self, pattern: Pattern) -> bool:
+        planned = self.bound.program.executable.pattern
+        chosen = [s is None for s in planned] == [s is None for s in pattern]
+        return chosen or not self.planned._rockplan.outputs_chosen
 
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
@@ -181,9 +243,13 @@ def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
     bound = _bind(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _run(bound, pytree.tree_leaves((args, kwargs)))
+        return _run(bound, pytree.tree_leaves((args, kwargs)), _no_other_plan)
 
     return forward
+
+
+def _no_other_plan(pattern: Pattern) -> Executable:
+    raise BackwardError(f"the incoming gradients are not as planned: {pattern}")
 
 
 def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
@@ -198,11 +264,11 @@ def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
     return all(check(leaves, program.constants) == guard.expected for check, guard in checks)
 
 
-def _run(bound: _Bound, leaves: Sequence[Any]) -> Any:
+def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     program = bound.program
     inputs = (leaves[i] for i, _ in program.interface.inputs)
-    residents = [*bound.tensors, *inputs, *program.constants]
-    tensors = iter(runtime.call(program.executable, residents))
+    residents = (*bound.tensors, *inputs, *program.constants)
+    tensors = iter(runtime.call(program.executable, residents, replan))
     leaves = [
         leaf.literal if leaf.value is None else next(tensors) for leaf in program.interface.outputs
     ]
@@ -228,13 +294,19 @@ def planned_module(
     *,
     make_program: MakeProgram,
     on_mismatch: str,
+    outputs_chosen: bool,
 ) -> nn.Module:
-    """The drop-in for `module`, which starts with `program` for calls like (args, kwargs)."""
+    """The drop-in for `module`, which starts with `program` for calls like (args, kwargs).
+
+    outputs_chosen: the user said which outputs backward starts from.
+    """
     attributes = dict(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
-    state = _State(type(module), attributes.pop("forward", None), make_program, on_mismatch)
+    state = _State(
+        type(module), attributes.pop("forward", None), make_program, on_mismatch, outputs_chosen
+    )
     planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
@@ -246,7 +318,7 @@ def planned_module(
 def _rebuild(
     original: type[nn.Module],
     attributes: dict[str, Any],
-    settings: tuple[Callable[..., Any] | None, MakeProgram, str],
+    settings: tuple[Callable[..., Any] | None, MakeProgram, str, bool],
     programs: Sequence[tuple[Any, Program]],
     latest: Program | None,
 ) -> nn.Module:

@@ -5,9 +5,13 @@ The generator that the user sees is never moved by a replay: `begin` says how to
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 import torch
 
-State = tuple[torch.Generator, torch.Tensor]
+Undo = tuple[torch.Generator, torch.Tensor]
+Starts = tuple[tuple[torch.Generator, torch.Generator], ...]
 
 
 def _generator(device: str) -> torch.Generator:
@@ -23,7 +27,7 @@ def save(device: str) -> torch.Tensor:
     return _generator(device).get_state()
 
 
-def begin(state: torch.Tensor, device: str) -> State:
+def begin(state: torch.Tensor, device: str) -> Undo:
     """Put the generator of `device` into `state`; returns what `end` needs to undo it."""
     generator = _generator(device)
     current = generator.get_state()
@@ -31,10 +35,28 @@ def begin(state: torch.Tensor, device: str) -> State:
     return generator, current
 
 
-def end(state: State) -> None:
+def end(undo: Undo) -> None:
     """Put the generator back to where it was before `begin`."""
-    generator, current = state
+    generator, current = undo
     generator.set_state(current)
+
+
+def starts(devices: Iterable[str]) -> Starts:
+    """Copies of the default generators of `devices`, which hold no memory of tensors."""
+    return tuple((g, g.clone_state()) for g in map(_generator, devices))
+
+
+@contextlib.contextmanager
+def restarted(starts: Starts) -> Iterator[None]:
+    """The generators as they were at `starts`, and afterwards as before."""
+    before = [(generator, generator.get_state()) for generator, _ in starts]
+    try:
+        for generator, start in starts:
+            generator.set_state(start.get_state())
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 def state_bytes(device: torch.device) -> int:

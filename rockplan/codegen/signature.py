@@ -7,7 +7,8 @@ Attributes that are changed in place inside a list or a configuration object are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +102,38 @@ def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*_parameter_key(tensor), tensor.layout, tensor.storage_offset())
 
 
+Autocast = tuple[torch.dtype | None, ...]
+"""For each device type the dtype of autocast, None if it is off."""
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def autocast_state() -> Autocast:
+    """The autocast state of this thread."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in _DEVICE_TYPES
+    )
+
+
+@contextlib.contextmanager
+def under_autocast(state: Autocast) -> Iterator[None]:
+    """Run under the autocast state of another moment."""
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in zip(_DEVICE_TYPES, state, strict=True):
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
+        yield
+
+
 def _global_key() -> tuple[Any, ...]:
     """Switches of PyTorch that decide which operators a module calls."""
     return (
-        *(
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            for kind in ("cpu", "cuda")
-        ),
+        *autocast_state(),
         torch.get_default_dtype(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
     )

@@ -40,7 +40,7 @@ from rockplan.graph_builder.record import (
     Recorder,
     where,
 )
-from rockplan.interface import Guard, OutputLeaf
+from rockplan.interface import Guard, Incoming, OutputLeaf
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
@@ -78,14 +78,13 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     forward: Callable[..., Any] | None = None,
-    differentiated: tuple[int, ...] | None = None,
+    incoming: Incoming | None = None,
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
     forward: what to call instead of `module.forward`.
-    differentiated: leaves of the result that the backward pass starts from.
-    Outputs: where the result holds scalars that require a gradient (a loss), the backward pass
-    starts from those alone; otherwise from every output that requires a gradient.
+    incoming: what the backward pass starts from; None: where the result holds scalars that
+    require a gradient (a loss), those alone, otherwise every output that requires a gradient.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     _refuse_hooks(module)
@@ -111,7 +110,7 @@ def capture(
             with recorder, _module_paths(module, recorder), _no_python_randomness():
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
             outputs, output_spec = pytree.tree_flatten(result)
-            starts = _differentiated(outputs, differentiated)
+            starts = _starts(outputs, incoming)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, stand_ins)
@@ -304,8 +303,8 @@ def _call_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         ) from error
 
 
-def _differentiated(outputs: list[Any], wanted: tuple[int, ...] | None) -> list[int]:
-    """Positions of the outputs that the backward pass starts from."""
+def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[int, ...]]:
+    """Position of each output that the backward pass starts from -> strides of its gradient."""
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
@@ -316,27 +315,27 @@ def _differentiated(outputs: list[Any], wanted: tuple[int, ...] | None) -> list[
             "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
             "requires_grad on the sample input"
         )
-    if wanted is None:
-        return scalars or candidates
+    wanted = dict.fromkeys(scalars or candidates) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
-            f"differentiated is {wanted}, but the leaves of the result that require a gradient "
-            f"are {tuple(candidates)}"
+            f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
+            f"gradient are {tuple(candidates)}"
         )
-    return sorted(set(wanted))
+    return {i: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
 
 
 def _backward(
     recorder: Recorder,
     outputs: list[Any],
-    differentiated: list[int],
+    starts: dict[int, tuple[int, ...]],
     targets: list[torch.Tensor],
 ) -> tuple[dict[int, int], tuple[torch.Tensor | None, ...], bool]:
     """Record the backward pass. returns: output position -> value of its tangent; gradients;
     whether it is the same under the caller's autocast state."""
-    roots = [outputs[i] for i in differentiated]
+    roots = [outputs[i] for i in starts]
     tangents = [
-        torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in roots
+        torch.empty_strided(o.shape, strides, dtype=o.dtype, device=o.device)
+        for o, strides in zip(roots, starts.values(), strict=True)
     ]
     recorder.phase = Phase.BACKWARD
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
@@ -366,7 +365,7 @@ def _backward(
                 "Check that the original module's backward works on the sample"
             ) from error
     ignores = under_autocast == [c.call.op for c in recorder.calls[forward_calls:]]
-    made = {i: recorder.value(t) for i, t in zip(differentiated, tangents, strict=True)}
+    made = {i: recorder.value(t) for i, t in zip(starts, tangents, strict=True)}
     return made, found, ignores
 
 

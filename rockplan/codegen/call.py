@@ -1,0 +1,145 @@
+"""Call: one call of a planned module, from its forward to its last backward."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+
+from rockplan.codegen import random_state
+from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
+from rockplan.errors import BackwardError
+
+Replan = Callable[[Pattern], Executable]
+"""The plan of the same call for incoming gradients of another pattern."""
+
+
+class Call:
+    """State of one call; several can be in flight.
+
+    A first backward whose incoming gradients have the pattern of the plan continues from what
+    its forward saved. Any other (a second one through a retained graph, gradients of other
+    outputs or in other strides) runs a forward again, from the generator states of the first one
+    and without changing buffers, by the same plan or by the one that `replan` gives; so it is
+    bit for bit what eager does, and takes the time of one more forward.
+    """
+
+    def __init__(
+        self, executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
+    ) -> None:
+        self.executable = executable
+        self._residents = residents
+        self._replan = replan
+        self._running = executable
+        self._frame = Frame(residents)
+        self._is_used = False
+        self._next_slice = 0
+        self._waiting: dict[int, list[torch.Tensor]] = {}
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The forward phase; returns the outputs."""
+        executable = self.executable
+        self._starts = random_state.starts(executable.devices) if executable.random else ()
+        outputs = run_forward(executable, self._frame)
+        self._versions = [_version(t) for t in self._residents]
+        self._saved_versions = [_version(t) for t in self._frame.saved.values()]
+        return outputs
+
+    def begin_backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Take in the incoming gradients of the outputs.
+
+        Raises BackwardError where what the backward pass needs was modified since the forward.
+        """
+        pattern = _pattern(gradients)
+        if self._is_used or pattern != self.executable.pattern:
+            self._forward_again(pattern)
+        elif self._saved_versions != [_version(t) for t in self._frame.saved.values()]:
+            raise _modified()
+        else:
+            self._check_residents(self.executable.code.checked)
+        self._is_used = True
+        self._next_slice = 0
+        self._waiting = defaultdict(list)
+        self._frame.put_tangents(tuple(g for g in gradients if g is not None))
+
+    def _forward_again(self, pattern: Pattern) -> None:
+        is_own = pattern == self.executable.pattern
+        running = (self.executable if is_own else self._replan(pattern)).again()
+        if not _targets(running) <= _targets(self.executable):
+            raise BackwardError(
+                "this backward pass starts from other outputs of the module than the plan knows, "
+                "and reaches parameters or inputs that it did not reach before; name all leaves "
+                "of the result that are ever differentiated: Options(differentiated=(0, 1, ...))"
+            )
+        self._check_residents(running.code.checked)
+        self._running = running
+        self._frame = Frame(self._residents)
+        with random_state.restarted(self._starts):
+            run_forward(running, self._frame)
+
+    def _check_residents(self, positions: Iterable[int]) -> None:
+        if any(_version(self._residents[i]) != self._versions[i] for i in positions):
+            raise _modified()
+
+    def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
+        """What backward slice `number` of the plan hands to autograd."""
+        if self._running.targets == self.executable.targets:
+            return self._run_slice()
+        return self._from_other_plan(number)
+
+    def _run_slice(self) -> tuple[torch.Tensor, ...]:
+        number = self._next_slice
+        self._next_slice += 1
+        return run_slice(self._running, self._frame, number)
+
+    def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
+        """Slices of the other plan run as far as the gradients of this one need; what waits for
+        a target at its last place is summed."""
+        slots = [t for targets in self.executable.targets[number:] for t in targets]
+        own = len(self.executable.targets[number])
+        found = [
+            self._contribution(target, is_last=target not in slots[place + 1 :])
+            for place, target in enumerate(slots[:own])
+        ]
+        if own == len(slots):
+            self._run_until(lambda: False)
+        return tuple(found)
+
+    def _contribution(self, target: int, is_last: bool) -> torch.Tensor | None:
+        waiting = self._waiting[target]
+        self._run_until(lambda: bool(waiting) and not is_last, target)
+        taken = waiting[: len(waiting) if is_last else 1]
+        del waiting[: len(taken)]
+        return functools.reduce(torch.add, taken) if taken else None
+
+    def _run_until(self, done: Callable[[], bool], target: int | None = None) -> None:
+        """Run slices until `done`, or until none is left (that makes a gradient of `target`)."""
+        left = self._running.targets
+        while not done() and any(
+            target is None or target in targets for targets in left[self._next_slice :]
+        ):
+            number = self._next_slice
+            for made, gradient in zip(left[number], self._run_slice(), strict=True):
+                self._waiting[made].append(gradient)
+
+
+def _targets(executable: Executable) -> set[int]:
+    return {t for targets in executable.targets for t in targets}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _modified() -> BackwardError:
+    return BackwardError(
+        "a parameter, input or output that the backward pass needs was modified in place "
+        "after the forward pass (for example by optimizer.step() before backward); "
+        "gradients would be wrong. Call backward first, or clone the tensor"
+    )
+
+
+def _pattern(gradients: tuple[torch.Tensor | None, ...]) -> Pattern:
+    return tuple(None if g is None else g.stride() for g in gradients)

@@ -1,0 +1,126 @@
+"""Executable: a plan as loaded functions, and the frame that they run in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rockplan.codegen import random_state
+from rockplan.codegen.emit import Code, emit
+from rockplan.codegen.load import Functions, SliceFunction, load
+from rockplan.graph import CDGraph
+from rockplan.interface import Interface, OutputLeaf
+from rockplan.schedule import Schedule
+
+Pattern = tuple[tuple[int, ...] | None, ...]
+"""For each output tensor the strides of its incoming gradient, None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """A plan ready to run.
+
+    targets: for each backward slice, positions among the residents of the tensors whose
+    gradients it returns; outputs: leaves of the result that are tensors; pattern: of the incoming
+    gradients that the plan was made for; devices: device types that the graph computes on;
+    random: it draws numbers; again: the same plan for a forward phase that runs once more, and
+    so changes no buffers (raises BackwardError where that cannot be had).
+    """
+
+    code: Code
+    functions: Functions
+    targets: tuple[tuple[int, ...], ...]
+    outputs: tuple[OutputLeaf, ...]
+    pattern: Pattern
+    devices: tuple[str, ...]
+    random: bool
+    backward_ignores_autocast: bool
+    again: Callable[[], Executable]
+
+
+def build(
+    graph: CDGraph, interface: Interface, schedule: Schedule, name: str, again: bool = False
+) -> Executable:
+    """Generate and load the code of a plan."""
+    code = emit(graph, interface, schedule, again)
+    position = {v: i for i, v in enumerate(interface.residents)}
+    outputs = tuple(o for o in interface.outputs if o.value is not None)
+    return Executable(
+        code=code,
+        functions=load(code, interface, f"{name} again" if again else name),
+        targets=tuple(tuple(position[t] for t in slice_) for slice_ in code.handed),
+        outputs=outputs,
+        pattern=tuple(
+            None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
+        ),
+        devices=tuple(sorted({v.spec.device for v in graph.values})),
+        random=any(n.random for n in graph.nodes),
+        backward_ignores_autocast=interface.backward_ignores_autocast,
+        again=functools.cache(functools.partial(build, graph, interface, schedule, name, True)),
+    )
+
+
+class Frame:
+    """What the generated code keeps between its functions, for one run of them."""
+
+    __slots__ = ("_replay", "_tangents", "residents", "saved")
+
+    def __init__(self, residents: tuple[torch.Tensor, ...]) -> None:
+        self.residents = residents
+        self.saved: dict[str, torch.Tensor] = {}
+        self._tangents: tuple[torch.Tensor, ...] = ()
+        self._replay: random_state.Undo | None = None
+
+    def save_generator_state(self, name: str, device: str) -> None:
+        self.saved[name] = random_state.save(device)
+
+    def begin_replay(self, name: str, device: str) -> None:
+        self._replay = random_state.begin(self.saved[name], device)
+
+    def end_replay(self) -> None:
+        """Put the generator back; also called when a replayed operation fails."""
+        if self._replay is not None:
+            random_state.end(self._replay)
+            self._replay = None
+
+    def put_tangents(self, tangents: tuple[torch.Tensor, ...]) -> None:
+        self._tangents = tangents
+
+    def take_tangents(self) -> tuple[torch.Tensor, ...]:
+        tangents, self._tangents = self._tangents, ()
+        return tangents
+
+
+def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...]:
+    """The forward phase; the generated code keeps version counters."""
+    return _run(
+        executable, frame, executable.functions.forward, torch._C._AutoDispatchBelowAutograd
+    )
+
+
+def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.Tensor, ...]:
+    """One slice of the backward phase, without version counters: a gradient must not be known
+    as a view, or autograd could not add to it in place."""
+    function = executable.functions.backward[number]
+    return _run(executable, frame, function, torch._C._AutoDispatchBelowADInplaceOrView)
+
+
+def _run(
+    executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
+) -> tuple[torch.Tensor, ...]:
+    """Run generated code with the kernels of eager: below autograd (`guard`: the dispatch keys
+    to skip), gradient mode on (some kernels look at it), and autocast off, because its casts are
+    operations of the graph."""
+    try:
+        for device_type in {d.split(":")[0] for d in executable.devices}:
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return _run(executable, frame, function, guard)
+        with torch.enable_grad(), guard():
+            return function(frame)
+    finally:
+        frame.end_replay()
