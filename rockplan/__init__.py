@@ -11,6 +11,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rockplan.curve import Curve, CurvePoint
 from rockplan.errors import (
     BackwardError,
     CaptureError,
@@ -28,11 +29,12 @@ from rockplan.errors import (
 from rockplan.plan import Plan
 
 if TYPE_CHECKING:
-    from rockplan.api import Options, plan, solve
+    from rockplan.api import Options, pareto, plan, solve
     from rockplan.graph_builder.ruler import peak_live_bytes
 
 _LATE = {
     "Options": "rockplan.api",
+    "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.ruler",
     "plan": "rockplan.api",
     "solve": "rockplan.api",
@@ -43,6 +45,8 @@ __all__ = [
     "BackwardError",
     "CaptureError",
     "CheckFailed",
+    "Curve",
+    "CurvePoint",
     "DataDependentShape",
     "InfeasibleBudget",
     "InvalidBudget",
@@ -54,6 +58,7 @@ __all__ = [
     "StalePlan",
     "UnsupportedModel",
     "ValueDependentControlFlow",
+    "pareto",
     "peak_live_bytes",
     "plan",
     "solve",

@@ -16,6 +16,7 @@ from rockplan.cache import Cache, default_folder
 from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
+from rockplan.curve import Curve, CurvePoint
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget, InvalidInput
 from rockplan.graph import CDGraph
@@ -115,6 +116,37 @@ def plan(
     args, kwargs = _arguments(model, sample_input, sample_kwargs)
     prepared = _prepare(model, args, kwargs, options)
     return _plan(prepared, parse_budget(budget), options)
+
+
+def pareto(
+    model: nn.Module,
+    sample_input: object,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> Curve:
+    """Predicted time at every useful peak, from one preparation of `model`.
+
+    Arguments and errors are those of `solve`, without a budget. Each point is a plan: `solve` with
+    `budget=point.peak_bytes` needs no more bytes and no more time.
+    """
+    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    prepared = _prepare(model, args, kwargs, options)
+    graph = prepared.graph
+    families = _families(prepared.blocks, _cache(options), options)
+    found = ChainSolver(graph, prepared.blocks, families).curve()
+    return Curve(
+        points=tuple(
+            CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, graph.time_ns) for _, s in found
+        ),
+        graph_digest=graph_digest(graph),
+        profile_digest=profile_digest(prepared.profile),
+        profile_source=_profile_source(prepared.profile),
+    )
+
+
+def _profile_source(profile: Profile) -> str:
+    return f"{profile.source} on {profile.device}, torch {profile.torch_version}"
 
 
 def _cache(options: Options) -> Cache | None:
@@ -306,8 +338,7 @@ def _finish(
         certificate=_certificate(graph, found, everything, budget_bytes, options),
         graph_digest=graph_digest(graph),
         profile_digest=profile_digest(prepared.profile),
-        profile_source=f"{prepared.profile.source} on {prepared.profile.device}, "
-        f"torch {prepared.profile.torch_version}",
+        profile_source=_profile_source(prepared.profile),
     )
 
 

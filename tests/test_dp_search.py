@@ -288,6 +288,13 @@ def test_curve_falls_from_the_minimum_to_keep_all(seed: int) -> None:
     assert points[-1][1].time_ns == graph.time_ns
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_each_point_of_a_curve_is_the_answer_for_its_peak(seed: int) -> None:
+    graph, blocks, found = generated(seed)
+    for schedule, simulation in curve(graph, blocks, found):
+        assert best_schedule(graph, blocks, found, simulation.peak_bytes) == schedule
+
+
 def test_answers_do_not_depend_on_earlier_questions() -> None:
     graph, blocks = join(gpt_problems(2))
     found = families(blocks, 8192)

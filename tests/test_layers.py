@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
-VALUES |= {"progress"}
+VALUES |= {"progress", "curve"}
 ORACLES = {"verify", "simulate", "render", "serial"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {

@@ -56,7 +56,7 @@ def best_schedule(
 def curve(
     graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
 ) -> tuple[tuple[Schedule, Simulation], ...]:
-    """Schedules from the smallest peak found up to keep-all, each faster than all before it."""
+    """As `ChainSolver.curve`."""
     return ChainSolver(graph, blocks, families).curve()
 
 
@@ -93,17 +93,28 @@ class ChainSolver:
         return None if best is None else self._stitch(best)
 
     def curve(self) -> tuple[tuple[Schedule, Simulation], ...]:
-        """Schedules from the smallest peak found up to keep-all, each faster than all before."""
-        found = {o: self._simulate(o) for o in (*self._thriftiest, *self._spread())}
+        """Schedules from the smallest peak found up to keep-all, each faster than all before it;
+        each is the best_schedule of its own peak."""
+        spread = (self._simulate(operations).peak_bytes for operations in self._spread())
+        budgets = {self.minimum_bytes, *spread, self._everything.peak_bytes}
+        found = dict(self._settled(budget) for budget in budgets)
         points: list[tuple[Schedule, Simulation]] = []
-        for operations in sorted(found, key=self._peak_and_time):
-            if not points or found[operations].time_ns < points[-1][1].time_ns:
-                points.append((self._stitch(operations), found[operations]))
-        everything = self._everything
-        points = [p for p in points if p[1].peak_bytes < everything.peak_bytes]
-        if not points or everything.time_ns < points[-1][1].time_ns:
-            points.append((keep_all(self._graph), everything))
+        for peak_bytes in sorted(found):
+            schedule = found[peak_bytes]
+            simulation = simulate(self._graph, schedule)
+            if not points or simulation.time_ns < points[-1][1].time_ns:
+                points.append((schedule, simulation))
         return tuple(points)
+
+    def _settled(self, budget_bytes: int) -> tuple[int, Schedule]:
+        """A schedule that is the best of its own peak, from that of budget_bytes downwards."""
+        while True:
+            schedule = self.best_schedule(budget_bytes)
+            assert schedule is not None
+            peak_bytes = simulate(self._graph, schedule).peak_bytes
+            if peak_bytes == budget_bytes:
+                return peak_bytes, schedule
+            budget_bytes = peak_bytes
 
     def _around(self, budget_bytes: int) -> Iterator[Operations]:
         """Sequences for limits that close in on the largest one whose schedule fits."""
@@ -174,9 +185,6 @@ class ChainSolver:
     def _time_and_peak(self, operations: Operations) -> tuple[int, int]:
         simulation = self._simulate(operations)
         return simulation.time_ns, simulation.peak_bytes
-
-    def _peak_and_time(self, operations: Operations) -> tuple[int, int]:
-        return self._time_and_peak(operations)[::-1]
 
     def _simulate(self, operations: Operations) -> Simulation:
         if operations not in self._simulations:

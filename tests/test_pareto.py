@@ -1,0 +1,61 @@
+"""rockplan.pareto: monotone, and each point is what solving at that budget gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import rockplan
+from benchmarks.models import Case, encoder, mlp, resnet
+
+CASES: list[Callable[[], Case]] = [
+    lambda: encoder(layers=1),
+    lambda: resnet((1, 1), batch=2, size=32),
+    lambda: mlp(depth=4),
+]
+Found = tuple[Case, rockplan.Curve]
+OPTIONS = rockplan.Options(bound_time_limit_s=0.1)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["encoder", "resnet", "mlp"])
+def found(request: pytest.FixtureRequest) -> Found:
+    """A case with its curve; the cache of the test run holds the profile for its plans."""
+    torch.manual_seed(0)
+    case = request.param()
+    return case, rockplan.pareto(case.model, case.args, sample_kwargs=case.kwargs)
+
+
+def plan(case: Case, budget: int | str) -> rockplan.Plan:
+    return rockplan.plan(case.model, case.args, budget, sample_kwargs=case.kwargs, options=OPTIONS)
+
+
+def test_curve_is_monotone_and_its_ends_are_the_minimum_and_keep_all(found: Found) -> None:
+    case, curve = found
+    smallest = plan(case, "min")
+    for a, b in zip(curve.points, curve.points[1:], strict=False):
+        assert a.peak_bytes < b.peak_bytes and a.time_ns > b.time_ns
+    assert smallest.peak_bytes == curve.minimum_bytes
+    assert smallest.eager_peak_bytes == curve.unplanned_bytes
+    assert curve.points[-1].overhead == 0
+    assert smallest.graph_digest == curve.graph_digest
+    assert smallest.profile_digest == curve.profile_digest
+
+
+def test_solving_at_a_point_gives_a_plan_that_is_as_good(found: Found) -> None:
+    case, curve = found
+    for point in curve.points[:: max(len(curve.points) // 6, 1)]:
+        made = plan(case, point.peak_bytes)
+        assert made.peak_bytes <= point.peak_bytes
+        assert made.time_ns <= point.time_ns
+
+
+def test_the_point_for_a_budget_is_the_fastest_that_fits(found: Found) -> None:
+    _, curve = found
+    middle = curve.points[len(curve.points) // 2]
+    assert curve.at(middle.peak_bytes) == middle
+    assert curve.at(middle.peak_bytes - 1) in curve.points[: len(curve.points) // 2]
+    assert curve.at(curve.minimum_bytes - 1) is None
+    assert curve.at(10 * curve.unplanned_bytes) == curve.points[-1]
+    assert len(str(curve).splitlines()) == len(curve.points) + 2
