@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rockplan.graph import Call
 
 Incoming = Mapping[int, tuple[int, ...] | None]
 """Leaf of the result that backward starts from -> strides of its incoming gradient, None: those
 of the leaf."""
+
+
+def computed_attributes(module: Any) -> frozenset[str]:
+    """Attributes of an nn.Module that PyTorch's weight_norm and spectral_norm compute anew in a
+    hook before each forward; what a forward leaves there is read by nobody."""
+    hooks = module._forward_pre_hooks.values()
+    ours = [h for h in hooks if type(h).__module__.startswith("torch.nn.utils.")]
+    return frozenset(h.name for h in ours if isinstance(getattr(h, "name", None), str))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -399,18 +400,34 @@ class SpectralNet(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-class OldNorm(nn.Module):
+class NormsByHook(nn.Module):
+    """The older spelling: hooks compute the attribute `weight` before each forward."""
+
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.utils.spectral_norm(nn.Linear(16, 16))
+        self.b = nn.utils.weight_norm(nn.Linear(16, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.a(x))
+        return self.b(torch.tanh(self.a(x)))
 
 
-def test_norms_by_hook_are_refused() -> None:
-    with pytest.raises(rockplan.UnsupportedModel, match="parametrizations"):
-        rockplan.solve(OldNorm(), vectors(), BUDGET)
+def test_norms_by_hook_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_programs(monkeypatch)
+    torch.manual_seed(0)
+    eager = NormsByHook().train()
+    torch.manual_seed(0)
+    case = Case("norms", NormsByHook().train(), (vectors(),), {}, mean_square)
+    planned = solve_case(case, BUDGET)
+    for step in range(3):
+        both(planned, eager, case.step, f"step {step}")
+        for module in (planned, eager):
+            module.eval()
+        with torch.no_grad():
+            both(planned, eager, lambda m: m(*case.args), f"evaluation {step}")
+        for module in (planned, eager):
+            module.train()
+    assert len(made) == 1
 
 
 class Checkpointed(Net):
@@ -975,7 +992,7 @@ def test_live_bytes_stay_constant_over_many_steps() -> None:
     for _ in range(3):
 
         def steps() -> None:
-            for _ in range(60):
+            for _ in range(70):
                 result = planned(*case.args)
                 case.loss(result).backward()
 
@@ -988,3 +1005,210 @@ def test_check_before_returning() -> None:
     planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
     assert planned.plan.checked
     assert_same_tensor(planned.head.weight.grad, None, "checking leaves no gradients")
+
+
+def test_changes_inside_containers_and_configurations_are_noticed() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.slope = 0.1
+            self.inner = {"scales": [1.0, 2.0]}
+
+    class Configured(Net):
+        def __init__(self, config: Config) -> None:
+            super().__init__()
+            self.config = config
+            self.shifts = [0.5]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.leaky_relu(super().forward(x), self.config.slope)
+            return x * self.config.inner["scales"][1] + self.shifts[0]
+
+    torch.manual_seed(0)
+    case = Case("config", Configured(Config()).train(), (SAMPLE,), {}, mean_square)
+    planned, eager = pair(case)
+    both(planned, eager, case.step, "as planned")
+    for module in (planned, eager):
+        module.config.slope = 0.3
+    both(planned, eager, case.step, "attribute of a configuration")
+    for module in (planned, eager):
+        module.config.inner["scales"][1] = 3.0
+    both(planned, eager, case.step, "list in a dictionary of a configuration")
+    for module in (planned, eager):
+        module.shifts.append(module.shifts.pop() + 1)
+    both(planned, eager, case.step, "list")
+
+
+@torch.library.custom_op("rockplan_tests::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+@square.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+square.register_autograd(
+    lambda ctx, gradient: 2 * ctx.saved_tensors[0] * gradient,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+@torch.library.custom_op("rockplan_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Differs from run to run, whatever the seed."""
+    return x + time.perf_counter_ns() % 1_000_003
+
+
+noise.register_fake(lambda x: torch.empty_like(x))
+noise.register_autograd(
+    lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None
+)
+
+
+class WithSquare(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(square(self.head(square(x))).repeat(1, 4))
+
+
+class WithNoise(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return noise(super().forward(x))
+
+
+def test_operators_of_other_libraries() -> None:
+    torch.manual_seed(0)
+    case = Case("operator", WithSquare().train(), (SAMPLE,), {}, mean_square)
+    planned, eager = pair(case)
+    train_side_by_side(case, planned, eager, steps=2)
+
+
+def test_check_says_where_eager_does_not_repeat_itself() -> None:
+    torch.manual_seed(0)
+    case = Case("noise", WithNoise().train(), (SAMPLE,), {}, mean_square)
+    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    assert "eager does not repeat itself" in planned.plan.checked
+    assert "by up to" in planned.plan.checked
+
+
+class Passing(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": super().forward(x), "x": x, "part": x.view(-1)[3:], "mask": x > 0}
+
+
+def test_results_that_are_inputs() -> None:
+    torch.manual_seed(0)
+    case = Case("passing", Passing().train(), (SAMPLE,), {}, lambda r: mean_square(r["y"]))
+    planned, eager = pair(case)
+    both(planned, eager, lambda m: m(SAMPLE)["y"].sum().backward(), "step")
+    result = planned(SAMPLE)
+    assert result["x"].data_ptr() == SAMPLE.data_ptr()
+    assert result["part"].data_ptr() == SAMPLE.view(-1)[3:].data_ptr()
+
+
+class ChangesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x.mul_(2.0))))
+
+
+def test_inputs_changed_in_place() -> None:
+    torch.manual_seed(0)
+    case = Case("changes", ChangesInput(), (SAMPLE.clone(),), {}, mean_square)
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> torch.Tensor:
+        x = SAMPLE.clone()
+        mean_square(module(x)).backward()
+        return x
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_around_a_planned_module(reentrant: bool) -> None:
+    planned, eager = pair(net_case(32))
+
+    def use(module: nn.Module) -> Any:
+        x = SAMPLE.clone().requires_grad_()
+        mean_square(checkpoint(module, x, use_reentrant=reentrant)).backward()
+        return x.grad
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+def test_saved_tensors_hooks_of_the_caller() -> None:
+    planned, eager = pair(net_case(32))
+    with torch.autograd.graph.save_on_cpu():
+        both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "save_on_cpu")
+
+
+def test_functional_call() -> None:
+    planned, eager = pair(net_case(32))
+    values = {n: (p.detach() * 1.1).requires_grad_() for n, p in eager.named_parameters()}
+
+    def use(module: nn.Module) -> Any:
+        result = torch.func.functional_call(module, values, SAMPLE)
+        return torch.autograd.grad(mean_square(result), list(values.values()))
+
+    both(planned, eager, use, "functional_call")
+
+
+def test_function_transforms_are_refused() -> None:
+    planned, _ = pair(net_case(32))
+    values = {n: p.detach() for n, p in planned.named_parameters()}
+    with pytest.raises(rockplan.StalePlan, match="torch.func"):
+        torch.func.grad(lambda v: mean_square(torch.func.functional_call(planned, v, SAMPLE)))(
+            values
+        )
+
+
+def test_compile_leaves_a_planned_module_alone() -> None:
+    planned, eager = pair(net_case(32))
+    compiled = torch.compile(planned, backend="eager")
+    both(
+        planned,
+        eager,
+        lambda m: mean_square((compiled if m is planned else m)(SAMPLE)).backward(),
+        "compiled",
+    )
+
+
+def test_one_planned_module_in_several_threads() -> None:
+    case = encoder_without_dropout()
+    planned, eager = pair(case)
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            loss = case.loss(planned(*case.args, **case.kwargs))
+            found[number] = torch.autograd.grad(loss, list(planned.parameters()))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loss = case.loss(eager(*case.args, **case.kwargs))
+    expected = torch.autograd.grad(loss, list(eager.parameters()))
+    assert len(found) == len(threads)
+    for gradients in found.values():
+        assert_equal_trees(gradients, expected, "thread")
+
+
+def test_autocast_changed_between_calls() -> None:
+    planned, eager = pair(net_case(32))
+
+    def use(module: nn.Module) -> None:
+        for enabled in (True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                result = module(SAMPLE)
+            mean_square(result.float()).backward()
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")

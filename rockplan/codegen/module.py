@@ -148,11 +148,13 @@ class Planned:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
         assert isinstance(self, nn.Module)
         if not torch.is_grad_enabled():
             return self._original_forward(*args, **kwargs)
+        _refuse_transforms()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
         bound = _matching(state.programs.get(key, ()), leaves)
@@ -246,6 +248,14 @@ def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
         return _run(bound, pytree.tree_leaves((args, kwargs)), _no_other_plan)
 
     return forward
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise StalePlan(
+            "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
+            "original module there"
+        )
 
 
 def _no_other_plan(pattern: Pattern) -> Executable:

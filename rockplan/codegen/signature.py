@@ -1,8 +1,8 @@
 """Signatures: everything that a captured run depended on, compared before each call.
 
 A call is described by `call_key` (hashable: arguments and global switches), the module by
-`module_signature` (identity of submodules, their plain attributes, hooks, parameters).
-Attributes that are changed in place inside a list or a configuration object are not seen.
+`module_signature` (identity of submodules, their attributes, hooks, parameters, and what is in
+the lists, dictionaries and configuration objects among the attributes).
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from rockplan.codegen.contents import contents_of
+from rockplan.interface import computed_attributes
+
+# What every nn.Module has; compared by itself.
+_REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -27,15 +33,32 @@ class _ModuleEntry:
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
 
 
-ModuleSignature = tuple[_ModuleEntry, ...]
+@dataclass(frozen=True, slots=True)
+class ModuleSignature:
+    """contents: (container among the attributes, what was in it)."""
+
+    entries: tuple[_ModuleEntry, ...]
+    contents: tuple[tuple[Any, Any], ...]
 
 
 def module_signature(module: nn.Module) -> ModuleSignature:
     """What of the module tree decides which operations its forward executes."""
+    entries = _module_entries(module)
+    containers = {
+        id(value): value
+        for entry in entries
+        for name, value in entry.attributes.items()
+        if name not in _REGISTRIES
+    }
+    contents = ((value, contents_of(value)) for value in containers.values())
+    return ModuleSignature(entries, tuple((v, c) for v, c in contents if c is not None))
+
+
+def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
     return tuple(
         _ModuleEntry(
             module=m,
-            attributes=dict(m.__dict__),
+            attributes=_attributes(m),
             children=tuple(m._modules.items()),
             hooks=tuple(len(m.__dict__.get(h) or ()) for h in _HOOKS),
             tensors=tuple(
@@ -50,13 +73,20 @@ def module_signature(module: nn.Module) -> ModuleSignature:
 
 def signature_holds(signature: ModuleSignature) -> bool:
     """True if nothing that `module_signature` recorded has changed since."""
-    return all(map(_entry_holds, signature))
+    return all(map(_entry_holds, signature.entries)) and all(
+        contents_of(container) == content for container, content in signature.contents
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    computed = computed_attributes(module) if module._forward_pre_hooks else ()
+    return {k: v for k, v in module.__dict__.items() if k not in computed}
 
 
 def _entry_holds(entry: _ModuleEntry) -> bool:
     attributes = entry.module.__dict__
     try:
-        if attributes != entry.attributes:
+        if attributes != entry.attributes and _attributes(entry.module) != entry.attributes:
             return False
     except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
         return False

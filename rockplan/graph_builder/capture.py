@@ -40,7 +40,7 @@ from rockplan.graph_builder.record import (
     Recorder,
     where,
 )
-from rockplan.interface import Guard, Incoming, OutputLeaf
+from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
@@ -425,17 +425,18 @@ def _refuse_side_effects(
                     "module, or in a registered buffer",
                     module_path=path,
                 )
+        computed = computed_attributes(m)
         for name, value in {**m.__dict__, **m._buffers, **m._parameters}.items():
             if (
                 isinstance(value, torch.Tensor)
+                and name not in computed
                 and value is not attributes[id(m)].get(name)
                 and id(value) not in known
             ):
                 raise UnsupportedModel(
                     f"in module '{path or '(root)'}': the forward assigns a tensor to "
                     f"self.{name}, which a planned run cannot reproduce. Return it, or update a "
-                    f"registered buffer in place (self.{name}.copy_(...)); for weight or spectral "
-                    "norm use torch.nn.utils.parametrizations",
+                    f"registered buffer in place (self.{name}.copy_(...))",
                     module_path=path,
                 )
 
@@ -501,6 +502,7 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         torch.enable_grad(),
         swap.transformers_sees_real_tensors(),
         swap.without_checkpointing(),
+        swap.without_saved_tensor_hooks(),
         swap.without_tensor_hooks(refuse_hook),
     ):
         try:

@@ -111,6 +111,18 @@ def without_checkpointing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Keep the caller's hooks on saved tensors (an activation checkpoint around the planned
+    module, save_on_cpu) away from the recorded run."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
+@contextlib.contextmanager
 def without_tensor_hooks(refuse: Callable[[], NoReturn]) -> Iterator[None]:
     """Refuse hooks that the forward puts on its tensors: they would run during capture only."""
     original = torch.Tensor.register_hook
