@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
-from benchmarks.models import Case, encoder, mlp
-from rockplan import api
+from benchmarks.models import Case
 from tests.training import (
     assert_equal_trees,
     assert_same_state,
@@ -30,53 +27,18 @@ from tests.training import (
     train_side_by_side,
     twin,
 )
-
-SAMPLE = torch.randn(32, 16)
-
-# The smallest plan recomputes most.
-BUDGET = "min"
-
-
-class Net(nn.Module):
-    """Two halves with dropout and BatchNorm, so that replay and statistics matter."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2))
-        self.norm = nn.BatchNorm1d(4 * width)
-        self.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4 * width, width), nn.Tanh())
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.second(self.norm(self.first(x)))
-        return self.head(x + self.second(self.norm(self.first(x))))
-
-
-def mean_square(result: torch.Tensor) -> torch.Tensor:
-    return result.pow(2).mean()
-
-
-def net_case(batch: int = 128) -> Case:
-    torch.manual_seed(0)
-    return Case("net", Net().train(), (torch.randn(batch, 16),), {}, mean_square)
-
-
-def pair(case: Case, budget: Any = BUDGET, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """(planned, eager) with equal parameters."""
-    eager = twin(case)
-    return solve_case(case, budget, **options), eager
-
-
-def both(planned: nn.Module, eager: nn.Module, use: Callable[[nn.Module], Any], what: str) -> None:
-    """`use` on both modules from the same seed gives the same results and state."""
-    results = []
-    for module in (eager, planned):
-        torch.manual_seed(5)
-        results.append(use(module))
-        results.append(torch.get_rng_state())
-    assert_equal_trees(results[2], results[0], what)
-    assert torch.equal(results[3], results[1]), f"{what}: generator"
-    assert_same_state(planned, eager, what)
+from tests.usage import (
+    BUDGET,
+    SAMPLE,
+    Net,
+    both,
+    count_programs,
+    encoder_without_dropout,
+    mean_square,
+    mlp_case,
+    net_case,
+    pair,
+)
 
 
 def test_it_recomputes() -> None:
@@ -91,53 +53,12 @@ def recomputed(plan: rockplan.Plan) -> list[Any]:
     return [plan.graph.nodes[i] for i in set(order) if order.count(i) > 1]
 
 
-def test_several_forwards_before_one_backward() -> None:
-    planned, eager = pair(net_case())
-    batches = [torch.randn(32, 16) for _ in range(3)]
-    both(planned, eager, lambda m: sum(mean_square(m(b)) for b in batches).backward(), "sum")
-
-
-def test_backwards_in_another_order() -> None:
-    planned, eager = pair(net_case())
-    batches = [torch.randn(32, 16) for _ in range(2)]
-
-    def use(module: nn.Module) -> None:
-        losses = [mean_square(module(b)) for b in batches]
-        losses[0].backward()
-        losses[1].backward()
-
-    both(planned, eager, use, "first forward first")
-
-
-def test_gradient_accumulation_within_budget() -> None:
-    case = net_case()
-    planned, eager = pair(case)
-
-    def use(module: nn.Module) -> None:
-        for _ in range(3):
-            case.step(module)
-
-    both(planned, eager, use, "accumulation")
-
-    def step() -> None:
-        result = planned(*case.args)
-        mean_square(result).backward()
-
-    peak_bytes, _ = rockplan.peak_live_bytes(step)
-    assert peak_bytes <= planned.plan.budget_bytes
-
-
 def test_two_planned_models_alternate() -> None:
     first, first_eager = pair(net_case())
     second, second_eager = pair(mlp_case())
     for _ in range(2):
         both(first, first_eager, lambda m: net_case().step(m), "first")
         both(second, second_eager, lambda m: mlp_case().step(m), "second")
-
-
-def mlp_case() -> Case:
-    torch.manual_seed(1)
-    return mlp(depth=4, width=16, batch=32)
 
 
 def test_the_same_module_planned_twice() -> None:
@@ -585,23 +506,6 @@ def test_modules(kind: str) -> None:
     train_side_by_side(case, planned, eager, steps=3)
 
 
-def test_gradients_of_inputs() -> None:
-    case = net_case()
-    sample = case.args[0].clone().requires_grad_()
-    case = Case("inputs", case.model, (sample,), {}, mean_square)
-    planned, eager = pair(case)
-
-    def use(module: nn.Module) -> torch.Tensor:
-        leaf = sample.detach().clone().requires_grad_()
-        mean_square(module(leaf)).backward()
-        inner = (leaf * 2).tanh()
-        mean_square(module(inner)).backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    both(planned, eager, use, "inputs")
-
-
 @dataclass
 class Parts:
     """A dataclass that pytree knows."""
@@ -641,299 +545,12 @@ def test_structured_results_and_arguments() -> None:
     train_side_by_side(default, planned, eager, steps=1)
 
 
-def test_results_that_share_storage_may_not_be_changed_behind_the_plan() -> None:
-    torch.manual_seed(0)
-    case = Case("net", Net().train(), (torch.randn(32, 16),), {}, mean_square)
-    planned = solve_case(case, BUDGET)
-    result = planned(*case.args)
-    loss = mean_square(result)
-    with torch.no_grad():
-        planned.head.weight.add_(1.0)
-    with pytest.raises(rockplan.BackwardError, match="modified in place"):
-        loss.backward()
-
-
-class Heads(Net):
-    """Two heads with parameters of their own, and a mean of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(4, 8)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = super().forward(x)
-        return x, self.other(x.tanh())
-
-
-def heads_case() -> Case:
-    torch.manual_seed(0)
-    return Case("heads", Heads().train(), (torch.randn(32, 16),), {}, lambda r: mean_square(r[0]))
-
-
-def count_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows whenever something is planned."""
-    made: list[int] = []
-    original = api._program
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(api, "_program", counted)
-    return made
-
-
-def test_a_loss_of_some_outputs_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = count_programs(monkeypatch)
-    case = heads_case()
-    planned, eager = pair(case)
-    for step in range(3):
-        both(planned, eager, case.step, f"one head, step {step}")
-        for module in (planned, eager):
-            assert module.other.weight.grad is None
-            torch.optim.SGD(module.parameters(), 0.1).step()
-    assert len(made) == 2, "one plan for all outputs, one for those that the loss uses"
-
-    def step_in_budget() -> None:
-        result = planned(*case.args)
-        case.loss(result).backward()
-
-    peak_bytes, _ = rockplan.peak_live_bytes(step_in_budget)
-    assert peak_bytes <= planned.plan.budget_bytes
-
-
-@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0)])
-def test_heads_in_turn(order: tuple[int, ...]) -> None:
-    planned, eager = pair(heads_case(), options=rockplan.Options(differentiated=(0, 1)))
-    for head in order:
-        both(planned, eager, lambda m, h=head: mean_square(m(SAMPLE)[h]).backward(), f"head {head}")
-
-
-def test_an_output_that_was_never_differentiated() -> None:
-    planned, eager = pair(heads_case(), options=rockplan.Options(differentiated=(0,)))
-    both(planned, eager, lambda m: mean_square(m(SAMPLE)[0]).backward(), "first")
-    with pytest.raises(rockplan.BackwardError, match="differentiated"):
-        mean_square(planned(SAMPLE)[1]).backward()
-    with pytest.raises(rockplan.InvalidInput, match="differentiated"):
-        pair(heads_case(), options=rockplan.Options(differentiated=(7,)))
-
-
-def test_other_outputs_than_planned_without_replanning() -> None:
-    planned, _ = pair(heads_case(), options=rockplan.Options(on_mismatch="error"))
-    with pytest.raises(rockplan.BackwardError, match="differentiated"):
-        mean_square(planned(SAMPLE)[0]).backward()
-
-
-def test_a_recurrent_network_for_its_output_alone() -> None:
-    torch.manual_seed(0)
-    lstm = nn.LSTM(16, 8, 2, dropout=0.2).train()
-    case = Case("lstm", lstm, (torch.randn(6, 4, 16),), {}, lambda r: mean_square(r[0]))
-    planned, eager = pair(case)
-    train_side_by_side(case, planned, eager, steps=3)
-
-
-STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "expanded": lambda y: y.sum(),
-    "transposed": lambda y: y.t().contiguous().tanh().pow(2).sum(),
-    "part of a larger gradient": lambda y: mean_square(torch.cat([y, y * 2, torch.ones(32, 3)], 1)),
-}
-
-
-@pytest.mark.parametrize("kind", STRIDES)
-def test_incoming_gradients_in_other_strides(kind: str) -> None:
-    """Kernels look at strides, so the plan is made for those that come."""
-    torch.manual_seed(0)
-    case = Case(kind, Net().train(), (torch.randn(32, 16),), {}, STRIDES[kind])
-    planned, eager = pair(case)
-    train_side_by_side(case, planned, eager, steps=3)
-
-
-def test_replanning_under_the_autocast_of_the_forward() -> None:
-    planned, eager = pair(heads_case())
-
-    def use(module: nn.Module) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            result = module(SAMPLE)[0]
-        mean_square(result.float()).backward()
-
-    for step in range(2):
-        both(planned, eager, use, f"step {step}")
-
-
-class Momentum(nn.Module):
-    """What the forward reads is what it changes, so it cannot run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 4)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.mean.lerp_(y.detach().mean(0), 0.1)
-        return torch.tanh(y - self.mean)
-
-
-def test_a_forward_that_cannot_run_again_says_so() -> None:
-    torch.manual_seed(0)
-    case = Case("momentum", Momentum().train(), (torch.randn(32, 16),), {}, mean_square)
-    planned, eager = pair(case)
-    both(planned, eager, case.step, "as planned")
-    loss = case.loss(planned(*case.args))
-    loss.backward(retain_graph=True)
-    with pytest.raises(rockplan.BackwardError, match="cannot run again"):
-        loss.backward()
-
-
-def test_root_hooks_and_parameter_hooks_run() -> None:
-    case = net_case()
-    planned, eager = pair(case)
-
-    def use(module: nn.Module) -> list[Any]:
-        seen: list[Any] = []
-        handles = [
-            module.register_forward_pre_hook(lambda m, a: seen.append("pre")),
-            module.register_forward_hook(lambda m, a, r: r * 2),
-            module.register_full_backward_hook(lambda m, a, b: seen.append(b[0].clone())),
-            module.head.weight.register_hook(lambda g: g * 3),
-            module.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append("bias")),
-        ]
-        case.step(module)
-        for handle in handles:
-            handle.remove()
-        return seen
-
-    both(planned, eager, use, "hooks")
-
-
 def test_hook_on_a_submodule_after_planning_is_refused() -> None:
     case = net_case()
     planned = solve_case(case, BUDGET)
     planned.head.register_forward_hook(lambda m, a, r: None)
     with pytest.raises(rockplan.UnsupportedModel, match="head"):
         planned(*case.args)
-
-
-@pytest.mark.parametrize("budget", [BUDGET, "100%"])
-def test_second_backward_through_a_retained_graph(budget: str) -> None:
-    case = net_case()
-    planned, eager = pair(case, budget)
-
-    def use(module: nn.Module) -> Any:
-        result = module(*case.args)
-        loss = case.loss(result)
-        head = torch.autograd.grad(loss, module.head.weight, retain_graph=True)
-        loss.backward(retain_graph=True)
-        torch.rand(3)  # the draws of the forward are replayed, whatever happened since
-        module(*case.args)
-        (result[:2] * 3).sum().backward()
-        return head
-
-    for step in range(2):
-        both(planned, eager, use, f"step {step}")
-
-
-def test_second_backward_without_the_graph_is_refused_as_in_eager() -> None:
-    case = net_case()
-    planned, eager = pair(case)
-    for module in (planned, eager):
-        torch.manual_seed(0)
-        loss = case.loss(module(*case.args))
-        loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-    both(planned, eager, case.step, "after")
-
-
-def test_second_backward_after_a_change_is_refused() -> None:
-    case = net_case()
-    planned = solve_case(case, BUDGET)
-    loss = case.loss(planned(*case.args))
-    loss.backward(retain_graph=True)
-    with torch.no_grad():
-        planned.first[0].weight.add_(1.0)
-    with pytest.raises(rockplan.BackwardError, match="modified in place"):
-        loss.backward()
-
-
-def test_hooks_on_results() -> None:
-    case = net_case()
-    planned, eager = pair(case)
-
-    def use(module: nn.Module) -> torch.Tensor:
-        result = module(*case.args)
-        result.register_hook(lambda g: g * 2)
-        result.retain_grad()
-        case.loss(result).backward()
-        assert result.grad is not None
-        return result.grad
-
-    both(planned, eager, use, "hook on the result")
-
-
-def test_double_backward_is_refused() -> None:
-    case = net_case()
-    planned = solve_case(case, BUDGET)
-    loss = case.loss(planned(*case.args))
-    with pytest.raises(rockplan.BackwardError, match="twice"):
-        torch.autograd.grad(loss, list(planned.parameters()), create_graph=True)
-
-
-def test_autograd_grad() -> None:
-    case = net_case()
-    planned, eager = pair(case)
-
-    def use(module: nn.Module) -> Any:
-        loss = case.loss(module(*case.args))
-        return torch.autograd.grad(loss, [module.head.weight, module.first[0].bias])
-
-    both(planned, eager, use, "autograd.grad")
-
-
-def test_anomaly_mode() -> None:
-    case = net_case()
-    planned, eager = pair(case)
-    with torch.autograd.set_detect_anomaly(True):
-        both(planned, eager, case.step, "anomaly mode")
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_interruption_leaves_nothing_behind(phase: str, error: type[BaseException]) -> None:
-    case = net_case()
-    planned, eager = pair(case)
-    both(planned, eager, case.step, "before")
-    with pytest.raises(error):
-        interrupted_step(case, planned, phase, error)
-    planned.load_state_dict(eager.state_dict())
-    planned.zero_grad()
-    eager.zero_grad()
-    both(planned, eager, case.step, "after")
-
-
-def interrupted_step(
-    case: Case, planned: nn.Module, phase: str, error: type[BaseException]
-) -> None:
-    """Fail in the middle of a phase: at a random draw, replayed in the backward phase."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Interrupt(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if "bernoulli" in str(func):
-                raise error("interrupted")
-            return func(*args, **(kwargs or {}))
-
-    state = torch.get_rng_state()
-    if phase == "forward":
-        with Interrupt():
-            case.step(planned)
-    result = planned(*case.args)
-    state = torch.get_rng_state()
-    try:
-        with Interrupt():
-            case.loss(result).backward()
-    finally:
-        assert torch.equal(torch.get_rng_state(), state), "the replay was not undone"
 
 
 def test_threads() -> None:
@@ -958,46 +575,6 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not errors, errors
-
-
-def encoder_without_dropout() -> Case:
-    case = encoder()
-    for module in case.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-    return case
-
-
-def test_dropping_the_result_frees_what_was_saved() -> None:
-    case = net_case()
-    planned = solve_case(case, "100%")
-    gc.collect()
-    gc.disable()
-    try:
-        result = planned(*case.args)
-        frame = weakref.ref(result.grad_fn.call)
-        assert frame() is not None
-        del result
-        assert frame() is None, "a reference cycle keeps the frame alive"
-    finally:
-        gc.enable()
-
-
-def test_live_bytes_stay_constant_over_many_steps() -> None:
-    case = net_case()
-    planned = solve_case(case, BUDGET)
-    left = []
-    for _ in range(3):
-
-        def steps() -> None:
-            for _ in range(70):
-                result = planned(*case.args)
-                case.loss(result).backward()
-
-        left.append(rockplan.peak_live_bytes(steps, warmup=1))
-    assert len(set(left)) == 1 and left[0][1] == 0
 
 
 def test_check_before_returning() -> None:
@@ -1061,6 +638,8 @@ def noise(x: torch.Tensor) -> torch.Tensor:
 
 
 noise.register_fake(lambda x: torch.empty_like(x))
+
+
 noise.register_autograd(
     lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None
 )

@@ -1,0 +1,95 @@
+"""What the tests of usage share: a small network, and a planned and an eager copy side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.models import Case, encoder, mlp
+from rockplan import api
+from tests.training import (
+    assert_equal_trees,
+    assert_same_state,
+    solve_case,
+    twin,
+)
+
+SAMPLE = torch.randn(32, 16)
+
+
+# The smallest plan recomputes most.
+BUDGET = "min"
+
+
+class Net(nn.Module):
+    """Two halves with dropout and BatchNorm, so that replay and statistics matter."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2))
+        self.norm = nn.BatchNorm1d(4 * width)
+        self.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4 * width, width), nn.Tanh())
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(self.norm(self.first(x)))
+        return self.head(x + self.second(self.norm(self.first(x))))
+
+
+def mean_square(result: torch.Tensor) -> torch.Tensor:
+    return result.pow(2).mean()
+
+
+def net_case(batch: int = 128) -> Case:
+    torch.manual_seed(0)
+    return Case("net", Net().train(), (torch.randn(batch, 16),), {}, mean_square)
+
+
+def pair(case: Case, budget: Any = BUDGET, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """(planned, eager) with equal parameters."""
+    eager = twin(case)
+    return solve_case(case, budget, **options), eager
+
+
+def both(planned: nn.Module, eager: nn.Module, use: Callable[[nn.Module], Any], what: str) -> None:
+    """`use` on both modules from the same seed gives the same results and state."""
+    results = []
+    for module in (eager, planned):
+        torch.manual_seed(5)
+        results.append(use(module))
+        results.append(torch.get_rng_state())
+    assert_equal_trees(results[2], results[0], what)
+    assert torch.equal(results[3], results[1]), f"{what}: generator"
+    assert_same_state(planned, eager, what)
+
+
+def mlp_case() -> Case:
+    torch.manual_seed(1)
+    return mlp(depth=4, width=16, batch=32)
+
+
+def count_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows whenever something is planned."""
+    made: list[int] = []
+    original = api._program
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(api, "_program", counted)
+    return made
+
+
+def encoder_without_dropout() -> Case:
+    case = encoder()
+    for module in case.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return case
