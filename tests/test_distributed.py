@@ -10,12 +10,21 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+def torchrun(script: list[str], cache: Path) -> None:
+    """Run `script` on two processes; a failure shows what they wrote."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    command += ["-m", "tests.distributed_worker"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROCKPLAN_CACHE_DIR": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ROCKPLAN_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    torchrun(["-m", "tests.distributed_worker"], tmp_path)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_distributed import torchrun
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -19,5 +21,10 @@ def examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "code"), examples(), ids=[n for n, _ in examples()])
-def test_example_runs(name: str, code: str) -> None:
+def test_example_runs(name: str, code: str, tmp_path: Path) -> None:
+    if "torchrun" in code:
+        script = tmp_path / "train.py"
+        script.write_text(code)
+        torchrun([str(script)], tmp_path)
+        return
     exec(compile(code, name, "exec"), {"__name__": name})

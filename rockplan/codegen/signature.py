@@ -29,15 +29,16 @@ class _ModuleEntry:
     module: nn.Module
     attributes: dict[str, Any]
     children: tuple[tuple[str, nn.Module | None], ...]
-    hooks: tuple[int, ...]
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
-    """contents: (container among the attributes, what was in it)."""
+    """hooks: all registries of hooks, and how many each held; contents: (container among the
+    attributes, what was in it)."""
 
     entries: tuple[_ModuleEntry, ...]
+    hooks: tuple[tuple[Any, ...], list[int]]
     contents: tuple[tuple[Any, Any], ...]
 
 
@@ -51,7 +52,11 @@ def module_signature(module: nn.Module) -> ModuleSignature:
         if name not in _REGISTRIES
     }
     contents = ((value, contents_of(value)) for value in containers.values())
-    return ModuleSignature(entries, tuple((v, c) for v, c in contents if c is not None))
+    found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
+    hooks = tuple(h for h in found if h is not None)
+    return ModuleSignature(
+        entries, (hooks, [*map(len, hooks)]), tuple((v, c) for v, c in contents if c is not None)
+    )
 
 
 def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
@@ -60,7 +65,6 @@ def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
             module=m,
             attributes=_attributes(m),
             children=tuple(m._modules.items()),
-            hooks=tuple(len(m.__dict__.get(h) or ()) for h in _HOOKS),
             tensors=tuple(
                 (kind, name, t, () if t is None else _parameter_key(t))
                 for kind in ("_parameters", "_buffers")
@@ -73,8 +77,11 @@ def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
 
 def signature_holds(signature: ModuleSignature) -> bool:
     """True if nothing that `module_signature` recorded has changed since."""
-    return all(map(_entry_holds, signature.entries)) and all(
-        contents_of(container) == content for container, content in signature.contents
+    registries, counts = signature.hooks
+    return (
+        [*map(len, registries)] == counts
+        and all(map(_entry_holds, signature.entries))
+        and all(contents_of(container) == content for container, content in signature.contents)
     )
 
 
@@ -91,8 +98,6 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
     except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
         return False
     if tuple(attributes["_modules"].items()) != entry.children:
-        return False
-    if tuple(len(attributes.get(h) or ()) for h in _HOOKS) != entry.hooks:
         return False
     count = len(attributes["_parameters"]) + len(attributes["_buffers"])
     return count == len(entry.tensors) and all(
