@@ -57,8 +57,12 @@ def gpt2(
     batch: int = 2,
     length: int = 64,
     attention: str = "sdpa",
+    attention_dropout: float = 0.1,
 ) -> Case:
-    """GPT-2 of transformers with its loss inside, keyword inputs, dictionary-like output."""
+    """GPT-2 of transformers with its loss inside, keyword inputs, dictionary-like output.
+
+    On CPU attention 'sdpa' is one operator only without attention_dropout.
+    """
     transformers = _transformers()
 
     config = transformers.GPT2Config(
@@ -72,6 +76,7 @@ def gpt2(
         eos_token_id=0,
         loss_type="ForCausalLM",
         attn_implementation=attention,
+        attn_pdrop=attention_dropout,
     )
     ids = _tokens(vocabulary, batch, length)
     model = transformers.GPT2LMHeadModel(config).train()
@@ -195,6 +200,152 @@ def resnet(
     """A ResNet-50-shaped network with BatchNorm in training mode."""
     images = torch.randn(batch, 3, size, size)
     return Case("resnet-50", ResNet(depths, width, 10).train(), (images,), {}, _mean_square)
+
+
+class BasicBlock(nn.Module):
+    """Residual block of ResNet-18 with in-place ReLU (He et al., 2016)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or inputs != width:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+def resnet18(width: int = 16, batch: int = 4, size: int = 64) -> Case:
+    """ResNet-18: four stages of two basic blocks."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inputs = width
+    for number in range(4):
+        outputs = width * 2**number
+        layers.append(BasicBlock(inputs, outputs, 1 if number == 0 else 2))
+        layers.append(BasicBlock(outputs, outputs, 1))
+        inputs = outputs
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)]
+    model = nn.Sequential(*layers).train()
+    return Case("resnet-18", model, (torch.randn(batch, 3, size, size),), {}, _mean_square)
+
+
+def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
+    """Twice convolution, normalization, ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
+
+
+class UNet(nn.Module):
+    """Encoder and decoder with a concatenated skip at each level (Ronneberger et al., 2015)."""
+
+    def __init__(self, levels: int, width: int) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        self.down = nn.ModuleList(
+            [_convolutions(a, b) for a, b in zip([3, *widths], widths, strict=False)]
+        )
+        self.grow = nn.ModuleList(
+            [nn.ConvTranspose2d(b, a, 2, 2) for a, b in zip(widths, widths[1:], strict=False)]
+        )
+        self.up = nn.ModuleList([_convolutions(2 * a, a) for a in widths[:-1]])
+        self.head = nn.Conv2d(width, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for stage in self.down[:-1]:
+            x = stage(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.down[-1](x)
+        for grow, stage in zip(reversed(self.grow), reversed(self.up), strict=True):
+            x = stage(torch.cat([grow(x), skips.pop()], 1))
+        return self.head(x)
+
+
+def unet(levels: int = 4, width: int = 8, batch: int = 2, size: int = 64) -> Case:
+    """A UNet: 2 x `levels` stages, the outer ones with skips."""
+    images = torch.randn(batch, 3, size, size)
+    return Case(f"unet-{levels}", UNet(levels, width).train(), (images,), {}, _mean_square)
+
+
+class Dense(nn.Module):
+    """A layer of DenseNet: its result beside everything before it (Huang et al., 2017)."""
+
+    def __init__(self, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(inputs)
+        self.conv = nn.Conv2d(inputs, growth, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.conv(torch.relu(self.norm(x)))], 1)
+
+
+def densenet(
+    layers: int = 4, groups: int = 3, growth: int = 12, batch: int = 4, size: int = 32
+) -> Case:
+    """`groups` of dense layers with halving transitions between them."""
+    width = 2 * growth
+    stack: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False)]
+    for group in range(groups):
+        for _ in range(layers):
+            stack.append(Dense(width, growth))
+            width += growth
+        if group < groups - 1:
+            stack += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width // 2, 1, bias=False)]
+            stack.append(nn.AvgPool2d(2))
+            width //= 2
+    stack += [nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*stack, nn.Linear(width, 10)).train()
+    images = torch.randn(batch, 3, size, size)
+    return Case(f"densenet-{groups}x{layers}", model, (images,), {}, _mean_square)
+
+
+def t5(
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    vocabulary: int = 128,
+    batch: int = 2,
+    length: int = 64,
+) -> Case:
+    """T5 of transformers: `layers` of encoder and as many of decoder, with cross-attention."""
+    transformers = _transformers()
+
+    config = transformers.T5Config(
+        num_layers=layers,
+        num_decoder_layers=layers,
+        d_model=width,
+        d_ff=4 * width,
+        d_kv=width // heads,
+        num_heads=heads,
+        vocab_size=vocabulary,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    ids = _tokens(vocabulary, batch, length)
+    model = transformers.T5ForConditionalGeneration(config).train()
+    return Case(f"t5-{layers}+{layers}", model, (), {"input_ids": ids, "labels": ids}, _of_result)
 
 
 def mlp(depth: int = 8, width: int = 64, batch: int = 128) -> Case:

@@ -6,7 +6,7 @@ takes: a LinearProgram. returns: a SolveReport whose status, objective and bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -133,13 +133,22 @@ class ProgramBuilder:
         )
 
 
-def solve(program: LinearProgram, *, time_limit_s: float, absolute_gap: float) -> SolveReport:
+def solve(
+    program: LinearProgram,
+    *,
+    time_limit_s: float,
+    absolute_gap: float,
+    start: Mapping[int, float] | None = None,
+    node_limit: int | None = None,
+) -> SolveReport:
     """Minimise `program`; optimal means within `absolute_gap` of the bound.
 
-    One HiGHS thread; the Python lock is released while it runs. Raises SolverError when HiGHS
-    neither solves nor refutes the program.
+    start: integer columns of a solution to begin with. node_limit: of the search tree; None for
+    MAX_NODE_ENTRIES. One HiGHS thread; the Python lock is released while it runs. Raises
+    SolverError when HiGHS neither solves nor refutes the program.
     """
-    return in_own_thread(lambda: _solve(program, time_limit_s, absolute_gap))
+    nodes = MAX_NODE_ENTRIES // max(len(program.columns), 1) if node_limit is None else node_limit
+    return in_own_thread(lambda: _solve(program, time_limit_s, absolute_gap, start or {}, nodes))
 
 
 def in_own_thread(run: Callable[[], Result]) -> Result:
@@ -152,7 +161,13 @@ def in_own_thread(run: Callable[[], Result]) -> Result:
         return thread.submit(run).result()
 
 
-def _solve(program: LinearProgram, time_limit_s: float, absolute_gap: float) -> SolveReport:
+def _solve(
+    program: LinearProgram,
+    time_limit_s: float,
+    absolute_gap: float,
+    start: Mapping[int, float],
+    node_limit: int,
+) -> SolveReport:
     highs = highspy.Highs()
     options = {
         "output_flag": False,
@@ -160,13 +175,16 @@ def _solve(program: LinearProgram, time_limit_s: float, absolute_gap: float) -> 
         "random_seed": 0,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": absolute_gap,
-        "mip_max_nodes": max(MAX_NODE_ENTRIES // max(len(program.columns), 1), 1),
+        "mip_max_nodes": max(node_limit, 1),
         "time_limit": max(time_limit_s, 0.0),
     }
     for name, value in options.items():
         highs.setOptionValue(name, value)
     if highs.passModel(_highs_model(program)) == highspy.HighsStatus.kError:
         raise SolverError("HiGHS refused the model")
+    if start:
+        columns = np.fromiter(start.keys(), dtype=np.int32)
+        highs.setSolution(len(start), columns, np.fromiter(start.values(), dtype=np.float64))
     if highs.run() == highspy.HighsStatus.kError:
         raise SolverError(f"HiGHS failed: {highs.modelStatusToString(highs.getModelStatus())}")
     return report(highs, program.integral)

@@ -1,0 +1,22 @@
+"""Rotor: keep everything of a block or nothing (Beaumont et al., 2019, arXiv:1911.13214).
+
+The chain's dynamic program with one option for each block. Sizes are not rounded to slots here,
+and an input that nobody reads again is dropped, so it is never worse than as published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rockplan.block import Block, OptionFamily
+from rockplan.dp.search import ChainSolver
+from rockplan.graph import CDGraph
+from rockplan.ilp.decode import keep_all_orders, price
+
+
+def rotor(graph: CDGraph, blocks: Sequence[Block]) -> ChainSolver:
+    """A solver of the chain that asks no integer program."""
+    families = [
+        OptionFamily((price(b.problem, keep_all_orders(b.problem)),), None, 0) for b in blocks
+    ]
+    return ChainSolver(graph, blocks, families)
