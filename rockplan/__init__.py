@@ -21,19 +21,24 @@ from rockplan.errors import (
     InvalidBudget,
     InvalidInput,
     NothingToDifferentiate,
+    PlanFormatError,
+    PlanMismatch,
     RockplanError,
     StalePlan,
     UnsupportedModel,
     ValueDependentControlFlow,
 )
 from rockplan.plan import Plan
+from rockplan.plan_file import read_plans, save_plan
+from rockplan.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from rockplan.api import Options, pareto, plan, solve
+    from rockplan.api import Options, load, pareto, plan, solve
     from rockplan.graph_builder.ruler import peak_live_bytes
 
 _LATE = {
     "Options": "rockplan.api",
+    "load": "rockplan.api",
     "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.ruler",
     "plan": "rockplan.api",
@@ -54,13 +59,19 @@ __all__ = [
     "NothingToDifferentiate",
     "Options",
     "Plan",
+    "PlanFormatError",
+    "PlanMismatch",
     "RockplanError",
     "StalePlan",
     "UnsupportedModel",
     "ValueDependentControlFlow",
+    "__version__",
+    "load",
     "pareto",
     "peak_live_bytes",
     "plan",
+    "read_plans",
+    "save_plan",
     "solve",
 ]
 

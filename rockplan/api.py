@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
 from rockplan.curve import Curve, CurvePoint
 from rockplan.dp.search import ChainSolver
-from rockplan.errors import IllegalSchedule, InfeasibleBudget, InvalidInput
+from rockplan.errors import IllegalSchedule, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.capture import Capture, capture
@@ -30,11 +31,13 @@ from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
 from rockplan.interface import Incoming
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
+from rockplan.plan_file import fit, outline, read_plans
 from rockplan.profile import Profile
 from rockplan.progress import report
 from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
+from rockplan.version import planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ class Options:
     time_limit_s: how long to search options of blocks; the best plan so far is returned.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
-    cache: keep profiles and options of blocks on disk (ROCKPLAN_CACHE_DIR, else the platform's
-    cache folder), so that planning again measures and solves nothing.
+    cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
+    platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long to look for the lower bound that the certificate states.
     """
 
@@ -145,6 +148,45 @@ def pareto(
     )
 
 
+def load(
+    model: nn.Module,
+    sample_input: object,
+    path: str | os.PathLike[str],
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> nn.Module:
+    """The planned module of a file that `save_plan` wrote, here or on another machine.
+
+    Nothing is measured or solved. The model is captured again, and a plan is used only if its
+    graph is the same; its schedule is verified and simulated. Other kinds of call (shapes,
+    dtypes) look for their plan in the file too; where it has none, options.on_mismatch decides:
+    'replan' plans within the bytes of the plan for `sample_input`, 'error' raises PlanMismatch.
+    ('original' runs the original forward for every call that is not like `sample_input`.)
+    The file holds bytes and times of the machine that planned; the result's `.plan` says which.
+    Arguments and further errors are those of `solve`. Raises PlanMismatch where no plan is for
+    this model and sample, PlanFormatError for a damaged file.
+    """
+    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    make_program = functools.partial(
+        _stored_program, plans=read_plans(path), budget=None, options=options
+    )
+    first = make_program(model, args, kwargs, None)
+    on_mismatch = options.on_mismatch
+    if on_mismatch == "replan":
+        budget = Budget(size_bytes=first.plan.budget_bytes)
+        make_program = functools.partial(make_program, budget=budget)
+    return planned_modules.planned_module(
+        model,
+        first,
+        args,
+        kwargs,
+        make_program=make_program,
+        on_mismatch="original" if on_mismatch == "original" else "replan",
+        outputs_chosen=options.differentiated is not None,
+    )
+
+
 def _profile_source(profile: Profile) -> str:
     return f"{profile.source} on {profile.device}, torch {profile.torch_version}"
 
@@ -197,11 +239,18 @@ def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Everything that planning needs, before a budget is known."""
+class _Captured:
+    """One kind of call of a module, without prices."""
 
     captured: Capture
     lowered: Lowered
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Everything that planning needs, before a budget is known."""
+
+    source: _Captured
     graph: CDGraph
     blocks: tuple[Block, ...]
     profile: Profile
@@ -214,8 +263,17 @@ def _prepare(
     options: Options,
     incoming: Incoming | None = None,
 ) -> _Prepared:
+    return _priced(_captured(module, args, kwargs, options, incoming), options)
+
+
+def _captured(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    incoming: Incoming | None,
+) -> _Captured:
     report("capturing the model")
-    cache = _cache(options)
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
@@ -223,19 +281,25 @@ def _prepare(
     device = _device(module, captured)
     lowered = lower(captured, random_state.state_bytes(device))
     check_layouts(lowered.graph, lowered.samples)
-    profile = _profile(lowered, cache)
+    return _Captured(captured, lowered)
+
+
+def _priced(source: _Captured, options: Options) -> _Prepared:
+    profile = _profile(source.lowered, _cache(options))
     report("finding blocks")
-    graph = price(lowered.graph, profile)
-    return _Prepared(captured, lowered, graph, partition(graph), profile)
+    graph = price(source.lowered.graph, profile)
+    return _Prepared(source, graph, partition(graph), profile)
 
 
 def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
     """Measured costs of every call; what is in the cache is not measured again."""
-    key = profile_key(lowered.graph)
+    key = {"profile": profile_key(lowered.graph)}
     known = cache.profile(key) if cache else None
     profile = measure(lowered.graph, lowered.samples, known=known)
-    if cache and (known is None or set(profile.costs) - set(known.costs)):
-        cache.put_profile(key, profile)
+    before = frozenset(known.costs) if known else frozenset()
+    new = tuple(cost for cost in profile.costs if cost not in before)
+    if cache and new:
+        cache.put_profile(key, replace(profile, costs=new))
     return profile
 
 
@@ -248,7 +312,7 @@ def _families(
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():
         is_legal = functools.partial(_is_legal, problem)
-        found = cache.family(f"{digest} {settings}", is_legal) if cache else None
+        found = cache.family(_family_key(digest, settings), is_legal) if cache else None
         if found is not None:
             known[digest] = found
     missing = {d: p for d, p in problems.items() if d not in known}
@@ -256,8 +320,12 @@ def _families(
     for digest, family in zip(missing, solved, strict=True):
         known[digest] = family
         if cache:
-            cache.put_family(f"{digest} {settings}", family)
+            cache.put_family(_family_key(digest, settings), family)
     return [known[b.digest] for b in blocks]
+
+
+def _family_key(digest: str, settings: Settings) -> dict[str, str]:
+    return {"block": digest, "settings": repr(settings), "planner": planner()}
 
 
 def _is_legal(problem: CDGraph, option: BlockOption) -> bool:
@@ -282,7 +350,41 @@ def _device(module: nn.Module, captured: Capture) -> torch.device:
     return torch.device(min(kinds)) if kinds else torch.device("cpu")
 
 
+# Options that do not decide which plan is found.
+_BESIDE_THE_PLAN = frozenset({"on_mismatch", "check", "cache"})
+
+
 def _plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
+    """The plan of the cache, or else a new one."""
+    cache = _cache(options)
+    if cache is None:
+        return _new_plan(prepared, budget, options)
+    key = _plan_key(prepared, budget, options)
+    expected = outline(prepared.graph)
+    found = cache.plan(key, lambda p: p.graph == expected and p.graph_digest == key["graph"])
+    if found is not None:
+        return replace(found, graph=prepared.graph)
+    made = _new_plan(prepared, budget, options)
+    cache.put_plan(key, made)
+    return made
+
+
+def _plan_key(prepared: _Prepared, budget: Budget, options: Options) -> dict[str, str]:
+    """All that a plan depends on. The graph stands for the model, shapes, dtypes, autocast and
+    device; an option that is new counts until it is named beside the plan."""
+    deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
+    return {
+        "graph": graph_digest(prepared.graph),
+        "profile": profile_digest(prepared.profile),
+        "device": prepared.profile.device,
+        "torch": str(torch.__version__),
+        "budget": repr(budget),
+        "planner": planner(),
+        **{f"option {name}": repr(getattr(options, name)) for name in deciding},
+    }
+
+
+def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     graph = prepared.graph
     everything = simulate(graph, keep_all(graph))
     budget_bytes = budget.within(everything.peak_bytes)
@@ -339,6 +441,7 @@ def _finish(
         graph_digest=graph_digest(graph),
         profile_digest=profile_digest(prepared.profile),
         profile_source=_profile_source(prepared.profile),
+        torch_version=str(torch.__version__),
     )
 
 
@@ -367,11 +470,46 @@ def _program(
     budget: Budget,
     options: Options,
 ) -> planned_modules.Program:
-    prepared = _prepare(module, args, kwargs, options, incoming)
-    made = _plan(prepared, budget, options)
-    constants = tuple(t for _, t in prepared.captured.constants)
+    source = _captured(module, args, kwargs, options, incoming)
+    made = _plan(_priced(source, options), budget, options)
+    return _built(module, made, source, args, kwargs, options)
+
+
+def _stored_program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | None,
+    *,
+    plans: tuple[Plan, ...],
+    budget: Budget | None,
+    options: Options,
+) -> planned_modules.Program:
+    """The program of the plan among `plans` that is for this call; if there is none, of a new
+    plan for `budget`, or PlanMismatch without one."""
+    source = _captured(module, args, kwargs, options, incoming)
+    graph = source.lowered.graph
+    try:
+        made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
+        verify(made.graph, made.schedule)
+    except PlanMismatch:
+        if budget is None:
+            raise
+        made = _plan(_priced(source, options), budget, options)
+    return _built(module, made, source, args, kwargs, options)
+
+
+def _built(
+    module: nn.Module,
+    made: Plan,
+    source: _Captured,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> planned_modules.Program:
+    constants = tuple(t for _, t in source.captured.constants)
     program = planned_modules.build_program(
-        made, prepared.lowered.interface, constants, prepared.captured.output_spec
+        made, source.lowered.interface, constants, source.captured.output_spec
     )
     return _checked(module, program, args, kwargs) if options.check else program
 

@@ -94,3 +94,17 @@ class BackwardError(RockplanError, RuntimeError):
 
 class PlanFormatError(RockplanError, ValueError):
     """A stored plan, profile or cache entry cannot be read: damaged, foreign or another version."""
+
+
+class PlanMismatch(StalePlan):
+    """A stored plan was made for another graph than the one that it shall run.
+
+    plan_digests: of the graphs that there are plans for; graph_digest: of the model's graph.
+    """
+
+    def __init__(
+        self, message: str, *, plan_digests: tuple[str, ...] = (), graph_digest: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.plan_digests = plan_digests
+        self.graph_digest = graph_digest

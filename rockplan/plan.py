@@ -51,7 +51,9 @@ class Plan:
     Bytes follow the convention of the ruler: alive during forward and backward beyond
     parameters, buffers, the caller's inputs and the parameters' `.grad`.
     eager_peak_bytes, eager_time_ns: predicted for executing every node once.
+    torch_version: under which the graph was captured and planned.
     checked: what a comparison of one step with eager execution found, '' if there was none.
+    origin: where a plan that was read from a file was made, '' for one that was made here.
     """
 
     graph: CDGraph
@@ -67,7 +69,9 @@ class Plan:
     graph_digest: str
     profile_digest: str
     profile_source: str
+    torch_version: str
     checked: str = ""
+    origin: str = ""
 
     @property
     def overhead(self) -> float:
@@ -121,6 +125,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
         f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
+        *([f"origin          {plan.origin}"] if plan.origin else []),
         f"checked         {plan.checked or 'no (Options(check=True) compares one step)'}",
         "bytes count what is alive beyond parameters, buffers, inputs and .grad",
     ]

@@ -1,9 +1,15 @@
-"""The cache: nothing is measured or solved twice, and nothing in it is trusted."""
+"""The cache: nothing is made twice, several processes may share it, nothing in it is trusted."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -12,84 +18,284 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.cache import Cache
+from rockplan import serial
+from rockplan.cache import KINDS, Cache
+from rockplan.plan_file import dump_plans, parse_plans
 from rockplan.serial import dump_family, dump_profile, parse_family, parse_profile
+from tests.cache_worker import KEY, hammer
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
-    return tmp_path
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
+    return folder
 
 
-def make_plan(budget: str = "min") -> rockplan.Plan:
+def make_plan(budget: str = "80%", **options: Any) -> rockplan.Plan:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-    return rockplan.plan(model, torch.randn(64, 16), budget)
+    x = torch.randn(64, 16)
+    return rockplan.plan(model, x, budget, options=rockplan.Options(**options))
 
 
 def forbidden(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("solved again")
+    raise AssertionError("made again")
 
 
-def test_second_plan_measures_and_solves_nothing(
+def entries(folder: Path, kind: str = "*") -> list[Path]:
+    return sorted(folder.glob(f"{kind}/*.json"))
+
+
+def rewrite(path: Path, change: dict[str, Any]) -> None:
+    """Change a document as someone would who knows how its digest is made."""
+    document = {**json.loads(path.read_text()), **change}
+    del document["digest"]
+    path.write_text(serial.canonical({**document, "digest": serial.digest(document)}))
+
+
+# What is kept
+
+
+def test_the_second_plan_measures_and_solves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.ilp.options.option_family", forbidden)
+    assert {p.parent.name for p in entries(folder)} == set(KINDS)
     monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
-    again = make_plan()
-    assert again.schedule == first.schedule
-    assert again.profile_digest == first.profile_digest
-    assert str(again) == str(first)
+    monkeypatch.setattr("rockplan.api.option_families", forbidden)
+    monkeypatch.setattr("rockplan.api.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.api.lower_bound_ns", forbidden)
+    assert make_plan() == first
 
 
-def entries(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.json"))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b"[]",
-        b'{"kind": "profile", "version": 99}',
-        b'{"kind": "options", "version": 1, "options": [], "gap_ns": 0, "solves": 0}',
-        b"cos\nsystem\n(S'echo hostile'\ntR.",
-        b"__import__('os').system('echo hostile')",
-        b"[" * 100_000,
-    ],
-)
-def test_damaged_and_hostile_entries_are_set_aside_and_made_again(
-    folder: Path, content: bytes
+def test_another_budget_measures_nothing_and_solves_no_block(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    damaged = entries(folder)
-    assert damaged
-    for path in damaged:
+    monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
+    monkeypatch.setattr("rockplan.ilp.options.option_family", forbidden)
+    other = make_plan("min")
+    assert other.profile_digest == first.profile_digest
+    assert other.peak_bytes < first.peak_bytes
+
+
+@pytest.mark.parametrize("change", ["budget", "option", "planner", "threads", "torch"])
+def test_a_plan_is_not_used_where_something_differs_that_it_depends_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    make_plan()
+    (kept,) = entries(folder, "plan")
+    match change:
+        case "budget":
+            make_plan("81%")
+        case "option":
+            make_plan(bound_time_limit_s=4.0)
+        case "planner":
+            monkeypatch.setattr("rockplan.api.planner", lambda: "rockplan 99")
+            make_plan()
+        case "threads":
+            monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+            make_plan()
+        case "torch":
+            monkeypatch.setattr("torch.__version__", "99.0")
+            make_plan()
+    assert len(entries(folder, "plan")) == 2 and kept.exists()
+
+
+def test_options_beside_the_plan_do_not_matter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_plan()
+    monkeypatch.setattr("rockplan.api.ChainSolver", forbidden)
+    assert make_plan(on_mismatch="error") == first
+
+
+def test_an_infeasible_budget_is_not_kept(folder: Path) -> None:
+    with pytest.raises(rockplan.InfeasibleBudget):
+        make_plan("1B")
+    assert not entries(folder, "plan")
+
+
+def test_round_trips(folder: Path) -> None:
+    plan = make_plan()
+    for path in entries(folder):
+        text = path.read_text()
+        key = json.loads(text)["key"]
+        match path.parent.name:
+            case "profile":
+                assert dump_profile(parse_profile(text, key), key) == text
+            case "options":
+                assert dump_family(parse_family(text, key), key) == text
+            case "plan":
+                assert dump_plans(parse_plans(text, key), key) == text
+                assert json.loads(text)["plans"][0]["graph_digest"] == plan.graph_digest
+
+
+def test_without_cache_nothing_is_written(folder: Path) -> None:
+    make_plan(cache=False)
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(file / "cache"))
+    with pytest.warns(UserWarning, match="ROCKPLAN_CACHE_DIR"):
+        assert make_plan().peak_bytes > 0
+
+
+# What is not trusted
+
+
+def number_document(number: str) -> bytes:
+    """A profile whose number of threads is `number`, with a digest that cannot matter."""
+    head = f'{{"kind": "profile", "version": {serial.VERSION}, "key": {{}}, "digest": "0"'
+    return f'{head}, "threads": {number}}}'.encode()
+
+
+HOSTILE = {
+    "nothing": b"",
+    "half": b'{"kind": "plan", "version": ',
+    "not text": b"\xff\xfe",
+    "no object": b"[]",
+    "another version": b'{"kind": "profile", "version": 1, "costs": {}}',
+    "no digest": b'{"kind": "options", "version": 2, "options": [], "gap_ns": 0, "solves": 0}',
+    "a pickle": b"cos\nsystem\n(S'echo hostile'\ntR.",
+    "a program": b"__import__('os').system('echo hostile')",
+    "deep lists": b"[" * 100_000,
+    "deep objects": b'{"a":' * 100_000,
+    "infinity": number_document("Infinity"),
+    "not a number": number_document("NaN"),
+    "a fraction": number_document("1.5"),
+    "an exponent": number_document("1e999"),
+    "5000 digits": number_document("9" * 5000),
+    "100 digits": number_document("9" * 100),
+    "a name twice": number_document('1, "threads": 2'),
+    "lone surrogate": number_document(r'"\ud800"'),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
+def test_damaged_and_hostile_entries_are_named_and_set_aside(
+    tmp_path: Path, content: bytes
+) -> None:
+    cache = Cache(tmp_path)
+    kinds: dict[str, Callable[[], object]] = {
+        "profile": lambda: cache.profile(KEY),
+        "options": lambda: cache.family(KEY, lambda option: True),
+        "plan": lambda: cache.plan(KEY, lambda plan: True),
+    }
+    for kind, read in kinds.items():
+        key = serial.digest(KEY)[:40]
+        path = tmp_path / kind / (f"{key}-0.json" if kind == "profile" else f"{key}.json")
+        path.parent.mkdir()
         path.write_bytes(content)
+        with pytest.warns(UserWarning, match=f"{path}.*set aside"):
+            assert read() is None
+        assert not path.exists()
+        assert path.with_suffix(".damaged").read_bytes() == content
+
+
+def test_damaged_entries_are_made_again(folder: Path) -> None:
+    first = make_plan()
+    for kinds in (["plan", "options"], ["profile"]):
+        damaged = [path for kind in kinds for path in entries(folder, kind)]
+        for path in damaged:
+            path.write_bytes(path.read_bytes().replace(b"1", b"2"))
+        with pytest.warns(UserWarning, match="set aside") as caught:
+            again = make_plan()
+        named = "\n".join(str(w.message) for w in caught)
+        assert damaged and all(str(path) in named for path in damaged)
+        assert again.graph_digest == first.graph_digest
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert make_plan() == again
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "wrong type": {"options": "all", "plans": "all", "costs": 1},
+    "wrong rows": {"options": [1], "plans": [[]], "costs": {"a": [1, 2]}},
+    "negative": {"gap_ns": -1, "plans": [{"graph": -1}], "threads": -1},
+    "too large": {"gap_ns": 2**64, "plans": [{"graph": 2**64}], "threads": 2**64},
+    "none": {"options": [], "plans": [], "costs": None},
+    "another kind": {"kind": "../../other"},
+    "another key": {"key": {"graph": "../../../etc/passwd"}},
+    "key of numbers": {"key": {"graph": 1}},
+    "key is a list": {"key": []},
+}
+
+
+@pytest.mark.parametrize("change", LIES.values(), ids=LIES.keys())
+def test_documents_with_a_digest_that_holds_are_still_checked(
+    folder: Path, change: dict[str, Any]
+) -> None:
+    make_plan()
+    before = sorted(folder.parent.rglob("*"))
+    for path in entries(folder):
+        rewrite(path, change)
     with pytest.warns(UserWarning, match="set aside"):
-        again = make_plan()
-    assert again.peak_bytes == first.peak_bytes
-    assert list(folder.rglob("*.damaged"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
         make_plan()
+    outside = [p for p in folder.parent.rglob("*") if folder not in p.parents]
+    assert set(outside) == {p for p in before if folder not in p.parents}
 
 
 def test_an_option_that_lies_is_not_used(folder: Path) -> None:
     first = make_plan()
-    for path in (folder / "v1" / "options").glob("*.json"):
-        document = json.loads(path.read_text())
-        for option in document["options"]:
-            option["time_ns"] = 1
-            option["backward_peak_bytes"] = 0
-        path.write_text(json.dumps(document))
+    for path in entries(folder, "plan"):
+        path.unlink()
+    for path in entries(folder, "options"):
+        options = json.loads(path.read_text())["options"]
+        lies = [{**option, "time_ns": 1, "backward_peak_bytes": 0} for option in options]
+        rewrite(path, {"options": lies})
     with pytest.warns(UserWarning, match="not legal"):
         again = make_plan()
     assert again.peak_bytes == first.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"peak_bytes": 1}, {"time_ns": 1}, {"events": []}, {"graph_digest": "0" * 64}],
+    ids=["peak", "time", "schedule", "graph"],
+)
+def test_a_plan_that_lies_is_not_used(folder: Path, change: dict[str, Any]) -> None:
+    first = make_plan()
+    (path,) = entries(folder, "plan")
+    (plan,) = json.loads(path.read_text())["plans"]
+    rewrite(path, {"plans": [{**plan, **change}]})
+    with pytest.warns(UserWarning, match="set aside"):
+        assert make_plan() == first
+
+
+def test_the_plan_of_another_graph_under_this_key_is_not_used(folder: Path) -> None:
+    make_plan()
+    (path,) = entries(folder, "plan")
+    other = rockplan.plan(nn.Linear(4, 4), torch.randn(2, 4), "min")
+    rewrite(path, {"plans": json.loads(dump_plans([other]))["plans"]})
+    with pytest.warns(UserWarning, match="another graph"):
+        make_plan()
+
+
+def test_a_huge_entry_is_not_read(folder: Path) -> None:
+    make_plan()
+    (path,) = entries(folder, "plan")
+    os.truncate(path, serial.MAX_BYTES + 1)
+    with pytest.warns(UserWarning, match=f"more than {serial.MAX_BYTES} bytes"):
+        make_plan()
+
+
+def test_an_entry_that_is_no_file_does_not_block(folder: Path) -> None:
+    make_plan()
+    (path,) = entries(folder, "plan")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(UserWarning, match="not a regular file"):
+        make_plan()
+
+
+# Writing
 
 
 def test_no_partial_files_are_left(folder: Path) -> None:
@@ -97,31 +303,85 @@ def test_no_partial_files_are_left(folder: Path) -> None:
     assert not list(folder.rglob("*.part"))
 
 
-def test_interrupted_write_keeps_the_old_entry(
+def test_an_interrupted_write_keeps_the_old_entry(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_plan()
-    before = {p: p.read_text() for p in entries(folder)}
-    monkeypatch.setattr("rockplan.cache.os.replace", forbidden)
-    cache = Cache(folder)
-    with pytest.raises(AssertionError):
-        cache._write(entries(folder)[0], "half")
-    assert {p: p.read_text() for p in entries(folder)} == before
+    plan = make_plan()
+    (path,) = entries(folder, "plan")
+    before = path.read_text()
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rockplan.plan_file.os.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Cache(folder).put_plan(json.loads(before)["key"], plan)
+    assert path.read_text() == before
     assert not list(folder.rglob("*.part"))
 
 
-def test_round_trips(folder: Path) -> None:
+def test_several_processes_write_the_same_entries_at_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as processes:
+        found = list(processes.map(hammer, [tmp_path] * 4, range(4)))
+    assert found == [[]] * 4
+    known = Cache(tmp_path).profile(KEY)
+    assert known is not None and [call for call, _ in known.costs] == ["0", "1", "2", "3"]
+    assert not any(entry.problem for entry in Cache(tmp_path).entries())
+
+
+PLANNING = """
+import sys, warnings, torch, rockplan
+warnings.simplefilter("error")
+torch.manual_seed(0)
+width = int(sys.argv[1])
+model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(3)])
+plan = rockplan.plan(model, torch.randn(64, width), "min")
+print(plan.graph_digest, plan.eager_peak_bytes)
+"""
+
+
+def test_several_processes_plan_at_once(folder: Path) -> None:
+    widths = ["16", "16"]
+    command = [sys.executable, "-c", PLANNING]
+    running = [subprocess.Popen([*command, w], stdout=subprocess.PIPE, text=True) for w in widths]
+    printed = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert printed[0] and printed[0] == printed[1]
+    assert not any(entry.problem for entry in Cache(folder).entries())
+    assert not list(folder.rglob("*.part"))
+
+
+# Looking after it
+
+
+def test_entries_say_what_they_depend_on_and_what_is_wrong(folder: Path) -> None:
     make_plan()
-    for path in entries(folder):
-        text = path.read_text()
-        if path.parent.name == "profile":
-            assert dump_profile(parse_profile(text)) == text
-        else:
-            assert dump_family(parse_family(text)) == text
+    cache = Cache(folder)
+    assert {e.kind for e in cache.entries()} == set(KINDS)
+    assert not any(e.problem for e in cache.entries())
+    (plan,) = (e for e in cache.entries() if e.kind == "plan")
+    assert plan.key["torch"] == torch.__version__
+    plan.path.rename(plan.path.with_name(f"{'0' * 40}.json"))
+    (folder / "plan" / f"{'1' * 40}.json").write_text("{}")
+    (folder / "plan" / f"{'2' * 40}7_ab.part").write_text("{")
+    problems = {e.name[0]: e.problem for e in cache.entries() if e.problem}
+    assert "not that of its key" in problems["0"]
+    assert "not a document" in problems["1"]
+    assert "interrupted" in problems["2"]
 
 
-def test_without_cache_nothing_is_written(folder: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    rockplan.plan(model, torch.randn(64, 16), "min", options=rockplan.Options(cache=False))
-    assert not entries(folder)
+def test_clear_deletes_entries_of_the_cache_and_nothing_else(folder: Path) -> None:
+    make_plan()
+    own = folder / "plan" / "notes.json"
+    own.write_text("mine")
+    (folder / "plan" / f"{'3' * 40}.damaged").write_text("")
+    target = folder.parent / "target.json"
+    target.write_text("not ours")
+    (folder / "plan" / f"{'4' * 40}.json").symlink_to(target)
+    cache = Cache(folder)
+    assert cache.clear(["plan"])[0] == 3
+    assert entries(folder, "plan") == [own] and target.exists()
+    assert entries(folder, "profile") and entries(folder, "options")
+    count, size_bytes = cache.clear()
+    assert count > 0 and size_bytes > 0
+    assert entries(folder) == [own]

@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
-VALUES |= {"progress", "curve"}
-ORACLES = {"verify", "simulate", "render", "serial"}
+VALUES |= {"progress", "curve", "version"}
+ORACLES = {"verify", "simulate", "render", "serial", "plan_file"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {
     "torch": {"graph_builder", "codegen"},

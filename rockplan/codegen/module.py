@@ -119,6 +119,12 @@ class Planned:
         return self._rockplan.latest.plan
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all kinds of call that this module has seen, in that order."""
+        bounds = (bound for kind in self._rockplan.programs.values() for bound in kind)
+        return tuple({b.program.plan.graph_digest: b.program.plan for b in bounds}.values())
+
+    @property
     def code(self) -> str:
         """The generated Python of `plan`."""
         assert self._rockplan.latest is not None
