@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -119,6 +119,28 @@ def plan(
     args, kwargs = _arguments(model, sample_input, sample_kwargs)
     prepared = _prepare(model, args, kwargs, options)
     return _plan(prepared, parse_budget(budget), options)
+
+
+def plan_each(
+    model: nn.Module,
+    sample_input: object,
+    budgets: Sequence[int | float | str | Budget],
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> tuple[Plan | InfeasibleBudget, ...]:
+    """The plan of each budget, from one preparation of `model`; for a budget that is too small
+    the error that `plan` would raise. Arguments and other errors are those of `plan`."""
+    parsed = [parse_budget(budget) for budget in budgets]
+    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    prepared = _prepare(model, args, kwargs, options)
+    found: list[Plan | InfeasibleBudget] = []
+    for budget in parsed:
+        try:
+            found.append(_plan(prepared, budget, options))
+        except InfeasibleBudget as error:
+            found.append(error)
+    return tuple(found)
 
 
 def pareto(

@@ -53,6 +53,8 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
             f"a {type(planned).__name__} has no plans to save; pass what rockplan.solve or "
             "rockplan.plan returned"
         )
+    if len({p.graph_digest for p in plans}) < len(plans):
+        raise InvalidInput("two of the plans are for the same kind of call; save one of them")
     write_whole(Path(path), dump_plans(plans))
 
 

@@ -52,10 +52,14 @@ def option_families(
 
     families: dict[Hashable, OptionFamily] = {}
     report("solving blocks", 0, len(order))
-    with ThreadPoolExecutor(max_workers=THREADS) as threads:
+    threads = ThreadPoolExecutor(max_workers=THREADS)
+    try:
         for view, family in zip(order, threads.map(solve_one, range(len(order))), strict=True):
             families[view] = family
             report("solving blocks", len(families), len(order))
+    finally:
+        # An interrupt does not wait for the solver.
+        threads.shutdown(wait=False, cancel_futures=True)
     return tuple(families[view] for view in views)
 
 
