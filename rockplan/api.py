@@ -299,15 +299,17 @@ def _captured(
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
-    captured = capture(module, args, kwargs, forward, incoming)
-    device = _device(module, captured)
-    lowered = lower(captured, random_state.state_bytes(device))
-    check_layouts(lowered.graph, lowered.samples)
+    with planned_modules.PLANNING:
+        captured = capture(module, args, kwargs, forward, incoming)
+        device = _device(module, captured)
+        lowered = lower(captured, random_state.state_bytes(device))
+        check_layouts(lowered.graph, lowered.samples)
     return _Captured(captured, lowered)
 
 
 def _priced(source: _Captured, options: Options) -> _Prepared:
-    profile = _profile(source.lowered, _cache(options))
+    with planned_modules.PLANNING:
+        profile = _profile(source.lowered, _cache(options))
     report("finding blocks")
     graph = price(source.lowered.graph, profile)
     return _Prepared(source, graph, partition(graph), profile)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,10 @@ from rockplan.codegen.signature import (
 from rockplan.errors import BackwardError, StalePlan
 from rockplan.interface import Incoming, Interface
 from rockplan.plan import Plan
+
+# Planning exchanges tensors of the module and functions of libraries, and moves random generators,
+# before it puts them back: one thread at a time.
+PLANNING = threading.RLock()
 
 # Registries of the root module that the drop-in has for itself.
 _OWN_REGISTRIES = (
@@ -165,8 +170,28 @@ class Planned:
         key = (input_spec, call_key(leaves))
         bound = _matching(state.programs.get(key, ()), leaves)
         if bound is None:
+            with PLANNING:
+                bound = self._bound_program(key, leaves, args, kwargs)
+        if bound is None:
+            return self._original_forward(*args, **kwargs)
+        state.latest = bound.program
+        situation = _Situation(self, key, bound, args, kwargs, autocast_state())
+        return _run(bound, leaves, situation.replan)
+
+    def _bound_program(
+        self, key: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Bound | None:
+        """The program for a call that none seemed to match; None: run the original forward.
+
+        It looks again, because another thread may have planned meanwhile, or have had the
+        module's tensors exchanged while it planned.
+        """
+        state = self._rockplan
+        assert isinstance(self, nn.Module)
+        bound = _matching(state.programs.get(key, ()), leaves)
+        if bound is None:
             if not self.training or state.on_mismatch == "original":
-                return self._original_forward(*args, **kwargs)
+                return None
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
@@ -176,9 +201,7 @@ class Planned:
                 )
             bound = _bind(self, state.make_program(self, args, kwargs, None))
             state.programs.setdefault(key, []).append(bound)
-        state.latest = bound.program
-        situation = _Situation(self, key, bound, args, kwargs, autocast_state())
-        return _run(bound, leaves, situation.replan)
+        return bound
 
     def _original_forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
@@ -201,6 +224,10 @@ class _Situation:
     def replan(self, pattern: Pattern) -> Executable:
         """The plan for incoming gradients of `pattern`; later calls like this one start with it,
         unless the outputs to differentiate were chosen by the user."""
+        with PLANNING:
+            return self._replan(pattern)
+
+    def _replan(self, pattern: Pattern) -> Executable:
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
         if not signature_holds(self.bound.signature):

@@ -35,8 +35,9 @@ def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
         yield attributes
     finally:
         for m in modules:
-            m.__dict__.clear()
             m.__dict__.update(attributes[id(m)])
+            for name in m.__dict__.keys() - attributes[id(m)].keys():
+                del m.__dict__[name]
             for name, content in contents[id(m)].items():
                 _refill(m.__dict__[name], content)
 
