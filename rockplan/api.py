@@ -89,19 +89,23 @@ def solve(
     sample_input: one batch, as a tensor, a tuple of positional arguments or a mapping of keyword
     arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and
-    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, or 'min'.
+    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, or 'min'. Calls
+    of other shapes are planned under the same bytes; where they are larger than the sample, a
+    share means theirs.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
     what it executes.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     args, kwargs = _arguments(model, sample_input, sample_kwargs)
-    make_program = functools.partial(_program, budget=parse_budget(budget), options=options)
+    wanted = parse_budget(budget)
+    program = _program(model, args, kwargs, None, budget=wanted, options=options)
+    later = replace(wanted, least_bytes=program.plan.budget_bytes)
     return planned_modules.planned_module(
         model,
-        make_program(model, args, kwargs, None),
+        program,
         args,
         kwargs,
-        make_program=make_program,
+        make_program=functools.partial(_program, budget=later, options=options),
         on_mismatch=options.on_mismatch,
         outputs_chosen=options.differentiated is not None,
     )

@@ -27,16 +27,20 @@ _EXAMPLES = "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanne
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Exactly one of: size_bytes, share of the unplanned peak (0.4 is 40 %), is_minimum."""
+    """Exactly one of: size_bytes, share of the unplanned peak (0.4 is 40 %), is_minimum.
+
+    least_bytes: a share never means less than this.
+    """
 
     size_bytes: int | None = None
     share: float | None = None
     is_minimum: bool = False
+    least_bytes: int = 0
 
     def within(self, unplanned_peak_bytes: int) -> int | None:
         """The budget in bytes, rounded down; None for the minimum."""
         if self.share is not None:
-            return int(self.share * unplanned_peak_bytes)
+            return max(int(self.share * unplanned_peak_bytes), self.least_bytes)
         return self.size_bytes
 
 

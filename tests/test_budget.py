@@ -29,5 +29,10 @@ def test_share_rounds_down() -> None:
     assert parse_budget("40%").within(1001) == 400
 
 
+def test_share_of_a_later_call_is_not_below_the_first_budget() -> None:
+    later = Budget(share=0.4, least_bytes=500)
+    assert [later.within(peak) for peak in (1000, 2000)] == [500, 800]
+
+
 def test_minimum() -> None:
     assert parse_budget("min").within(100) is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -164,7 +165,7 @@ class Planned:
         state = self._rockplan
         assert isinstance(self, nn.Module)
         if not torch.is_grad_enabled():
-            return self._original_forward(*args, **kwargs)
+            return _run_original(self, args, kwargs)
         _refuse_transforms()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
@@ -173,7 +174,7 @@ class Planned:
             with PLANNING:
                 bound = self._bound_program(key, leaves, args, kwargs)
         if bound is None:
-            return self._original_forward(*args, **kwargs)
+            return _run_original(self, args, kwargs)
         state.latest = bound.program
         situation = _Situation(self, key, bound, args, kwargs, autocast_state())
         return _run(bound, leaves, situation.replan)
@@ -202,12 +203,6 @@ class Planned:
             bound = _bind(self, state.make_program(self, args, kwargs, None))
             state.programs.setdefault(key, []).append(bound)
         return bound
-
-    def _original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._rockplan
-        if state.instance_forward is not None:
-            return state.instance_forward(*args, **kwargs)
-        return state.original.forward(self, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +263,16 @@ class _Situation:
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
     """The unplanned forward of `module`, planned or not."""
-    if isinstance(module, Planned):
-        return module._original_forward
-    return module.forward
+    if not isinstance(module, Planned):
+        return module.forward
+    state = module._rockplan
+    if state.instance_forward is not None:
+        return state.instance_forward
+    return functools.partial(state.original.forward, module)
+
+
+def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return original_forward(planned)(*args, **kwargs)
 
 
 def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
@@ -376,6 +378,21 @@ def _rebuild(
 
 @functools.cache
 def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A class with the original's name, derived from it, with a planned forward."""
-    body = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    """A class with the original's name, derived from it, with a planned forward.
+
+    Its forward has the signature of the original's, by which trainers decide what to pass, but
+    not `__wrapped__`: accelerate unwraps a forward as far as it can and calls what it finds.
+    """
+
+    def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
+        return Planned.forward(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, original.forward)
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    body = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "forward": forward,
+    }
     return type(original.__name__, (Planned, original), body)
