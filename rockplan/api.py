@@ -31,7 +31,7 @@ from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
 from rockplan.interface import Incoming
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
-from rockplan.plan_file import fit, outline, read_plans
+from rockplan.plan_file import fit, is_outline_of, read_plans
 from rockplan.profile import Profile
 from rockplan.progress import report
 from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
@@ -388,10 +388,12 @@ def _plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     if cache is None:
         return _new_plan(prepared, budget, options)
     key = _plan_key(prepared, budget, options)
-    expected = outline(prepared.graph)
-    found = cache.plan(key, lambda p: p.graph == expected and p.graph_digest == key["graph"])
+    graph = prepared.graph
+    found = cache.plan(
+        key, lambda p: p.graph_digest == key["graph"] and is_outline_of(p.graph, graph)
+    )
     if found is not None:
-        return replace(found, graph=prepared.graph)
+        return replace(found, graph=graph)
     made = _new_plan(prepared, budget, options)
     cache.put_plan(key, made)
     return made

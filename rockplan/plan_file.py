@@ -97,7 +97,7 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     plans = tuple(plans)
     found = next((p for p in plans if p.graph_digest == graph_digest), None)
     fitted = None if found is None else _onto(graph, found.graph)
-    if found is None or fitted is None or outline(fitted) != found.graph:
+    if found is None or fitted is None or not is_outline_of(found.graph, fitted):
         raise _mismatch(plans, graph, graph_digest, torch_version)
     origin = f"read from a file, planned with torch {found.torch_version}"
     if found.torch_version != torch_version:
@@ -117,6 +117,16 @@ def outline(graph: CDGraph) -> CDGraph:
         replace(n, calls=(), recalls=(), source=PurePath(n.source).name) for n in graph.nodes
     )
     return replace(graph, nodes=nodes, values=())
+
+
+def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
+    """True if `outlined` is the outline of `graph`, up to source lines: the same operations may be
+    called from another line of a script."""
+    return _unsourced(outlined) == _unsourced(outline(graph))
+
+
+def _unsourced(graph: CDGraph) -> CDGraph:
+    return replace(graph, nodes=tuple(replace(n, source="") for n in graph.nodes))
 
 
 def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:

@@ -385,3 +385,24 @@ def test_clear_deletes_entries_of_the_cache_and_nothing_else(folder: Path) -> No
     count, size_bytes = cache.clear()
     assert count > 0 and size_bytes > 0
     assert entries(folder) == [own]
+
+
+def test_plan_is_found_from_another_line(folder: Path) -> None:
+    x = torch.randn(64, 8)
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
+
+    class Other(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    class Another(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    first = rockplan.plan(Other(*layers), x, "min")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = rockplan.plan(Another(*layers), x, "min")
+    sources = [{node.source for node in plan.graph.nodes} for plan in (first, second)]
+    assert sources[0] != sources[1]
+    assert second.schedule == first.schedule
