@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rockplan.graph import CDGraph
+from rockplan.names import operator_of
 from rockplan.schedule import Compute, Schedule
 
 
@@ -138,10 +139,10 @@ def _block_lines(plan: Plan) -> list[str]:
     rows: dict[tuple[str, str, str], int] = {}
     for block in plan.blocks:
         own = [plan.graph.nodes[n] for n in block.forward]
-        kept_here = sorted(d for n in own for d in n.writes if d in kept)
-        size = sum(plan.graph.data[d].size_bytes for d in kept_here)
-        names = Counter(_stem(plan.graph.data[d].name) for d in kept_here)
-        repeated = Counter(_stem(n.name) for n in own for _ in range(again.get(n.index, 0)))
+        kept_here = [(n, d) for n in own for d in n.writes if d in kept]
+        size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
+        names = Counter(operator_of(n) for n, _ in kept_here)
+        repeated = Counter(operator_of(n) for n in own for _ in range(again.get(n.index, 0)))
         row = (
             re.sub(r"\d+", "*", block.name) or "(root)",
             f"{format_bytes(size)}: {_listing(names)}" if kept_here else "nothing",
@@ -153,11 +154,6 @@ def _block_lines(plan: Plan) -> list[str]:
         lines += ["", f"{name}" + (f"  x{count}" if count > 1 else "")]
         lines += [f"    keeps       {keeps}", f"    recomputes  {repeats}"]
     return lines
-
-
-def _stem(name: str) -> str:
-    """'addmm' for 'addmm_12' and for 'addmm_12_0'."""
-    return re.sub(r"(_\d+)+$", "", name)
 
 
 def _listing(names: Counter[str]) -> str:

@@ -515,7 +515,7 @@ def _node(
     unstable = any(_reads_mutated(e, storages) for e in recorded)
     return ComputeNode(
         index=index,
-        name=names[0],
+        name=_title(names),
         phase=main.phase,
         reads=tuple(sorted(reads - writes)),
         writes=tuple(sorted(writes)),
@@ -526,6 +526,12 @@ def _node(
         module=main.module,
         source=main.source,
     )
+
+
+def _title(names: Sequence[str]) -> str:
+    """The first of the calls' names that is not an allocation: 'bernoulli_0' says what fills the
+    storage that 'empty_like_0' makes."""
+    return next((name for name in names if "empty" not in name), names[0])
 
 
 def _again(call: Call) -> Call:
