@@ -408,7 +408,7 @@ def _plan_key(prepared: _Prepared, budget: Budget, options: Options) -> dict[str
         "profile": profile_digest(prepared.profile),
         "device": prepared.profile.device,
         "torch": str(torch.__version__),
-        "budget": repr(budget),
+        "budget": str(budget),
         "planner": planner(),
         **{f"option {name}": repr(getattr(options, name)) for name in deciding},
     }

@@ -37,6 +37,13 @@ class Budget:
     is_minimum: bool = False
     least_bytes: int = 0
 
+    def __str__(self) -> str:
+        if self.is_minimum:
+            return "min"
+        if self.share is not None:
+            return f"{self.share!r} of the unplanned peak"
+        return f"{self.size_bytes} bytes"
+
     def within(self, unplanned_peak_bytes: int) -> int | None:
         """The budget in bytes, rounded down; None for the minimum."""
         if self.share is not None:

@@ -48,15 +48,26 @@ class Mlp(nn.Module):
         return x + changed
 
 
+class Layer(nn.Module):
+    """Attention, then the two layers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attn = Attention(width, heads)
+        self.mlp = Mlp(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = self.mlp(self.attn(x))
+        return changed
+
+
 class Transformer(nn.Module):
     """A decoder that returns the loss of predicting the next token."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.Sequential(
-            *[nn.Sequential(Attention(width, heads), Mlp(width)) for _ in range(layers)]
-        )
+        self.layers = nn.Sequential(*[Layer(width, heads) for _ in range(layers)])
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,19 @@ def test_a_loaded_plan_runs_without_measuring_or_solving(
     assert peaks[0] == peaks[1]
 
 
+def test_the_lines_of_the_source_do_not_matter(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4)
+    plans = [
+        rockplan.plan(model, x, "min"),
+        rockplan.plan(model, x, "min"),
+    ]
+    assert plans[0].graph.nodes[0].source != plans[1].graph.nodes[0].source
+    assert plans[0].graph_digest == plans[1].graph_digest
+    rockplan.save_plan(plans[0], tmp_path / "plan.json")
+    loaded = rockplan.load(model, x, tmp_path / "plan.json")
+    assert loaded.plan.graph.nodes[0].source != plans[0].graph.nodes[0].source
+
+
 def test_a_loaded_module_can_be_checked_copied_and_saved_again(
     path: Path, tmp_path: Path, no_planning: None
 ) -> None:

@@ -26,6 +26,9 @@ from rockplan.interface import Guard
 
 _TORCH_FOLDER = torch.__path__[0]
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
+# The models in it are read as a user's; what calls the command line is nobody's model.
+_EXAMPLES = f"{_OWN_FOLDER}examples.py"
+_COMMANDS = f"{_OWN_FOLDER}cli.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +243,10 @@ def user_source() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith((_TORCH_FOLDER, _OWN_FOLDER)) or name[0] == "<"):
+        if name == _COMMANDS:
+            break
+        ours = name.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and name != _EXAMPLES
+        if not (ours or name[0] == "<"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -1,0 +1,6 @@
+"""`python -m rockplan` is the command `rockplan`."""
+
+from rockplan.cli import main
+
+if __name__ == "__main__":
+    main()

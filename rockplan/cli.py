@@ -1,0 +1,521 @@
+"""The command line: `rockplan profile|solve|show|cache`.
+
+Results go to stdout, as tables or with --json as one JSON document; progress, warnings and errors
+go to stderr. torch is imported only by commands that need a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import rockplan
+from rockplan import display
+from rockplan.cache import KINDS, Cache, Entry, default_folder
+from rockplan.errors import (
+    CaptureError,
+    CheckFailed,
+    InfeasibleBudget,
+    InvalidInput,
+    PlanFormatError,
+    RockplanError,
+)
+from rockplan.factory import Subject, make_subject
+from rockplan.plan import Plan, format_bytes
+
+if TYPE_CHECKING:
+    from rockplan.api import Options
+
+
+class ExitCode(IntEnum):
+    """How a command ends; 0 is success, 1 a bug of rockplan (with a traceback)."""
+
+    USAGE = 2
+    INFEASIBLE = 3
+    MODEL = 4
+    FILE = 5
+    FAILED = 6
+    INTERRUPTED = 130
+
+
+_EXIT_CODES = """
+Exit codes: 0 done; 1 a bug of rockplan; 2 the command, the budget or the factory cannot be used;
+3 a budget is below the minimum, which is printed; 4 the model cannot be planned; 5 a plan file or
+a cache entry is damaged or of another version; 6 a check failed; 130 interrupted.
+"""
+
+app = typer.Typer(
+    name="rockplan",
+    help="Plan rematerialization of a PyTorch module under a byte budget.\n\n"
+    "MODEL is 'module:factory' or 'file.py:factory'; the factory takes nothing and returns "
+    "(model, sample_input) or (model, args, kwargs).",
+    epilog=_EXIT_CODES.replace("\n", " ").strip(),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+cache_app = typer.Typer(
+    help="Look after profiles, options and plans that are kept on disk "
+    "(ROCKPLAN_CACHE_DIR, else the platform's cache folder).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(cache_app, name="cache")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="module:factory or file.py:factory")]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BUDGET",
+        help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, or min; may be repeated.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Autocast = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="Plan under torch.autocast with this dtype, e.g. bfloat16."),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        min=0.0,
+        help="For the search of options of blocks; the best plan found so far is used.",
+    ),
+]
+Kinds = Annotated[
+    list[str] | None, typer.Argument(metavar="[KIND]...", help=f"Any of {', '.join(KINDS)}.")
+]
+
+
+# Ends
+
+
+@contextmanager
+def _ending(as_json: bool) -> Iterator[None]:
+    """Turns what may go wrong into a message, a JSON document if wanted, and an exit code."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted; nothing was left half-written", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except (RockplanError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        code = _exit_code(error)
+        typer.echo(display.printable(f"rockplan: {error}"), err=True)
+        if as_json:
+            _print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+        raise typer.Exit(code) from None
+
+
+def _exit_code(error: Exception) -> ExitCode:
+    match error:
+        case InfeasibleBudget():
+            return ExitCode.INFEASIBLE
+        case PlanFormatError():
+            return ExitCode.FILE
+        case CaptureError():
+            return ExitCode.MODEL
+        case CheckFailed():
+            return ExitCode.FAILED
+        case InvalidInput() | OSError():
+            return ExitCode.USAGE
+    raise error
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(display.printable(f"warning: {message}"), err=True)
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, indent=2))
+
+
+# Models
+
+_AUTOCAST_DTYPES = ("bfloat16", "float16")
+
+
+def _autocast(subject: Subject, dtype: str | None) -> AbstractContextManager[object]:
+    if dtype is None:
+        return nullcontext()
+    if dtype not in _AUTOCAST_DTYPES:
+        raise InvalidInput(f"--autocast {dtype}: write {' or '.join(_AUTOCAST_DTYPES)}")
+    import torch
+
+    kind = next((p.device.type for p in subject.model.parameters()), "cpu")
+    return torch.autocast(kind, dtype=getattr(torch, dtype))
+
+
+def _options(no_cache: bool, time_limit: float | None, check: bool = False) -> Options:
+    from rockplan.api import Options
+
+    options = Options(cache=not no_cache, check=check)
+    if time_limit is None:
+        return options
+    return Options(cache=not no_cache, check=check, time_limit_s=time_limit)
+
+
+@app.command(epilog="Example: rockplan profile rockplan.examples:transformer")
+def profile(
+    model: Model,
+    top: Annotated[int, typer.Option(metavar="ROWS", min=1, help="Of each table.")] = 12,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    no_cache: NoCache = False,
+) -> None:
+    """What MODEL keeps for its backward pass, and what its operations cost."""
+    with _ending(as_json), display.waiting():
+        subject = make_subject(model)
+        with _autocast(subject, autocast):
+            found = rockplan.plan(
+                subject.model,
+                subject.sample_input,
+                "100%",
+                sample_kwargs=subject.sample_kwargs,
+                options=_options(no_cache, None),
+            )
+    modules, operators = display.shares_by_module(found), display.shares_by_operator(found)
+    if as_json:
+        row = display.plan_row("100%", found)
+        facts = ("eager_peak_bytes", "eager_time_ns", "saved_bytes", "operations")
+        sources = ("graph_digest", "profile_digest", "profile_source", "torch_version")
+        _print_json(
+            {
+                "model": model,
+                **{name: row[name] for name in (*facts, *sources)},
+                "modules": [display.share_row(s) for s in modules],
+                "operators": [display.share_row(s) for s in operators],
+            }
+        )
+        return
+    print(
+        f"{len(found.graph.nodes)} operations, {display.milliseconds(found.eager_time_ns)} "
+        f"forward and backward, peak {format_bytes(found.eager_peak_bytes)}, of which "
+        f"{format_bytes(found.saved_bytes)} are kept between forward and backward\n"
+        f"{display.printable(found.profile_source)}; bytes beyond parameters, buffers, inputs "
+        "and .grad\n"
+    )
+    display.show_shares("module", modules, top)
+    print()
+    display.show_shares("operator", operators, top)
+
+
+@app.command(epilog="Example: rockplan solve rockplan.examples:transformer -b 40% -b min")
+def solve(
+    model: Model,
+    budget: Budgets = None,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for the plan, which rockplan.load reads; for several budgets a name "
+            "with {budget} in it.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(help="Run a step of both modules, compare bit for bit, refuse a difference."),
+    ] = False,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    time_limit: TimeLimit = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
+    with _ending(as_json), display.waiting():
+        _check_save(save, budget or [])
+        subject = make_subject(model)
+        options = _options(no_cache, time_limit, check)
+        with _autocast(subject, autocast):
+            if not budget:
+                _solve_curve(subject, options, as_json)
+                return
+            found = _plans(subject, budget, options)
+        files = [_save(save, asked, plan) for asked, plan in zip(budget, found, strict=True)]
+    _show_solved(model, budget, found, files, as_json)
+    errors = [plan for plan in found if isinstance(plan, InfeasibleBudget)]
+    for error in errors:
+        typer.echo(f"rockplan: {error}", err=True)
+    if errors:
+        raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+def _plans(
+    subject: Subject, budgets: list[str], options: Options
+) -> tuple[Plan | InfeasibleBudget, ...]:
+    from rockplan.api import plan_each
+
+    sample, kwargs = subject.sample_input, subject.sample_kwargs
+    found = plan_each(subject.model, sample, budgets, sample_kwargs=kwargs, options=options)
+    return tuple(
+        _checked(subject, asked, options) if options.check and isinstance(plan, Plan) else plan
+        for asked, plan in zip(budgets, found, strict=True)
+    )
+
+
+def _checked(subject: Subject, budget: str, options: Options) -> Plan:
+    """The plan with the record of its check."""
+    planned: Any = rockplan.solve(
+        subject.model,
+        subject.sample_input,
+        budget,
+        sample_kwargs=subject.sample_kwargs,
+        options=options,
+    )
+    plan: Plan = planned.plan
+    return plan
+
+
+def _check_save(save: str | None, budgets: list[str]) -> None:
+    if save is None:
+        return
+    if not budgets:
+        raise InvalidInput("--save needs a --budget to make a plan for")
+    if len(budgets) > 1 and "{budget}" not in save:
+        raise InvalidInput(
+            f"--save {save} would be written {len(budgets)} times; put {{budget}} into the name"
+        )
+    if not Path(save).parent.is_dir():
+        raise InvalidInput(f"there is no folder {Path(save).parent} for --save {save}")
+
+
+def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | None:
+    if save is None or isinstance(plan, InfeasibleBudget):
+        return None
+    path = save.replace("{budget}", asked.replace("%", "pct"))
+    rockplan.save_plan(plan, path)
+    return path
+
+
+def _solve_curve(subject: Subject, options: Options, as_json: bool) -> None:
+    curve = rockplan.pareto(
+        subject.model,
+        subject.sample_input,
+        sample_kwargs=subject.sample_kwargs,
+        options=options,
+    )
+    if as_json:
+        _print_json({"model": subject.name, "curve": display.curve_row(curve)})
+    else:
+        print(display.printable(str(curve)))
+
+
+def _show_solved(
+    model: str,
+    budgets: list[str],
+    found: tuple[Plan | InfeasibleBudget, ...],
+    files: list[str | None],
+    as_json: bool,
+) -> None:
+    if as_json:
+        rows = [
+            display.infeasible_row(asked, plan)
+            if isinstance(plan, InfeasibleBudget)
+            else {**display.plan_row(asked, plan), "file": file}
+            for asked, plan, file in zip(budgets, found, files, strict=True)
+        ]
+        _print_json({"model": model, "plans": rows})
+        return
+    if len(found) == 1 and isinstance(found[0], Plan):
+        print(display.printable(str(found[0])))
+    else:
+        display.show_plans(budgets, found)
+    for file in files:
+        if file is not None:
+            typer.echo(f"written: {file}", err=True)
+
+
+@app.command(epilog="Example: rockplan show rockplan.examples:mlp -b min --code")
+def show(
+    source: Annotated[
+        str, typer.Argument(metavar="PLAN|MODEL", help="A file that solve --save wrote, or MODEL.")
+    ],
+    budget: Annotated[
+        str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="For a MODEL.")
+    ] = None,
+    code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Print a plan: what is kept, what is recomputed, at what cost."""
+    with _ending(as_json), display.waiting():
+        if _is_file(source):
+            if budget is not None or code:
+                raise InvalidInput("--budget and --code are for a MODEL, not for a plan file")
+            plans, text = rockplan.read_plans(source), ""
+        else:
+            plans, text = _planned(source, budget, code, autocast, no_cache)
+    if as_json:
+        rows = [display.plan_row(f"{p.budget_bytes}", p) for p in plans]
+        _print_json({"source": source, "plans": rows, **({"code": text} if code else {})})
+    else:
+        print(display.printable(text or "\n\n".join(map(str, plans))))
+
+
+def _is_file(source: str) -> bool:
+    return ":" not in source or Path(source).is_file()
+
+
+def _planned(
+    model: str, budget: str | None, code: bool, autocast: str | None, no_cache: bool
+) -> tuple[tuple[Plan, ...], str]:
+    """The plan of a model, and its generated code if that is wanted."""
+    if budget is None:
+        raise InvalidInput("a MODEL needs a --budget")
+    subject = make_subject(model)
+    make = rockplan.solve if code else rockplan.plan
+    with _autocast(subject, autocast):
+        made: Any = make(
+            subject.model,
+            subject.sample_input,
+            budget,
+            sample_kwargs=subject.sample_kwargs,
+            options=_options(no_cache, None),
+        )
+    return ((made.plan,), made.code) if code else ((made,), "")
+
+
+# The cache
+
+
+@cache_app.command("list", epilog="Example: rockplan cache list plan")
+def cache_list(kinds: Kinds = None, as_json: Json = False) -> None:
+    """What is kept: kind, name, size, age, and what it was made for."""
+    with _ending(as_json):
+        entries = _entries(kinds)
+    if as_json:
+        _print_json({"folder": str(default_folder()), "entries": list(map(_entry_row, entries))})
+        return
+    print(
+        f"{default_folder()}: {len(entries)} entries, "
+        f"{format_bytes(sum(e.size_bytes for e in entries))}"
+    )
+    if entries:
+        rows = [
+            [e.name[:16], e.kind, format_bytes(e.size_bytes), _age(e), e.problem or _for(e)]
+            for e in entries
+        ]
+        display.show_table(["name", "kind", "size", "age", "made for"], rows, words=(0, 1, 4))
+
+
+@cache_app.command("show", epilog="Example: rockplan cache show all")
+def cache_show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The beginning of a name of cache list, or all.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """What an entry depends on, and the plan if it is one."""
+    with _ending(as_json):
+        found = [e for e in _entries(None) if name == "all" or e.name.startswith(name)]
+        if not found and name != "all":
+            raise InvalidInput(f"no entry of {default_folder()} begins with {name!r}")
+    if as_json:
+        _print_json({"entries": list(map(_entry_row, found))})
+        return
+    for entry in found:
+        print(display.printable(f"{entry.kind} {entry.name}\n  file  {entry.path}"))
+        for fact, value in entry.key.items():
+            print(display.printable(f"  {fact}  {value}"))
+        if entry.problem:
+            print(display.printable(f"  cannot be used: {entry.problem}"))
+        elif entry.kind == "plan":
+            print(display.printable(f"\n{rockplan.read_plans(entry.path)[0]}"))
+        print()
+
+
+@cache_app.command("clear", epilog="Example: rockplan cache clear plan options")
+def cache_clear(kinds: Kinds = None, as_json: Json = False) -> None:
+    """Delete entries, of all kinds or of some. Files that are not the cache's own stay."""
+    with _ending(as_json):
+        count, size_bytes = Cache(default_folder()).clear(_checked_kinds(kinds))
+    if as_json:
+        _print_json({"deleted": count, "bytes": size_bytes})
+    else:
+        print(f"deleted {count} files, {format_bytes(size_bytes)}, from {default_folder()}")
+
+
+@cache_app.command("verify", epilog="Example: rockplan cache verify")
+def cache_verify(as_json: Json = False) -> None:
+    """Read and check every entry; name those that cannot be used."""
+    with _ending(as_json):
+        entries = _entries(None)
+    damaged = [e for e in entries if e.problem]
+    if as_json:
+        _print_json({"entries": len(entries), "damaged": list(map(_entry_row, damaged))})
+    else:
+        for entry in damaged:
+            print(display.printable(f"{entry.path}: {entry.problem}"))
+        print(f"{len(entries) - len(damaged)} entries are good, {len(damaged)} are not")
+    if damaged:
+        raise typer.Exit(ExitCode.FILE)
+
+
+def _checked_kinds(kinds: list[str] | None) -> tuple[str, ...]:
+    unknown = set(kinds or ()) - set(KINDS)
+    if unknown:
+        raise InvalidInput(
+            f"no kind of entry: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}"
+        )
+    return tuple(kinds or KINDS)
+
+
+def _entries(kinds: list[str] | None) -> list[Entry]:
+    wanted = _checked_kinds(kinds)
+    return [e for e in Cache(default_folder()).entries() if e.kind in wanted]
+
+
+def _entry_row(entry: Entry) -> display.Row:
+    return {
+        "kind": entry.kind,
+        "name": entry.name,
+        "path": str(entry.path),
+        "size_bytes": entry.size_bytes,
+        "modified_ns": entry.modified_ns,
+        "key": dict(entry.key),
+        "problem": entry.problem,
+    }
+
+
+def _age(entry: Entry) -> str:
+    hours = (time.time_ns() - entry.modified_ns) / 3.6e12
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
+def _for(entry: Entry) -> str:
+    """The facts of a key that tell entries of one kind apart at a glance."""
+    facts = {"profile": ("profile",), "options": ("block",), "plan": ("graph", "budget")}
+    return ", ".join(f"{n} {_short(entry.key.get(n, '?'))}" for n in facts[entry.kind])
+
+
+def _short(fact: str) -> str:
+    """Digests by their beginning, as plans print them."""
+    return fact[:12] if len(fact) == 64 else fact
+
+
+def main() -> None:
+    """Run the command line; an interrupted one does not wait for solvers that are still busy."""
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == ExitCode.INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ExitCode.INTERRUPTED)
+        raise

@@ -1,0 +1,402 @@
+"""The command line: what a user types, what comes back, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import rockplan
+from rockplan import serial
+from rockplan.cli import ExitCode, app
+
+MLP = "rockplan.examples:mlp"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words: str, code: int = 0) -> str:
+    """stdout of `rockplan words...`, which must end with `code`."""
+    result = CliRunner().invoke(app, words)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def errors(*words: str, code: int) -> str:
+    """What `rockplan words...` says on stderr when it ends with `code`."""
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result.stderr
+
+
+def as_json(*words: str, code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", code=code))
+
+
+def process(*words: str, **settings: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rockplan", *words]
+    return subprocess.Popen(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+        **settings,
+    )
+
+
+# Help
+
+
+def commands(
+    group: Any = None, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    group = group or typer.main.get_command(app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = list(commands())
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(p) for p, _ in COMMANDS])
+def test_the_example_in_each_help_works(path: tuple[str, ...], command: Any) -> None:
+    shown = " ".join(run(*path, "--help").split())
+    assert command.epilog in shown
+    program, *words = shlex.split(command.epilog.removeprefix("Example: "))
+    assert program == "rockplan" and tuple(words[: len(path)]) == path
+    assert run(*words).strip()
+
+
+def test_help_and_the_cache_do_not_import_torch() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from rockplan.cli import app\n"
+        "for words in (['--help'], ['solve', '--help'], ['cache', 'list']):\n"
+        "    assert CliRunner().invoke(app, words).exit_code == 0\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_every_exit_code_is_documented() -> None:
+    documented = " ".join(run("--help").split()).partition("Exit codes:")[2]
+    for code in ExitCode:
+        assert f" {code.value} " in documented
+
+
+# Commands
+
+
+def test_profile() -> None:
+    found = as_json("profile", MLP)
+    assert found["eager_peak_bytes"] > found["saved_bytes"] > 0
+    for shares in (found["modules"], found["operators"]):
+        assert sum(s["kept_bytes"] for s in shares) == found["saved_bytes"]
+        assert sum(s["time_ns"] for s in shares) == found["eager_time_ns"]
+        assert sum(s["operations"] for s in shares) == found["operations"]
+    text = run("profile", MLP, "--top", "2")
+    assert "addmm" in text and "(5 more)" in text and "*.*" in text
+
+
+def test_solve_several_budgets() -> None:
+    found = as_json("solve", MLP, "-b", "50%", "--budget", "1MiB", "-b", "min")["plans"]
+    assert [row["budget"] for row in found] == ["50%", "1MiB", "min"]
+    assert found[1]["budget_bytes"] == 2**20
+    assert all(row["peak_bytes"] <= row["budget_bytes"] for row in found)
+    assert found[2]["overhead"] > found[0]["overhead"] > found[1]["overhead"] >= 0
+    assert all(0 <= row["certificate"]["gap"] < 1 for row in found)
+    text = run("solve", MLP, "-b", "50%", "-b", "1MiB", "-b", "min").splitlines()
+    assert [line.split()[0] for line in text] == ["asked", "50%", "1MiB", "min"]
+
+
+def test_solve_one_budget_prints_the_plan() -> None:
+    torch.manual_seed(0)
+    text = run("solve", MLP, "-b", "50%")
+    assert text.startswith("budget ") and "recomputes  " in text
+
+
+def test_solve_without_a_budget_prints_the_curve() -> None:
+    points = as_json("solve", MLP)["curve"]
+    peaks = [p["peak_bytes"] for p in points]
+    assert peaks == sorted(peaks) and points[-1]["overhead"] == 0
+    assert run("solve", MLP).splitlines()[0].split()[0] == "peak"
+
+
+def test_saved_plans_are_shown_and_loaded(own_folder: Path) -> None:
+    run("solve", MLP, "-b", "50%", "-b", "min", "--save", "{budget}.json", "--check")
+    plans = {name: own_folder / f"{name}.json" for name in ("50pct", "min")}
+    shown = as_json("show", "min.json")["plans"]
+    assert [p["checked"] for p in shown] == ["equal to eager bit for bit on the sample"]
+    assert run("show", "50pct.json") == f"{rockplan.read_plans(plans['50pct'])[0]}\n"
+    model, args, _ = __import__("rockplan.examples").examples.mlp()
+    loaded = rockplan.load(model, args, plans["min"])
+    assert loaded.plan.peak_bytes == shown[0]["peak_bytes"]
+
+
+def test_show_the_code_of_a_model() -> None:
+    found = as_json("show", MLP, "-b", "min", "--code")
+    assert "def forward(" in found["code"] and len(found["plans"]) == 1
+    assert "def forward(" in run("show", MLP, "-b", "min", "--code")
+
+
+def test_autocast() -> None:
+    plain = as_json("profile", MLP)
+    reduced = as_json("profile", MLP, "--autocast", "bfloat16")
+    assert reduced["saved_bytes"] < plain["saved_bytes"]
+
+
+# Models
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+
+
+MODEL = """
+import torch
+from {sibling} import WIDTH
+
+class make:
+    @staticmethod
+    def small():
+        return torch.nn.Linear(WIDTH, WIDTH), {{"input": torch.randn(4, WIDTH)}}
+"""
+
+
+def test_models_in_files_and_modules(own_folder: Path) -> None:
+    (own_folder / "folder").mkdir()
+    write(own_folder, "folder/sizes_of_file.py", "WIDTH = 8")
+    write(own_folder, "folder/file_model.py", MODEL.format(sibling="sizes_of_file"))
+    write(own_folder, "sizes_here.py", "WIDTH = 8")
+    write(own_folder, "module_model.py", MODEL.format(sibling="sizes_here"))
+    file = as_json("profile", "folder/file_model.py:make.small")
+    module = as_json("profile", "module_model:make.small")
+    assert file["graph_digest"] == module["graph_digest"]
+
+
+FACTORIES = """
+import torch
+linear = torch.nn.Linear(4, 4)
+number = 3
+def nothing(): pass
+def one(): return (linear,)
+def four(): return linear, (), {}, 1
+def no_args(): return linear, torch.randn(2, 4), {}
+def no_model(): return 3, torch.randn(2, 4)
+def no_sample(): return linear, 3
+def takes(x): return linear, x
+def fails(): raise KeyError("lost")
+def wrong_shape(): return linear, torch.randn(2, 5)
+class Branch(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+def branch(): return Branch(), torch.randn(3, requires_grad=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "code"),
+    [
+        ("transformer", "module:factory", ExitCode.USAGE),
+        ("examples:", "module:factory", ExitCode.USAGE),
+        ("no_such_module:make", "cannot be imported", ExitCode.USAGE),
+        ("none.py:make", "no file none.py", ExitCode.USAGE),
+        ("broken.py:make", "SyntaxError", ExitCode.USAGE),
+        ("f.py:absent", "it has Branch, branch", ExitCode.USAGE),
+        ("f.py:number", "is a int", ExitCode.USAGE),
+        ("f.py:nothing", "returned a NoneType", ExitCode.USAGE),
+        ("f.py:one", "returned 1 values", ExitCode.USAGE),
+        ("f.py:four", "returned 4 values", ExitCode.USAGE),
+        ("f.py:no_args", "args is a tuple", ExitCode.USAGE),
+        ("f.py:no_model", "model is a int", ExitCode.USAGE),
+        ("f.py:no_sample", "sample_input is a int", ExitCode.USAGE),
+        ("f.py:takes", "takes no arguments", ExitCode.USAGE),
+        ("f.py:fails", "KeyError: 'lost'", ExitCode.USAGE),
+        ("f.py:wrong_shape", "does not run", ExitCode.MODEL),
+        ("f.py:branch", "torch.where", ExitCode.MODEL),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    own_folder: Path, name: str, words: str, code: ExitCode
+) -> None:
+    write(own_folder, "f.py", FACTORIES)
+    write(own_folder, "broken.py", "def make(:")
+    assert words in errors("profile", name, code=code)
+    error = as_json("solve", name, "-b", "min", code=code)["error"]
+    assert words in error["message"] and error["type"]
+
+
+# Errors and exit codes
+
+
+def test_an_infeasible_budget_has_its_own_exit_code_and_prints_the_minimum() -> None:
+    found = as_json("solve", MLP, "-b", "1KB", "-b", "min", code=ExitCode.INFEASIBLE)["plans"]
+    assert [row["feasible"] for row in found] == [False, True]
+    minimum = found[0]["minimum_bytes"]
+    assert minimum == found[1]["peak_bytes"]
+    assert str(minimum) in errors("solve", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
+    assert str(minimum) in run("solve", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
+    assert str(minimum) in errors("show", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["solve"],
+        ["solve", MLP, "-b", "lots"],
+        ["solve", MLP, "-b", "-3"],
+        ["solve", MLP, "--save", "x.json"],
+        ["solve", MLP, "-b", "1", "-b", "2", "--save", "x.json"],
+        ["solve", MLP, "-b", "50%", "--save", "absent/x.json"],
+        ["profile", MLP, "--top", "0"],
+        ["profile", MLP, "--autocast", "float99"],
+        ["show", MLP],
+        ["show", "absent.json"],
+        ["cache", "list", "sandwiches"],
+        ["cache", "show", "zzz"],
+        ["frobnicate"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(own_folder: Path, words: list[str]) -> None:
+    assert errors(*words, code=ExitCode.USAGE).strip()
+    assert list(own_folder.iterdir()) == []
+
+
+def test_a_damaged_plan_file(own_folder: Path) -> None:
+    write(own_folder, "plan.json", "{}")
+    assert "plan.json" in errors("show", "plan.json", code=ExitCode.FILE)
+    found = as_json("show", "plan.json", code=ExitCode.FILE)
+    assert found["error"]["type"] == "PlanFormatError"
+
+
+def test_names_in_a_file_do_not_command_the_terminal(own_folder: Path) -> None:
+    run("solve", MLP, "-b", "min", "--save", "plan.json")
+    document = json.loads(Path("plan.json").read_text())
+    del document["digest"]
+    (plan,) = document["plans"]
+    plan["profile_source"] = "\x1b]0;owned\x07[bold]here"
+    for block in plan["blocks"]:
+        block[0] = "\x1b[2J"
+    Path("plan.json").write_text(serial.canonical({**document, "digest": serial.digest(document)}))
+    shown = run("show", "plan.json")
+    assert "\x1b" not in shown and "\x07" not in shown and "[bold]here" in shown
+
+
+# Interrupts and progress
+
+
+def test_an_interrupt_leaves_nothing_half_written(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(own_folder / "cache"))
+    write(own_folder, "plan.json", "as it was")
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    words = ("solve", MLP, "-b", "50%", "--save", "plan.json")
+    for place in ("ilp.options.option_family", "api.lower_bound_ns", "plan_file.os.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"rockplan.{place}", interrupt)
+            assert "interrupted" in errors(*words, code=ExitCode.INTERRUPTED)
+        assert Path("plan.json").read_text() == "as it was"
+        assert not list(own_folder.rglob("*.part"))
+        assert as_json("cache", "verify")["damaged"] == []
+    run(*words)
+    assert len(rockplan.read_plans("plan.json")) == 1
+
+
+SIGNALLED = """
+import os, signal, threading
+from rockplan import examples
+def make():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return examples.transformer()
+"""
+
+
+def test_a_signal_ends_the_process_with_its_exit_code(own_folder: Path) -> None:
+    write(own_folder, "signalled.py", SIGNALLED)
+    running = process(
+        "solve", f"{own_folder}/signalled.py:make", "--no-cache", stderr=subprocess.PIPE
+    )
+    out, err = running.communicate(timeout=120)
+    assert (running.returncode, out) == (ExitCode.INTERRUPTED, "")
+    assert "interrupted" in err and "Traceback" not in err
+
+
+def test_progress_is_shown_on_a_terminal_only() -> None:
+    """One process with stderr on a terminal, one without; stdout is the same document."""
+    words = ("profile", MLP, "--no-cache", "--json")
+    controller, terminal = pty.openpty()
+    shown = process(*words, stderr=terminal, env={**os.environ, "TERM": "xterm"})
+    os.close(terminal)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(controller, 4096)
+        except OSError:  # the other end is closed
+            break
+    quiet = process(*words, stderr=subprocess.PIPE)
+    documents = [json.loads(p.communicate(timeout=120)[0]) for p in (shown, quiet)]
+    assert b"capturing the model" in seen and b"measuring" in seen
+    assert quiet.stderr is not None and quiet.stderr.closed
+    assert documents[0]["graph_digest"] == documents[1]["graph_digest"]
+
+
+# The cache
+
+
+def test_the_cache_is_listed_shown_verified_and_cleared(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = own_folder / "cache"
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
+    assert as_json("cache", "list")["entries"] == []
+    assert "0 entries" in run("cache", "list")
+    run("solve", MLP, "-b", "50%")
+    entries = as_json("cache", "list")["entries"]
+    assert {e["kind"] for e in entries} == {"profile", "options", "plan"}
+    (plan,) = (e for e in entries if e["kind"] == "plan")
+    assert plan["key"]["budget"] == "0.5 of the unplanned peak"
+    assert "recomputes" in run("cache", "show", plan["name"][:12])
+    assert "budget 0.5 of the unplanned peak" in run("cache", "list", "plan")
+    assert as_json("cache", "verify") == {"entries": len(entries), "damaged": []}
+    Path(plan["path"]).write_text("{")
+    (damaged,) = as_json("cache", "verify", code=ExitCode.FILE)["damaged"]
+    assert damaged["path"] == plan["path"]
+    assert plan["path"] in run("cache", "verify", code=ExitCode.FILE)
+    assert "set aside" in CliRunner().invoke(app, ["solve", MLP, "-b", "50%"]).stderr
+    assert as_json("cache", "clear", "options")["deleted"] == len(entries) - 2
+    assert as_json("cache", "clear")["deleted"] == 3
+    assert not [p for p in folder.rglob("*") if p.is_file()]
