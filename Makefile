@@ -1,7 +1,8 @@
 # Two commands on a fresh machine: `make demo` and `make test`.
 VENV ?= .venv
 PYTHON ?= python3
-# The pinned CPU build first: a plain range would pull gigabytes of CUDA packages on Linux.
+# The pinned build first, with the torchvision that belongs to it (timm imports it): a plain range
+# would pull gigabytes of CUDA packages on Linux.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
@@ -21,7 +22,7 @@ lint: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet "$(TORCH)" torchvision
 	$(BIN)/pip install --quiet --editable ".[test]"
 	touch $@
 

@@ -28,7 +28,6 @@ from rockplan.errors import (
     UnsupportedModel,
     ValueDependentControlFlow,
 )
-from rockplan.explain import Explanation, explain
 from rockplan.plan import Plan
 from rockplan.plan_file import read_plans, save_plan
 from rockplan.version import VERSION as __version__
@@ -54,7 +53,6 @@ __all__ = [
     "Curve",
     "CurvePoint",
     "DataDependentShape",
-    "Explanation",
     "InfeasibleBudget",
     "InvalidBudget",
     "InvalidInput",
@@ -68,7 +66,6 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
-    "explain",
     "load",
     "pareto",
     "peak_live_bytes",

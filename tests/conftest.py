@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# First of all: lets torchvision be imported beside a CPU build of torch.
+import benchmarks  # noqa: F401
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -1,0 +1,71 @@
+"""A fixed sample of the sweep over architectures (`benchmarks/zoo.py`), with the same checks:
+results, gradients, state and generator equal to eager execution bit for bit, peak within budget
+and as predicted, at two budgets."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import zoo
+
+EQUAL = (
+    "transformers/causal-lm/llama",
+    "transformers/causal-lm/gpt_neox",
+    "transformers/causal-lm/mamba",
+    "transformers/causal-lm/qwen3_moe",
+    "transformers/causal-lm/doge",
+    "transformers/masked-lm/deberta-v2",
+    "transformers/masked-lm/modernbert",
+    "transformers/seq-to-seq-causal-lm/t5",
+    "transformers/seq-to-seq-causal-lm/bart",
+    "transformers/speech-seq-2-seq/whisper",
+    "transformers/audio-classification/wav2vec2",
+    "transformers/image-classification/swin",
+    "transformers/image-classification/convnext",
+    "transformers/zero-shot-image-classification/clip",
+    "transformers/semantic-segmentation/segformer",
+    "timm/test_vit",
+    "timm/test_byobnet",
+    "timm/test_efficientnet",
+    "timm/test_convnext",
+    "timm/test_resnet",
+    "module/LSTM/6",
+    "module/GRU/0",
+    "module/Embedding/0",
+    "module/TransformerEncoder/0",
+    "module/MultiheadAttention/0",
+)
+
+NEEDED = {"transformers": "transformers", "timm": "timm", "module": "expecttest"}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[zoo.Worker]]:
+    """At most one worker; a test that loses it takes it out."""
+    alive: list[zoo.Worker] = []
+    yield alive
+    for worker in alive:
+        worker.end()
+
+
+def examine(name: str, workers: list[zoo.Worker]) -> dict[str, object]:
+    needed = NEEDED[name.split("/")[0]]
+    try:
+        importlib.import_module(needed)
+    except ImportError as error:
+        pytest.skip(f"{needed} cannot be imported: {error}")
+    if not workers:
+        workers.append(zoo.Worker(list(zoo.BUDGETS)))
+    row, alive = workers[0].examine(name)
+    if not alive:
+        workers.pop().end()
+    return row
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_planned_is_eager_within_the_budget(name: str, workers: list[zoo.Worker]) -> None:
+    row = examine(name, workers)
+    assert row["outcome"] == "equal", row
