@@ -28,6 +28,7 @@ from rockplan.errors import (
     UnsupportedModel,
     ValueDependentControlFlow,
 )
+from rockplan.explain import Explanation, explain
 from rockplan.plan import Plan
 from rockplan.plan_file import read_plans, save_plan
 from rockplan.version import VERSION as __version__
@@ -53,6 +54,7 @@ __all__ = [
     "Curve",
     "CurvePoint",
     "DataDependentShape",
+    "Explanation",
     "InfeasibleBudget",
     "InvalidBudget",
     "InvalidInput",
@@ -66,6 +68,7 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
+    "explain",
     "load",
     "pareto",
     "peak_live_bytes",

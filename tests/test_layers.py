@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
 VALUES |= {"progress", "curve", "version", "names"}
-ORACLES = {"verify", "simulate", "render", "serial", "plan_file"}
+ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {
     "torch": {"graph_builder", "codegen"},
