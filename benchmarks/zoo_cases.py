@@ -243,6 +243,7 @@ _LARGEST = """
     ffn_hidden_size dim_feedforward mlp_dim shared_intermediate_size decoder_intermediate_size
     speech_encoder_intermediate_size encoder_feedforward_dim t2u_encoder_ffn_dim
     t2u_decoder_ffn_dim max_position_embeddings n_positions max_seq_len
+    context_length
 100: vocab_size t2u_vocab_size vocab_size_per_layer_input
 64: hidden_size d_model n_embd emb_dim dim embedding_size decoder_hidden_size
     attention_hidden_size encoder_hidden_size projection_dim hidden_dim word_embed_proj_dim
@@ -296,6 +297,8 @@ OFF = {
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
     "speech_encoder_layerdrop": 0.0,
+    # More than there are small layers.
+    "num_kv_shared_layers": 0,
 }
 TOKEN_ENDINGS = ("token_id", "token_index")
 LIST_SCALES = {"conv_dim": 16, "hidden_sizes": 8, "neck_hidden_sizes": 8, "embed_dims": 4}

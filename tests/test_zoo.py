@@ -23,6 +23,7 @@ EQUAL = (
     "transformers/seq-to-seq-causal-lm/bart",
     "transformers/speech-seq-2-seq/whisper",
     "transformers/audio-classification/wav2vec2",
+    "transformers/ctc/lasr_ctc",
     "transformers/image-classification/swin",
     "transformers/image-classification/convnext",
     "transformers/zero-shot-image-classification/clip",
