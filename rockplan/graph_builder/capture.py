@@ -248,13 +248,15 @@ def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int,
 def _value_read_error(
     calls: Sequence[RecordedCall], module: str, source: str
 ) -> ValueDependentControlFlow:
-    drawn = any(c.random for c in calls)
-    what = "a random draw" if drawn else "an activation, a parameter or a floating-point input"
+    what = "an activation, a parameter, a buffer or a floating-point input"
+    remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
+    if any(c.random for c in calls):
+        what = "a random draw"
+        remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
     return ValueDependentControlFlow(
         f"{where(module, source)}: Python reads the value of {what} "
         "(.item(), bool(), float() or `if` on a tensor), so the operations may differ from call "
-        "to call and cannot be planned. Keep the decision on the tensor (torch.where), or move "
-        "it out of the module",
+        f"to call and cannot be planned. {remedy}",
         module_path=module,
         source=source,
     )
