@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -28,13 +29,14 @@ from rockplan.graph_builder.measure import check_layouts, measure, price, profil
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
+from rockplan.ilp.improve import Improved, improve
 from rockplan.ilp.options import option_families
 from rockplan.interface import Incoming
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import fit, is_outline_of, read_plans
 from rockplan.profile import Profile
 from rockplan.progress import report
-from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
+from rockplan.schedule import Compute, keep_all, merge_handovers, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
 from rockplan.version import planner
@@ -51,12 +53,15 @@ class Options:
     None: the scalars that require a gradient (a loss), or if there are none, all that do. A
     backward that starts elsewhere is planned again when it comes; name all leaves that are ever
     differentiated where different steps use different ones.
-    time_limit_s: how long to search options of blocks; the best plan so far is returned.
+    time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
+    is returned, and its status says that time was short. At least half of it is for the plan as
+    a whole, the rest for options of blocks.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
-    bound_time_limit_s: how long to look for the lower bound that the certificate states.
+    bound_time_limit_s: how much of time_limit_s is left for the lower bound that the certificate
+    states.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -335,7 +340,7 @@ def _families(
     blocks: tuple[Block, ...], cache: Cache | None, options: Options
 ) -> list[OptionFamily]:
     """Options of each block; equal blocks are solved once, and not if they are in the cache."""
-    settings = Settings(time_limit_s=options.time_limit_s)
+    settings = Settings(time_limit_s=options.time_limit_s * _BLOCKS_SHARE)
     problems = {b.digest: b.problem for b in blocks}
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():
@@ -414,12 +419,18 @@ def _plan_key(prepared: _Prepared, budget: Budget, options: Options) -> dict[str
     }
 
 
+# Of the time limit, for the options of blocks.
+_BLOCKS_SHARE = 0.5
+
+
 def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
+    deadline = time.monotonic() + options.time_limit_s
     graph = prepared.graph
     everything = simulate(graph, keep_all(graph))
     budget_bytes = budget.within(everything.peak_bytes)
     if budget_bytes is not None and budget_bytes >= everything.peak_bytes:
-        return _finish(prepared, keep_all(graph), budget_bytes, everything, options)
+        found = Improved(keep_all(graph), is_complete=True)
+        return _finish(prepared, found, budget_bytes, everything, options, deadline)
     families = _families(prepared.blocks, _cache(options), options)
     report("combining blocks")
     solver = ChainSolver(graph, prepared.blocks, families)
@@ -427,13 +438,20 @@ def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
         budget_bytes = solver.minimum_bytes
     schedule = solver.best_schedule(budget_bytes)
     if schedule is None:
-        smallest = solver.best_schedule(solver.minimum_bytes)
-        assert smallest is not None
-        found = simulate(graph, smallest)
-        event = smallest.events[found.peak_event]
-        where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
-        raise InfeasibleBudget(budget_bytes, solver.minimum_bytes, where)
-    return _finish(prepared, schedule, budget_bytes, everything, options)
+        raise _too_small(graph, budget_bytes, solver)
+    until = deadline - min(options.bound_time_limit_s, options.time_limit_s / 4)
+    found = improve(graph, schedule, budget_bytes, deadline=until)
+    if any(family.gap_ns is None for family in families):
+        found = replace(found, is_complete=False)
+    return _finish(prepared, found, budget_bytes, everything, options, deadline)
+
+
+def _too_small(graph: CDGraph, budget_bytes: int, solver: ChainSolver) -> InfeasibleBudget:
+    smallest = solver.best_schedule(solver.minimum_bytes)
+    assert smallest is not None
+    event = smallest.events[simulate(graph, smallest).peak_event]
+    where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
+    return InfeasibleBudget(budget_bytes, solver.minimum_bytes, where)
 
 
 def _operation(graph: CDGraph, node: int) -> str:
@@ -444,17 +462,22 @@ def _operation(graph: CDGraph, node: int) -> str:
 
 def _finish(
     prepared: _Prepared,
-    schedule: Schedule,
+    best: Improved,
     budget_bytes: int,
     everything: Simulation,
     options: Options,
+    deadline: float,
 ) -> Plan:
     graph = prepared.graph
     ends = frozenset(b.backward[-1] for b in prepared.blocks if b.backward)
-    during = [step.during_bytes for step in timeline(graph, schedule)]
-    merged = merge_handovers(graph, schedule, during, ends)
+    during = [step.during_bytes for step in timeline(graph, best.schedule)]
+    merged = merge_handovers(graph, best.schedule, during, ends)
     verify(graph, merged)
     found = simulate(graph, merged)
+    limit_s = min(options.bound_time_limit_s, max(deadline - time.monotonic(), 0.0))
+    certificate = _certificate(graph, found, everything, budget_bytes, limit_s)
+    if not best.is_complete and certificate.status is not Status.OPTIMAL:
+        certificate = replace(certificate, status=Status.TIME_LIMIT)
     return Plan(
         graph=graph,
         schedule=merged,
@@ -467,7 +490,7 @@ def _finish(
         time_ns=found.time_ns,
         eager_peak_bytes=everything.peak_bytes,
         eager_time_ns=everything.time_ns,
-        certificate=_certificate(graph, found, everything, budget_bytes, options),
+        certificate=certificate,
         graph_digest=graph_digest(graph),
         profile_digest=profile_digest(prepared.profile),
         profile_source=_profile_source(prepared.profile),
@@ -480,12 +503,12 @@ def _certificate(
     found: Simulation,
     everything: Simulation,
     budget_bytes: int,
-    options: Options,
+    time_limit_s: float,
 ) -> Certificate:
     if found.time_ns == everything.time_ns:
         return Certificate(Status.OPTIMAL, found.time_ns, found.time_ns)
     report("proving a bound")
-    bound = lower_bound_ns(graph, budget_bytes, time_limit_s=options.bound_time_limit_s)
+    bound = lower_bound_ns(graph, budget_bytes, time_limit_s=time_limit_s)
     bound = min(max(bound, everything.time_ns), found.time_ns)
     status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
     return Certificate(status, found.time_ns, bound)

@@ -28,7 +28,7 @@ class Owner(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Bytes that are alive during the events start..stop-1 of a schedule.
+    """Bytes that are alive during the events start..stop-1 of a schedule, their free included.
 
     index: of the data (STORAGE, COPY) or of the node (WORKSPACE, GENERATOR).
     """
@@ -87,7 +87,7 @@ def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
             for data in graph.nodes[event.node].writes:
                 born.setdefault(data, position)
         else:
-            end(event.data, position)
+            end(event.data, position + 1)
     for data in sorted(born):
         end(data, len(schedule.events))
     return found

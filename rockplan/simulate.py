@@ -32,7 +32,8 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Memory at one event: `during_bytes` while it runs, `after_bytes` when it is done."""
+    """Memory at one event: `during_bytes` while it runs (for a free: up to it), `after_bytes` when
+    it is done."""
 
     during_bytes: int
     after_bytes: int
@@ -78,8 +79,9 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[Step]:
             live_bytes += tangent_bytes
         if not isinstance(event, Compute):
             alive.discard(event.data)
+            before_bytes = live_bytes
             live_bytes -= data[event.data].size_bytes
-            yield Step(live_bytes, live_bytes, 0)
+            yield Step(before_bytes, live_bytes, 0)
             continue
         node = graph.nodes[event.node]
         keeps_state = node.random and executions[node.index] > 1

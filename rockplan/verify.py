@@ -7,7 +7,8 @@ Rules:
    least once, in the backward phase only
 2. whatever a node reads is alive
 3. only what is alive, not resident and not held is freed
-4. a node that is not recomputable runs once
+4. a node that is not recomputable runs once, and so does one that makes a gradient of `handed`:
+   autograd would get it twice
 5. first executions of random and of not recomputable nodes come in the order of the graph
    (the generator and side effects see what eager shows them)
 6. `outputs` are alive when the forward phase ends; when all ends nothing but `held` is alive
@@ -44,7 +45,7 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
                     f"event {position}: {node.name} reads {graph.data[d].name}, which is not alive"
                 )
         if node.index in executed:
-            if not node.recomputable:
+            if not node.recomputable or not set(node.writes).isdisjoint(graph.handed):
                 raise IllegalSchedule(f"event {position}: {node.name} may run only once")
         elif node.random or not node.recomputable:
             if node.index < last_effect:

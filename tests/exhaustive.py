@@ -64,8 +64,7 @@ class Exhaustive:
     """Fastest schedule of `graph` within two budgets.
 
     is_free: any legal schedule. Else the class of the full model: first executions in the order
-    of the graph, between two of them each node at most once, in order, and no node twice that
-    hands a gradient over.
+    of the graph, between two of them each node at most once, in order.
     """
 
     graph: CDGraph
@@ -109,12 +108,13 @@ class Exhaustive:
             return self._may_be_first(state, node)
         if not node.recomputable or (node.random and node.index not in state.states):
             return False
+        if not set(self.graph.handed).isdisjoint(node.writes):
+            return False
         if self.is_free:
             return True
         # After its last node the forward phase has nothing left to prepare.
         is_over = not state.is_backward and len(state.ran) == len(self.graph.forward)
-        hands_over = not set(self.graph.handed).isdisjoint(node.writes)
-        return node.index > state.again and not hands_over and not is_over
+        return node.index > state.again and not is_over
 
     def _may_be_first(self, state: State, node: ComputeNode) -> bool:
         if node.phase is Phase.FORWARD and state.is_backward:
@@ -168,13 +168,11 @@ class Exhaustive:
         graph = self.graph
         if not set(graph.outputs) <= state.alive:
             return
-        held = set(graph.held)
-        # With two of them their order would be an event of its own.
-        assert len([d for d in graph.outputs if d not in held]) <= 1
         tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
         outputs_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
         allowed = self.peak_bytes if self.saved_bytes is None else self.saved_bytes + outputs_bytes
-        narrow = replace(self, peak_bytes=allowed)
+        tangent_bytes = sum(graph.data[d].size_bytes for d in tangents)
+        narrow = replace(self, peak_bytes=min(allowed, self.peak_bytes - tangent_bytes))
         for fitting in narrow._fit(state, 0, set(graph.outputs), set()):
             yield replace(fitting, is_backward=True, alive=fitting.alive | tangents)
 

@@ -91,6 +91,7 @@ class Search:
     answers: schedules found. bounds: (peak, saved, ns): nothing within that corner is faster.
     infeasible: corners without a schedule; not_staged: without one in the stage formulation.
     step: the finest distance of two corners of the sweeps, in bytes.
+    is_cut: the time limit struck.
     """
 
     units: Units
@@ -104,6 +105,7 @@ class Search:
     step: int = 1
     solves: int = 0
     effort: int = 0
+    is_cut: bool = False
 
     @property
     def problem(self) -> CDGraph:
@@ -115,7 +117,7 @@ class Search:
 
     @property
     def is_exhausted(self) -> bool:
-        return self.effort >= self.settings.effort or time.monotonic() >= self.deadline
+        return self.effort >= self.settings.effort or self._is_late()
 
     def add(self, orders: Orders) -> Answer:
         option = price(self.problem, orders)
@@ -135,7 +137,7 @@ class Search:
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
         """Solve one corner and note what was proven; None if that found no schedule."""
-        if time.monotonic() >= self.deadline:
+        if self._is_late():
             return None
         found = self._solve_stages(corner, gap)
         if self.is_small and (found is None or found.status is SolverStatus.INFEASIBLE):
@@ -151,20 +153,27 @@ class Search:
     def _solve_stages(self, corner: Corner, gap: float) -> Solution | None:
         if self.model is None or any(_covers(empty, corner) for empty in self.not_staged):
             return None
-        found = solve_stages(self.model, *corner, time_limit_s=self._solve_limit_s, gap=gap)
-        self._count(found)
+        started, limit_s = time.monotonic(), self._solve_limit_s
+        found = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
+        self._count(found, started + limit_s)
         if found.status is SolverStatus.INFEASIBLE:
             self.not_staged.append(corner)
         return found
 
     def _solve_full(self, corner: Corner, gap: float) -> Solution:
-        found = solve_full(self.units, *corner, time_limit_s=self._solve_limit_s, gap=gap)
-        self._count(found)
+        started, limit_s = time.monotonic(), self._solve_limit_s
+        found = solve_full(self.units, *corner, time_limit_s=limit_s, gap=gap)
+        self._count(found, started + limit_s)
         return found
 
-    def _count(self, found: Solution) -> None:
+    def _count(self, found: Solution, latest: float) -> None:
+        self.is_cut = self.is_cut or time.monotonic() >= latest
         self.solves += 1
         self.effort += SOLVE_EFFORT + found.iterations
+
+    def _is_late(self) -> bool:
+        self.is_cut = self.is_cut or time.monotonic() >= self.deadline
+        return self.is_cut
 
     @property
     def _solve_limit_s(self) -> float:
@@ -302,7 +311,8 @@ def _answer(search: Search, corner: Corner) -> Answer | None:
 
 def gap_ns(search: Search) -> int | None:
     """The largest distance, over all corners, between the best answer there and the bound for
-    schedules that need less than `step` bytes less; None where there is no answer.
+    schedules that need less than `step` bytes less; None where there is no answer, or where the
+    time limit struck.
 
     Both change at few places only: an answer is the best one up to just below the next.
     """
@@ -318,4 +328,4 @@ def gap_ns(search: Search) -> int | None:
         bound = np.where(holds, bounds[:, 2], 0).max(axis=1)
         possible = [not search.is_infeasible((int(peak) - slack, int(s) - slack)) for s in saved]
         worst = max(worst, int((best - bound)[possible].max(initial=0)))
-    return None if worst > UNLIMITED // 2 else worst
+    return None if search.is_cut or worst > UNLIMITED // 2 else worst

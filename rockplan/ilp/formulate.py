@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from rockplan.ilp.solve import INFINITY, TIME_UNIT, LinearProgram, ProgramBuilder
@@ -95,6 +96,10 @@ class _Columns:
         column = self.keep.get((s, d))
         return [] if column is None else [(column, weight)]
 
+    def following(self, s: int, d: int, weight: int = 1) -> Terms:
+        """Terms of: the copy that stage s has of d, not one that its node makes, is kept."""
+        return [] if d in self.stages.stages[s].makes else self.keep_terms(s + 1, d, weight)
+
     def rerun_terms(self, s: int, i: int, weight: int = 1) -> Terms:
         column = self.rerun.get((s, i))
         return [] if column is None else [(column, weight)]
@@ -133,8 +138,11 @@ def entries(stages: Stages) -> int:
     return sum(len(s.wanted) * (len(s.movable) + 1) for s in stages.stages)
 
 
-def formulate(stages: Stages) -> StageModel:
-    """Write the program for `stages`, of which there is at least one."""
+def formulate(stages: Stages, crowded: Collection[int] | None = None) -> StageModel:
+    """Write the program for `stages`, of which there is at least one.
+
+    crowded: stages whose re-executions are held to the peak budget; None for all of them.
+    """
     graph = stages.units.graph
     builder = ProgramBuilder()
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
@@ -162,7 +170,8 @@ def formulate(stages: Stages) -> StageModel:
     for s in range(len(stages.stages)):
         _add_dependencies(columns, s)
         _add_backward_memory(columns, s)
-        _add_rerun_memory(columns, s)
+        if crowded is None or s in crowded:
+            _add_rerun_memory(columns, s)
     columns.within_peak([], stages.tail)
     _add_forward_memory(columns)
     _add_start_memory(columns)
@@ -190,7 +199,7 @@ def _add_dependencies(columns: _Columns, s: int) -> None:
     for d in stage.reads:
         add(columns.available(s, d), 1.0)
     for d in stage.wanted:
-        following = columns.keep_terms(s + 1, d, -1)
+        following = columns.following(s, d, -1)
         if following:
             add(columns.available(s, d) + following, 0.0)
         columns.builder.at_most(columns.available(s, d), 1.0)
@@ -206,12 +215,12 @@ def _add_dependencies(columns: _Columns, s: int) -> None:
 def _add_backward_memory(columns: _Columns, s: int) -> None:
     """Rule 7, and the backward nodes before the stage and after the last one."""
     stage = columns.stages.stages[s]
-    reads = set(stage.reads)
-    needed_bytes = sum(columns.bytes(d) for d in reads)
+    there = {*stage.reads, *stage.makes}
+    needed_bytes = sum(columns.bytes(d) for d in there)
     after: Terms = []
     if s + 1 < len(columns.stages.stages):
         for d in columns.stages.stages[s + 1].wanted:
-            if d not in reads:
+            if d not in there:
                 after += columns.keep_terms(s + 1, d, columns.size(d))
         after += columns.states(s + 1, -1)
     columns.within_peak(after, stage.during + needed_bytes)
@@ -264,7 +273,7 @@ class _Life:
         position = bisect_left(self.users, i)
         if position < len(self.use):
             return [(self.use[position], self.size)]
-        return columns.keep_terms(s + 1, self.data, self.size)
+        return columns.following(s, self.data, self.size)
 
 
 def _add_life(columns: _Columns, s: int, d: int) -> _Life:
@@ -274,7 +283,7 @@ def _add_life(columns: _Columns, s: int, d: int) -> _Life:
     builder = columns.builder
     is_read = d in stage.reads
     users = tuple(i for i in stage.movable if d in graph.nodes[i].reads)
-    later = columns.keep_terms(s + 1, d, -1)
+    later = columns.following(s, d, -1)
     use: list[int] = []
     for u in () if is_read else reversed(users):
         column = builder.fraction()
@@ -305,16 +314,16 @@ def _add_forward_memory(columns: _Columns) -> None:
 
 
 def _add_start_memory(columns: _Columns) -> None:
-    """The frees with which the backward phase starts: what is left after each of them, also
-    where the storage is kept (then the simulator sees no event, but the memory is there)."""
-    stages = columns.stages
-    for position in range(1, len(stages.start)):
-        following = stages.start[position:]
-        terms = columns.kept(0)
-        for d in following:
-            terms += columns.keep_terms(0, d, -columns.size(d))
-        remaining_bytes = sum(columns.bytes(d) for d in following)
-        columns.within_peak(terms, stages.start_alive + remaining_bytes)
+    """When the backward phase starts all tangents and outputs are alive, kept or not."""
+    outputs = columns.stages.units.graph.outputs
+    not_free = set(columns.stages.units.graph.held)
+    terms = [
+        (column, columns.size(d))
+        for (s, d), column in columns.keep.items()
+        if s == 0 and d not in outputs
+    ]
+    outputs_bytes = sum(columns.bytes(d) for d in outputs if d not in not_free)
+    columns.within_peak(terms + columns.states(0, -1), columns.stages.start_bytes + outputs_bytes)
 
 
 def _add_saved(columns: _Columns) -> MemoryRow:

@@ -25,7 +25,6 @@ import pulp
 from rockplan.graph import ComputeNode, DataKind, producers
 from rockplan.ilp.decode import Orders, Solution, solution, without_idle
 from rockplan.ilp.solve import TIME_UNIT, in_own_thread, report
-from rockplan.ilp.stages import freed_at_start
 from rockplan.ilp.units import UNLIMITED, Units
 
 Expression: TypeAlias = Any
@@ -236,14 +235,12 @@ class _Model:
         )
 
     def _limit_start(self) -> None:
-        """The frees with which the backward phase starts, as in `formulate`."""
+        """When the backward phase starts all outputs and tangents are alive."""
         first = self.n_forward
-        freed, _ = freed_at_start(self.graph)
-        held_bytes = self._bytes(d for d in self.graph.held if self.producer.get(d, first) < first)
-        for position in range(1, len(freed)):
-            following = freed[position:]
-            units = self._kept_units(first, set(following))
-            self._limit(units, held_bytes + self._bytes(following), self.peak_bytes)
+        tangents = {d.index for d in self.graph.data if d.kind is DataKind.TANGENT}
+        alive = {*self.graph.outputs, *tangents}
+        alive |= {d for d in self.graph.held if self.producer.get(d, first) < first}
+        self._limit(self._kept_units(first, alive), self._bytes(alive), self.peak_bytes)
 
     def _limit_saved(self, saved_bytes: int) -> None:
         first = self.n_forward

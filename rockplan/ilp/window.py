@@ -1,0 +1,237 @@
+"""Windows: where some forward nodes run again, decided anew; the rest of a schedule as it is.
+
+takes: Units of a graph, an order of computations, the forward nodes to decide. returns: Window,
+its Stages for `formulate`, and back from a solution to an order. guarantees: an order that is
+read from a solution executes everything else as before; it is worth its price only once it is
+simulated, since generator states and tiny storages are left out here.
+
+A large neighbourhood of a schedule (Shaw 1998): the events that stay are a fixed sequence, those
+of them that read or make a storage of the window are the stages, and the memory that is left
+beside everything fixed differs from stage to stage. A window of all forward nodes is the stage
+formulation of the whole graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from rockplan.graph import CDGraph, DataKind, producers
+from rockplan.ilp.decode import Orders, without_idle
+from rockplan.ilp.formulate import StageModel
+from rockplan.ilp.stages import Stage, Stages, last_forward_use, transient, without
+from rockplan.ilp.units import Units
+from rockplan.schedule import Compute, with_frees
+from rockplan.simulate import timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """fixed: the backward phase without re-executions of the window's nodes; positions: of each
+    stage's node in it."""
+
+    stages: Stages
+    nodes: frozenset[int]
+    fixed: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """Bytes beside the window's storages. forward: during each node of the forward phase;
+    before, during: each event of the fixed backward phase; start: when that phase starts, without
+    outputs that are not held."""
+
+    forward: tuple[int, ...]
+    before: tuple[int, ...]
+    during: tuple[int, ...]
+    start: int
+
+
+def make_window(
+    problem: CDGraph, units: Units, orders: Orders, nodes: Collection[int]
+) -> Window | None:
+    """The window of forward `nodes` (those that may run again) in `orders` of `problem`, whose
+    forward phase executes every node once, in order; None if there is nothing to decide.
+
+    units: of the problem. Tiny storages weigh what they weigh, save those that the nodes touch.
+    """
+    graph = units.graph
+    own = frozenset(i for i in nodes if graph.nodes[i].recomputable)
+    fixed = tuple(i for i in orders.backward if i not in own)
+    touched = {d for i in own for d in (*graph.nodes[i].reads, *graph.nodes[i].writes)}
+    free = _free(units, touched)
+    beside = _beside(problem, free | (touched & units.tiny), orders.forward, fixed)
+    positions = [
+        t
+        for t, i in enumerate(fixed)
+        if not free.isdisjoint(graph.nodes[i].reads) or not free.isdisjoint(graph.nodes[i].writes)
+    ]
+    stages = _stages(graph, free, own, fixed, positions, beside)
+    if not any(stage.movable for stage in stages):
+        return None
+    last = positions[-1] + 1
+    made = frozenset(d for i in own for d in graph.nodes[i].writes) & free
+    last_use = last_forward_use(graph)
+    return Window(
+        stages=Stages(
+            units=units,
+            stages=stages,
+            tail=max(beside.during[last:], default=0),
+            producer=producers(graph),
+            transient=transient(graph, free, made, stages),
+            last_use=last_use,
+            forward_during=_forward_during(graph, free, last_use, beside.forward),
+            held=0,
+            start_bytes=beside.start,
+        ),
+        nodes=own,
+        fixed=fixed,
+        positions=tuple(positions),
+    )
+
+
+def _free(units: Units, touched: Collection[int]) -> frozenset[int]:
+    """Storages whose lives are decided with the window's nodes, which read or make them."""
+    outside = units.tiny | set(units.graph.held)
+    kinds = {d: units.graph.data[d].kind for d in touched}
+    return frozenset(
+        d for d, kind in kinds.items() if d not in outside and kind is DataKind.ACTIVATION
+    )
+
+
+def _beside(
+    graph: CDGraph, weightless_data: frozenset[int], forward: Sequence[int], fixed: Sequence[int]
+) -> _Fixed:
+    weightless = without(graph, weightless_data)
+    schedule = with_frees(weightless, forward, fixed)
+    before: list[int] = []
+    during: list[int] = []
+    after_bytes = saved_bytes = 0
+    for position, (event, step) in enumerate(
+        zip(schedule.events, timeline(weightless, schedule), strict=True)
+    ):
+        if position == schedule.forward_length:
+            saved_bytes = after_bytes
+        if isinstance(event, Compute):
+            before.append(after_bytes)
+            during.append(step.during_bytes)
+        after_bytes = step.after_bytes
+    tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
+    dropped = set(graph.outputs) - set(graph.held)
+    start_bytes = saved_bytes + sum(graph.data[d].size_bytes for d in tangents)
+    start_bytes -= sum(weightless.data[d].size_bytes for d in dropped)
+    count = len(forward)
+    return _Fixed(tuple(during[:count]), tuple(before[count:]), tuple(during[count:]), start_bytes)
+
+
+def _forward_during(
+    graph: CDGraph,
+    free: frozenset[int],
+    last_use: dict[int, int | None],
+    beside: Sequence[int],
+) -> tuple[int, ...]:
+    """Bytes during each forward node if nothing of the window were kept for the backward phase."""
+    made_by = producers(graph)
+    during = list(beside)
+    for d in free:
+        last = last_use[d]
+        for i in range(made_by[d], len(during) if last is None else last + 1):
+            during[i] += graph.data[d].size_bytes
+    return tuple(during)
+
+
+def _stages(
+    graph: CDGraph,
+    free: frozenset[int],
+    own: frozenset[int],
+    fixed: Sequence[int],
+    positions: Sequence[int],
+    beside: _Fixed,
+) -> tuple[Stage, ...]:
+    producer = producers(graph)
+    made = {d for i in own for d in graph.nodes[i].writes}
+    starts = [0, *(t + 1 for t in positions)]
+    found: list[Stage] = []
+    wanted: set[int] = set()
+    for start, t in reversed(list(zip(starts, positions, strict=False))):
+        node = graph.nodes[fixed[t]]
+        reads = tuple(d for d in node.reads if d in free)
+        makes = tuple(d for d in node.writes if d in free)
+        wanted = _closure(graph, free, own, producer, wanted.difference(makes).union(reads))
+        can_move = not made.isdisjoint(reads)
+        found.append(
+            Stage(
+                node=node.index,
+                reads=reads,
+                makes=makes,
+                wanted=tuple(sorted(wanted)),
+                movable=tuple(sorted({producer[d] for d in wanted} & own)) if can_move else (),
+                before=beside.before[t],
+                during=beside.during[t],
+                gap=max(beside.during[start:t], default=0),
+            )
+        )
+    return tuple(found[::-1])
+
+
+def _closure(
+    graph: CDGraph,
+    free: frozenset[int],
+    own: frozenset[int],
+    producer: dict[int, int],
+    seeds: Iterable[int],
+) -> set[int]:
+    """`seeds` and every free storage that the window's nodes may read to make them."""
+    found: set[int] = set()
+    pending = list(seeds)
+    while pending:
+        d = pending.pop()
+        if d not in found:
+            found.add(d)
+            if producer[d] in own:
+                pending += [r for r in graph.nodes[producer[d]].reads if r in free]
+    return found
+
+
+def start_values(window: Window, model: StageModel, orders: Orders) -> dict[int, float]:
+    """Columns of `model` as `orders` has them: where to start the search from."""
+    graph = window.stages.units.graph
+    stage_at = {t: s for s, t in enumerate(window.positions)}
+    values = dict.fromkeys([*model.keep.values(), *model.rerun.values()], 0.0)
+    read_next: set[int] = set()
+    t, s = len(window.fixed), len(window.positions)
+    for i in reversed(orders.backward):
+        if i in window.nodes:
+            if s < len(window.positions) and (s, i) in model.rerun:
+                values[model.rerun[s, i]] = 1.0
+        else:
+            t -= 1
+            if t in stage_at:
+                _note_kept(model, values, s, read_next)
+                s = stage_at[t]
+        read_next.difference_update(graph.nodes[i].writes)
+        read_next.update(graph.nodes[i].reads)
+    _note_kept(model, values, s, read_next)
+    return values
+
+
+def _note_kept(
+    model: StageModel, values: dict[int, float], s: int, read_next: Collection[int]
+) -> None:
+    for d in read_next:
+        if (s, d) in model.keep:
+            values[model.keep[s, d]] = 1.0
+
+
+def read_window(
+    window: Window, rerun: Collection[tuple[int, int]], forward: Sequence[int]
+) -> Orders:
+    """The order with these re-executions: (stage, node)."""
+    again: dict[int, list[int]] = {t: [] for t in window.positions}
+    for s, i in sorted(rerun):
+        again[window.positions[s]].append(i)
+    backward: list[int] = []
+    for t, i in enumerate(window.fixed):
+        backward += [*again.get(t, ()), i]
+    return without_idle(window.stages.units.graph, Orders(tuple(forward), tuple(backward)))
