@@ -63,7 +63,8 @@ START = State(False, frozenset(), -1, frozenset(), frozenset())
 class Exhaustive:
     """Fastest schedule of `graph` within two budgets.
 
-    is_free: any legal schedule. Else the class of the full model: first executions in the order
+    is_free: any legal schedule; with in_order only those whose first executions come in the order
+    of the graph. Else the class of the full model: first executions in the order
     of the graph, between two of them each node at most once, in order.
     """
 
@@ -71,6 +72,7 @@ class Exhaustive:
     peak_bytes: int
     saved_bytes: int | None
     is_free: bool = False
+    in_order: bool = False
 
     def fastest_ns(self) -> int | None:
         """Dijkstra over states; None if nothing fits."""
@@ -119,7 +121,7 @@ class Exhaustive:
     def _may_be_first(self, state: State, node: ComputeNode) -> bool:
         if node.phase is Phase.FORWARD and state.is_backward:
             return False
-        if not self.is_free:
+        if self.in_order or not self.is_free:
             return node.index == len(state.ran)
         effects = [i for i in state.ran if self._has_effect(self.graph.nodes[i])]
         return not self._has_effect(node) or node.index > max(effects, default=-1)
