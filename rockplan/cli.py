@@ -178,7 +178,7 @@ def profile(
     autocast: Autocast = None,
     no_cache: NoCache = False,
 ) -> None:
-    """What MODEL keeps for its backward pass, and what its operations cost."""
+    """Who owns the peak of MODEL, what is kept for its backward pass, and what that costs."""
     with _ending(as_json), display.waiting():
         subject = make_subject(model)
         with _autocast(subject, autocast):
@@ -189,6 +189,7 @@ def profile(
                 sample_kwargs=subject.sample_kwargs,
                 options=_options(no_cache, None),
             )
+        explanation = rockplan.explain(found)
     modules, operators = display.shares_by_module(found), display.shares_by_operator(found)
     if as_json:
         row = display.plan_row("100%", found)
@@ -200,6 +201,7 @@ def profile(
                 **{name: row[name] for name in (*facts, *sources)},
                 "modules": [display.share_row(s) for s in modules],
                 "operators": [display.share_row(s) for s in operators],
+                "explanation": explanation.as_json(),
             }
         )
         return
@@ -208,7 +210,8 @@ def profile(
         f"forward and backward, peak {format_bytes(found.eager_peak_bytes)}, of which "
         f"{format_bytes(found.saved_bytes)} are kept between forward and backward\n"
         f"{display.printable(found.profile_source)}; bytes beyond parameters, buffers, inputs "
-        "and .grad\n"
+        "and .grad\n\n"
+        f"{display.printable(str(explanation))}\n"
     )
     display.show_shares("module", modules, top)
     print()
@@ -349,6 +352,10 @@ def show(
         str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="For a MODEL.")
     ] = None,
     code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Who owns the peak, and what each recomputation buys."),
+    ] = False,
     as_json: Json = False,
     autocast: Autocast = None,
     no_cache: NoCache = False,
@@ -361,11 +368,15 @@ def show(
             plans, text = rockplan.read_plans(source), ""
         else:
             plans, text = _planned(source, budget, code, autocast, no_cache)
+        explanations = [rockplan.explain(p) for p in plans] if explain else []
     if as_json:
         rows = [display.plan_row(f"{p.budget_bytes}", p) for p in plans]
+        for row, explanation in zip(rows, explanations, strict=False):
+            row["explanation"] = explanation.as_json()
         _print_json({"source": source, "plans": rows, **({"code": text} if code else {})})
     else:
-        print(display.printable(text or "\n\n".join(map(str, plans))))
+        shown = [text] if code else map(str, explanations or plans)
+        print(display.printable("\n\n".join(shown)))
 
 
 def _is_file(source: str) -> bool:

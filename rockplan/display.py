@@ -27,6 +27,7 @@ from rich.text import Text
 from rockplan import progress
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget
+from rockplan.names import operator_of
 from rockplan.plan import Plan, format_bytes, kept_data, recomputations
 
 PLAIN_WIDTH = 200
@@ -162,7 +163,7 @@ def shares_by_module(plan: Plan) -> list[Share]:
 
 def shares_by_operator(plan: Plan) -> list[Share]:
     """Kinds of operations, those that keep most first."""
-    names = {n.index: re.sub(r"(_\d+)+$", "", n.name) for n in plan.graph.nodes}
+    names = {n.index: operator_of(n) for n in plan.graph.nodes}
     return _shares(plan, names)
 
 

@@ -162,6 +162,16 @@ def test_saved_plans_are_shown_and_loaded(own_folder: Path) -> None:
     assert loaded.plan.peak_bytes == shown[0]["peak_bytes"]
 
 
+def test_explain_a_plan(own_folder: Path) -> None:
+    run("solve", MLP, "-b", "min", "--save", "plan.json")
+    (found,) = as_json("show", "plan.json", "--explain")["plans"]
+    tenants = found["explanation"]["tenants"]
+    assert sum(t["size_bytes"] for t in tenants) == found["peak_bytes"]
+    assert "who owns the peak" in run("show", "plan.json", "--explain")
+    assert "who owns the peak" in run("profile", MLP)
+    assert as_json("profile", MLP)["explanation"]["peak_bytes"] > found["peak_bytes"]
+
+
 def test_show_the_code_of_a_model() -> None:
     found = as_json("show", MLP, "-b", "min", "--code")
     assert "def forward(" in found["code"] and len(found["plans"]) == 1
