@@ -120,13 +120,17 @@ def outline(graph: CDGraph) -> CDGraph:
 
 
 def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
-    """True if `outlined` is the outline of `graph`, up to source lines: the same operations may be
-    called from another line of a script."""
-    return _unsourced(outlined) == _unsourced(outline(graph))
+    """True if `outlined` is the outline of `graph`, up to what no plan depends on: the line that
+    calls the model, and the bytes behind inputs (a batch may be a part of a larger tensor)."""
+    return _deciding(outlined) == _deciding(outline(graph))
 
 
-def _unsourced(graph: CDGraph) -> CDGraph:
-    return replace(graph, nodes=tuple(replace(n, source="") for n in graph.nodes))
+def _deciding(graph: CDGraph) -> CDGraph:
+    return replace(
+        graph,
+        data=tuple(replace(d, size_bytes=0) if d.kind.resident else d for d in graph.data),
+        nodes=tuple(replace(n, source="") for n in graph.nodes),
+    )
 
 
 def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
