@@ -18,6 +18,7 @@ from rockplan.cache import Cache, default_folder
 from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
+from rockplan.constraints import constrain
 from rockplan.curve import Curve, CurvePoint
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget, InvalidInput, PlanMismatch
@@ -62,6 +63,9 @@ class Options:
     platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how much of time_limit_s is left for the lower bound that the certificate
     states.
+    keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
+    must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
+    ('layers.*.attn/softmax') as `rockplan.names` names them (see `rockplan.constraints`).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -70,8 +74,15 @@ class Options:
     check: bool = False
     cache: bool = True
     bound_time_limit_s: float = 5.0
+    keep: Sequence[str] = ()
+    recompute: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("keep", "recompute"):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+                raise InvalidInput(f"{name} is {patterns!r}; pass a sequence of patterns")
+            object.__setattr__(self, name, tuple(patterns))
         if self.on_mismatch not in ("replan", "original", "error"):
             raise InvalidInput(
                 f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
@@ -168,7 +179,7 @@ def pareto(
     prepared = _prepare(model, args, kwargs, options)
     graph = prepared.graph
     families = _families(prepared.blocks, _cache(options), options)
-    found = ChainSolver(graph, prepared.blocks, families).curve()
+    found = ChainSolver(prepared.problem, prepared.blocks, families).curve()
     return Curve(
         points=tuple(
             CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, graph.time_ns) for _, s in found
@@ -279,10 +290,14 @@ class _Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Everything that planning needs, before a budget is known."""
+    """Everything that planning needs, before a budget is known.
+
+    problem: `graph` under the constraints of the options, of which `blocks` are the blocks.
+    """
 
     source: _Captured
     graph: CDGraph
+    problem: CDGraph
     blocks: tuple[Block, ...]
     profile: Profile
 
@@ -321,7 +336,8 @@ def _priced(source: _Captured, options: Options) -> _Prepared:
         profile = _profile(source.lowered, _cache(options))
     report("finding blocks")
     graph = price(source.lowered.graph, profile)
-    return _Prepared(source, graph, partition(graph), profile)
+    problem = constrain(graph, options.keep, options.recompute)
+    return _Prepared(source, graph, problem, partition(problem), profile)
 
 
 def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
@@ -425,12 +441,13 @@ _BLOCKS_SHARE = 0.5
 
 def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     deadline = time.monotonic() + options.time_limit_s
-    graph = prepared.graph
-    everything = simulate(graph, keep_all(graph))
-    budget_bytes = budget.within(everything.peak_bytes)
-    if budget_bytes is not None and budget_bytes >= everything.peak_bytes:
-        found = Improved(keep_all(graph), is_complete=True)
-        return _finish(prepared, found, budget_bytes, everything, options, deadline)
+    graph = prepared.problem
+    unplanned = simulate(prepared.graph, keep_all(prepared.graph))
+    budget_bytes = budget.within(unplanned.peak_bytes)
+    fastest = keep_all(graph)
+    if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
+        found = Improved(fastest, is_complete=True)
+        return _finish(prepared, found, budget_bytes, options, deadline)
     families = _families(prepared.blocks, _cache(options), options)
     report("combining blocks")
     solver = ChainSolver(graph, prepared.blocks, families)
@@ -438,19 +455,23 @@ def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
         budget_bytes = solver.minimum_bytes
     schedule = solver.best_schedule(budget_bytes)
     if schedule is None:
-        raise _too_small(graph, budget_bytes, solver)
+        raise _too_small(graph, budget_bytes, solver, options)
     until = deadline - min(options.bound_time_limit_s, options.time_limit_s / 4)
     found = improve(graph, schedule, budget_bytes, deadline=until)
     if any(family.gap_ns is None for family in families):
         found = replace(found, is_complete=False)
-    return _finish(prepared, found, budget_bytes, everything, options, deadline)
+    return _finish(prepared, found, budget_bytes, options, deadline)
 
 
-def _too_small(graph: CDGraph, budget_bytes: int, solver: ChainSolver) -> InfeasibleBudget:
+def _too_small(
+    graph: CDGraph, budget_bytes: int, solver: ChainSolver, options: Options
+) -> InfeasibleBudget:
     smallest = solver.best_schedule(solver.minimum_bytes)
     assert smallest is not None
     event = smallest.events[simulate(graph, smallest).peak_event]
     where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
+    asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
+    where += f" (under {', '.join(asked)})" if asked else ""
     return InfeasibleBudget(budget_bytes, solver.minimum_bytes, where)
 
 
@@ -464,18 +485,18 @@ def _finish(
     prepared: _Prepared,
     best: Improved,
     budget_bytes: int,
-    everything: Simulation,
     options: Options,
     deadline: float,
 ) -> Plan:
     graph = prepared.graph
+    unplanned = simulate(graph, keep_all(graph))
     ends = frozenset(b.backward[-1] for b in prepared.blocks if b.backward)
     during = [step.during_bytes for step in timeline(graph, best.schedule)]
     merged = merge_handovers(graph, best.schedule, during, ends)
-    verify(graph, merged)
+    verify(prepared.problem, merged)
     found = simulate(graph, merged)
     limit_s = min(options.bound_time_limit_s, max(deadline - time.monotonic(), 0.0))
-    certificate = _certificate(graph, found, everything, budget_bytes, limit_s)
+    certificate = _certificate(prepared.problem, found, budget_bytes, limit_s)
     if not best.is_complete and certificate.status is not Status.OPTIMAL:
         certificate = replace(certificate, status=Status.TIME_LIMIT)
     return Plan(
@@ -488,8 +509,8 @@ def _finish(
         peak_bytes=found.peak_bytes,
         saved_bytes=found.saved_bytes,
         time_ns=found.time_ns,
-        eager_peak_bytes=everything.peak_bytes,
-        eager_time_ns=everything.time_ns,
+        eager_peak_bytes=unplanned.peak_bytes,
+        eager_time_ns=unplanned.time_ns,
         certificate=certificate,
         graph_digest=graph_digest(graph),
         profile_digest=profile_digest(prepared.profile),
@@ -501,15 +522,15 @@ def _finish(
 def _certificate(
     graph: CDGraph,
     found: Simulation,
-    everything: Simulation,
     budget_bytes: int,
     time_limit_s: float,
 ) -> Certificate:
-    if found.time_ns == everything.time_ns:
+    fastest = simulate(graph, keep_all(graph))
+    if found.time_ns == fastest.time_ns:
         return Certificate(Status.OPTIMAL, found.time_ns, found.time_ns)
     report("proving a bound")
     bound = lower_bound_ns(graph, budget_bytes, time_limit_s=time_limit_s)
-    bound = min(max(bound, everything.time_ns), found.time_ns)
+    bound = min(max(bound, fastest.time_ns), found.time_ns)
     status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
     return Certificate(status, found.time_ns, bound)
 

@@ -15,6 +15,20 @@ class InvalidInput(RockplanError, ValueError):
     """An argument of the public interface cannot be used: model, sample, budget, options."""
 
 
+class InvalidConstraint(InvalidInput):
+    """What `Options(keep=..., recompute=...)` asks for cannot be.
+
+    pattern: the one that matches nothing, or that matches what cannot be kept or recomputed.
+    """
+
+    def __init__(self, message: str, pattern: str) -> None:
+        super().__init__(message)
+        self.pattern = pattern
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.pattern))
+
+
 class InvalidBudget(InvalidInput):
     """The budget does not parse, or is not positive."""
 

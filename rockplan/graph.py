@@ -143,6 +143,8 @@ class CDGraph:
     handed: GRADIENT data that are handed to autograd when they are freed (parameters' gradients).
     rng_state_bytes: bytes of one saved generator state, alive from the first to the last
     execution of a random node that executes more than once.
+    dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
+    backward phase: whatever needs them later makes them again.
     """
 
     data: tuple[DataNode, ...]
@@ -152,6 +154,7 @@ class CDGraph:
     handed: tuple[int, ...] = ()
     rng_state_bytes: int = 0
     values: tuple[Value, ...] = ()
+    dropped: tuple[int, ...] = ()
 
     @property
     def forward(self) -> tuple[ComputeNode, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rockplan.graph import CDGraph, DataKind
+from rockplan.graph import CDGraph, DataKind, producers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,32 @@ class Schedule:
 
 
 def keep_all(graph: CDGraph) -> Schedule:
-    """Every node once, in order: what eager PyTorch does, with the earliest frees."""
-    forward = [n.index for n in graph.forward]
-    return with_frees(graph, forward, [n.index for n in graph.backward])
+    """Every node once, in order: what eager PyTorch does, with the earliest frees.
+
+    What makes storages of `graph.dropped` runs once more where the backward phase first needs
+    them; no legal schedule takes less time.
+    """
+    return with_frees(graph, *keep_all_order(graph))
+
+
+def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The computations of `keep_all`, by phase."""
+    producer = producers(graph)
+    missing = set(graph.dropped)
+
+    def again(reads: Sequence[int]) -> list[int]:
+        """Nodes to run so that `reads` are there; marks what they make as there."""
+        found: list[int] = []
+        for d in reads:
+            if d in missing:
+                node = graph.nodes[producer[d]]
+                found += [*again(node.reads), node.index]
+                missing.difference_update(node.writes)
+        return found
+
+    forward = tuple(n.index for n in graph.forward)
+    backward = [i for n in graph.backward for i in (*again(n.reads), n.index)]
+    return forward, tuple(backward)
 
 
 def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:

@@ -11,7 +11,8 @@ Rules:
    autograd would get it twice
 5. first executions of random and of not recomputable nodes come in the order of the graph
    (the generator and side effects see what eager shows them)
-6. `outputs` are alive when the forward phase ends; when all ends nothing but `held` is alive
+6. `outputs` are alive when the forward phase ends, and nothing of `dropped` is; when all ends
+   nothing but `held` is alive
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def _check_forward_end(graph: CDGraph, executed: set[int], alive: set[int]) -> N
     ]
     if dead:
         raise IllegalSchedule(f"outputs not alive at the end of forward: {', '.join(dead[:5])}")
+    left = [graph.data[d].name for d in graph.dropped if d in alive]
+    if left:
+        raise IllegalSchedule(f"to be dropped, but alive at the end of forward: {left[:5]}")
 
 
 def _check_free(graph: CDGraph, data: int, alive: set[int], position: int) -> None:

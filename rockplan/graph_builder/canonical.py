@@ -24,7 +24,7 @@ def digest(content: object) -> str:
 
 def problem_digest(problem: CDGraph) -> str:
     """Digest of everything that a solver sees of a block: sizes, kinds, reads, writes, phases,
-    times, workspaces, flags, outputs, held and handed data.
+    times, workspaces, flags, outputs, held, handed and dropped data.
 
     Left out: names, calls, values, and storages that are always alive and never paid for. The
     input of the block, though resident in its problem, counts: the chain may drop it. Storages
@@ -47,6 +47,7 @@ def problem_digest(problem: CDGraph) -> str:
             indices(problem.outputs),
             indices(problem.held),
             indices(problem.handed),
+            indices(problem.dropped),
             problem.rng_state_bytes,
         ]
     )
@@ -63,7 +64,7 @@ def graph_digest(graph: CDGraph) -> str:
             [[d.name, d.kind.value] for d in graph.data],
             [_program(n) for n in graph.nodes],
             [_value(v) for v in graph.values],
-            [list(graph.outputs), list(graph.held), list(graph.handed)],
+            [list(graph.outputs), list(graph.held), list(graph.handed), list(graph.dropped)],
         ]
     )
 

@@ -5,11 +5,11 @@ guarantees: every node belongs to exactly one block; the forward nodes of a bloc
 the forward order, its backward nodes a slice of the backward order; the keep-all schedule of
 every problem is legal.
 
-A storage that alone is read by what comes later is a separator: the chain passes nothing else
-from block to block. Pinned storages (outputs of the module, results that cannot be recomputed,
-masks and tables that depend on no parameter and serve several blocks) are kept from their
-computation to their last use and take no part in the search for separators; in a problem they are
-resident, and their bytes are the background of the blocks that run meanwhile.
+A storage that alone is read by what comes later is a separator, unless it must be dropped: the
+chain passes nothing else from block to block. Pinned storages (outputs of the module, results
+that cannot be recomputed, masks and tables that depend on no parameter and serve several blocks)
+are kept from their computation to their last use and take no part in the search for separators;
+in a problem they are resident, and their bytes are the background of the blocks that run meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def partition(
     instead of +6.6, Llama +11.7 instead of +11.9, their options in twice the time; but a chain
     of 12 MLPs +9.6 instead of +7.4, and at 25 % +27.6 instead of +16.7.
     """
-    side = side_storages(graph, differentiable_inputs)
+    side = side_storages(graph, differentiable_inputs).difference(graph.dropped)
     kept = _unavoidable_pins(graph) | side
     kept |= choose_pins(graph, kept) if pins is None else pins
     # A gradient that crosses several boundaries wherever they are is no reason to place one:
@@ -197,7 +197,7 @@ def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
     """(separator, first node after it) in forward order, each at its earliest place."""
     found: dict[int, int] = {}
     for position, alive in enumerate(_alive_between(graph, kept)):
-        if len(alive) == 1:
+        if len(alive) == 1 and alive.isdisjoint(graph.dropped):
             (separator,) = alive
             found.setdefault(separator, position + 1)
     return list(found.items())
@@ -292,7 +292,10 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive = _alive_between(graph, kept)
     outlives = {
-        d for a in alive for d in a if last_read[d] - made_at[d] > _LARGE_BLOCK_FORWARD_NODES
+        d
+        for a in alive
+        for d in a.difference(graph.dropped)
+        if last_read[d] - made_at[d] > _LARGE_BLOCK_FORWARD_NODES
     }
     pins: frozenset[int] = frozenset()
     while len(pins) < _MOST_PINS:
@@ -480,6 +483,7 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
         held=indices(outgoing),
         handed=indices(made.intersection(graph.handed) - outgoing),
         rng_state_bytes=graph.rng_state_bytes,
+        dropped=indices(graph.dropped),
     )
 
 

@@ -18,7 +18,7 @@ from rockplan.block import BlockOption
 from rockplan.graph import CDGraph
 from rockplan.ilp.formulate import StageModel
 from rockplan.ilp.solve import INFINITY, TIME_UNIT, SolveReport, SolverStatus, solve
-from rockplan.schedule import with_frees
+from rockplan.schedule import keep_all_order, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 
@@ -139,8 +139,8 @@ def price(problem: CDGraph, orders: Orders) -> BlockOption:
 
 
 def keep_all_orders(problem: CDGraph) -> Orders:
-    """Every node once."""
-    return Orders(tuple(n.index for n in problem.forward), tuple(n.index for n in problem.backward))
+    """Every node once, and again only what must be dropped between the phases."""
+    return Orders(*keep_all_order(problem))
 
 
 def peak_bytes(option: BlockOption) -> int:

@@ -153,7 +153,7 @@ def formulate(stages: Stages, crowded: Collection[int] | None = None) -> StageMo
             (s, d): builder.binary()
             for s, stage in enumerate(stages.stages)
             for d in stage.wanted
-            if d not in stages.transient
+            if d not in stages.transient and (s > 0 or d not in stages.dropped)
         },
         rerun={
             (s, i): builder.binary(graph.nodes[i].time_ns / time_unit_ns)

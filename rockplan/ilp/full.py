@@ -68,6 +68,7 @@ class _Model:
             (t, d): self._binary(f"keep_{t}_{d}")
             for t in range(len(graph.nodes))
             for d in self._countable(t)
+            if t != self.n_forward or d not in graph.dropped
         }
         self.rerun = {
             (t, i): self._binary(f"rerun_{t}_{i}")

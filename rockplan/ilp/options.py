@@ -71,5 +71,6 @@ def _view(problem: CDGraph) -> Hashable:
             (n.phase, n.reads, n.writes, n.time_ns, n.workspace_bytes, n.random, n.recomputable)
             for n in problem.nodes
         ),
-        (problem.outputs, problem.held, problem.handed, problem.rng_state_bytes),
+        (problem.outputs, problem.held, problem.handed, problem.dropped),
+        problem.rng_state_bytes,
     )

@@ -60,7 +60,7 @@ def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:
     """What is there when the backward phase starts and stays: what it reads and is not dropped,
     what cannot be made again, and what is not made by a forward node."""
     read = {d for node in problem.backward for d in node.reads}
-    kept = (read - dropped) | set(problem.held)
+    kept = (read - dropped - set(problem.dropped)) | set(problem.held)
     made: set[int] = set()
     for node in problem.forward:
         made.update(node.writes)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
 from rockplan.ilp.units import Units
-from rockplan.schedule import Compute, Schedule, keep_all, with_frees
+from rockplan.schedule import Compute, Schedule, with_frees
 from rockplan.simulate import timeline
 
 
@@ -50,6 +50,7 @@ class Stages:
     """stages: in the order of the backward phase. tail: the largest `during` after the last one.
 
     producer: data -> node. transient: free storages that are never kept.
+    dropped: those that are not kept at the first stage.
     last_use: data of the forward phase -> the last forward node that makes or reads it; None for
     what lives to the end of that phase anyway.
     forward_during: bytes alive during each forward node if nothing were kept for the backward
@@ -62,6 +63,7 @@ class Stages:
     tail: int
     producer: dict[int, int]
     transient: frozenset[int]
+    dropped: frozenset[int]
     last_use: dict[int, int | None]
     forward_during: tuple[int, ...]
     held: int
@@ -72,9 +74,11 @@ def find_stages(units: Units) -> Stages:
     """The sets and constants of section 6 of DESIGN."""
     graph = units.graph
     free = _free(units)
-    during = _during(without(graph, free), keep_all(graph))
-    stages = _stages(graph, free, during)
+    order = range(len(graph.nodes))
     n_forward = len(graph.forward)
+    once = with_frees(graph, order[:n_forward], order[n_forward:])
+    during = _during(without(graph, free), once)
+    stages = _stages(graph, free, during)
     forward_only = _during(graph, with_frees(graph, range(n_forward), []))
     held = [d for d in graph.held if graph.data[d].kind is DataKind.ACTIVATION]
     tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
@@ -85,6 +89,7 @@ def find_stages(units: Units) -> Stages:
         tail=max((during[i] for i in range(last, len(graph.nodes))), default=0),
         producer=producers(graph),
         transient=transient(graph, free, free, stages),
+        dropped=frozenset(graph.dropped),
         last_use=last_forward_use(graph),
         forward_during=tuple(forward_only[i] for i in range(n_forward)),
         held=sum(graph.data[d].size_bytes for d in held if d not in graph.outputs),

@@ -73,7 +73,11 @@ def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, in
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
     weights = [(_state_copies(problem) * problem.rng_state_bytes, -1)]
     # Twice: a re-execution may make a second copy of a storage that is held.
-    weights += [(2 * d.size_bytes, d.index) for d in problem.data if d.kind is DataKind.ACTIVATION]
+    weights += [
+        (2 * d.size_bytes, d.index)
+        for d in problem.data
+        if d.kind is DataKind.ACTIVATION and d.index not in problem.dropped
+    ]
     chosen: set[int] = set()
     reserve_bytes = 0
     for weight, index in sorted(weights):

@@ -80,6 +80,7 @@ def make_window(
             tail=max(beside.during[last:], default=0),
             producer=producers(graph),
             transient=transient(graph, free, made, stages),
+            dropped=frozenset(graph.dropped),
             last_use=last_use,
             forward_during=_forward_during(graph, free, last_use, beside.forward),
             held=0,
