@@ -21,6 +21,7 @@ from rockplan.errors import (
     InvalidBudget,
     InvalidConstraint,
     InvalidInput,
+    MissingLibrary,
     NothingToDifferentiate,
     PlanFormatError,
     PlanMismatch,
@@ -36,14 +37,24 @@ from rockplan.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from rockplan.api import Options, load, pareto, plan, solve
-    from rockplan.graph_builder.ruler import peak_live_bytes
+    from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
+    from rockplan.memory import plan_trace
+    from rockplan.render import draw_curve, draw_graph, draw_memory, draw_schedule
+    from rockplan.report import html_report
 
 _LATE = {
     "Options": "rockplan.api",
+    "draw_curve": "rockplan.render",
+    "draw_graph": "rockplan.render",
+    "draw_memory": "rockplan.render",
+    "draw_schedule": "rockplan.render",
+    "html_report": "rockplan.report",
     "load": "rockplan.api",
+    "measured_timeline": "rockplan.graph_builder.ruler",
     "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.ruler",
     "plan": "rockplan.api",
+    "plan_trace": "rockplan.memory",
     "solve": "rockplan.api",
 }
 """Public name -> the module that has it, imported when the name is first used."""
@@ -60,6 +71,7 @@ __all__ = [
     "InvalidBudget",
     "InvalidConstraint",
     "InvalidInput",
+    "MissingLibrary",
     "NothingToDifferentiate",
     "Options",
     "Plan",
@@ -70,11 +82,18 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
+    "draw_curve",
+    "draw_graph",
+    "draw_memory",
+    "draw_schedule",
     "explain",
+    "html_report",
     "load",
+    "measured_timeline",
     "pareto",
     "peak_live_bytes",
     "plan",
+    "plan_trace",
     "read_plans",
     "save_plan",
     "solve",

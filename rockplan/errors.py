@@ -33,6 +33,10 @@ class InvalidBudget(InvalidInput):
     """The budget does not parse, or is not positive."""
 
 
+class MissingLibrary(RockplanError, ImportError):
+    """Something that was asked for needs an optional library that is not installed."""
+
+
 class CaptureError(RockplanError, RuntimeError):
     """The model cannot be captured as one static graph.
 

@@ -12,12 +12,14 @@ PACKAGE = Path(__file__).parent.parent / "rockplan"
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
 VALUES |= {"progress", "curve", "version", "names"}
 ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
+ORACLES |= {"memory", "report", "palette"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {
     "torch": {"graph_builder", "codegen"},
     "pulp": {"ilp"},
     "highspy": {"ilp"},
     "graphviz": {"render"},
+    "matplotlib": {"render"},
     "numpy": {"ilp", "dp", "graph_builder"},
     "networkx": {"graph_builder"},
 }

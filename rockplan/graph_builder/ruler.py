@@ -13,10 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rockplan.errors import InvalidInput
+from rockplan.memory import MeasuredTimeline
 
 # The profiler writes two lines to stderr for each session unless told not to before the first.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+_STEP = "rockplan step"
 
 
 def peak_live_bytes(
@@ -37,6 +42,47 @@ def peak_live_bytes(
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         step()
     return peak_of(change for _, change in memory_events(session))
+
+
+def measured_timeline(
+    step: Callable[[], object],
+    warmup: int = 2,
+    *,
+    repeats: int = 3,
+    device: torch.device | str = "cpu",
+) -> MeasuredTimeline:
+    """Live bytes over time of one `step()` on CPU, relative to its start, as `peak_live_bytes`
+    counts them (same `step`, same `warmup`); the last entry is when the step is done. Of
+    `repeats` steps the fastest, which other work on the machine has disturbed least.
+
+    Raises InvalidInput for another device: there `torch.cuda.memory._record_memory_history`
+    records what PyTorch's own viewer shows.
+    """
+    if torch.device(device).type != "cpu":
+        raise InvalidInput(
+            f"the memory of {device} cannot be followed over time here; measure its peak with "
+            "rockplan.peak_live_bytes, or record it with torch.cuda.memory._record_memory_history"
+        )
+    for _ in range(warmup):
+        step()
+    found = [_recorded_timeline(step) for _ in range(repeats)]
+    return min(found, key=lambda timeline: timeline.times_ns[-1])
+
+
+def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
+    gc.collect()
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session,
+        record_function(_STEP),
+    ):
+        step()
+    (whole,) = [e for e in profiler_events(session) if e.name() == _STEP]
+    times_ns, live_bytes = [0], [0]
+    for time_ns, change in memory_events(session):
+        times_ns.append(max(time_ns - whole.start_ns(), 0))
+        live_bytes.append(live_bytes[-1] + change)
+    times_ns.append(max(whole.end_ns() - whole.start_ns(), times_ns[-1]))
+    return MeasuredTimeline(tuple(times_ns), (*live_bytes, live_bytes[-1]))
 
 
 def memory_events(session: profile) -> Iterator[tuple[int, int]]:
