@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.models import Case
 
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 36_000_000
 
 
 class NotBuilt(Exception):
@@ -317,7 +317,7 @@ def _shrunk_fields(default: Any) -> dict[str, Any]:
             found[name] = FILLED[name]
         elif isinstance(value, bool):
             continue
-        elif _is_dropout(name, type(default)) and value == 0.0:
+        elif isinstance(value, float) and value == 0.0 and _is_dropout(name, type(default)):
             found[name] = 0.1
         elif name.endswith(TOKEN_ENDINGS) and isinstance(value, int) and value >= VOCABULARY:
             found[name] = VOCABULARY - token
@@ -334,10 +334,22 @@ def _shrunk_fields(default: Any) -> dict[str, Any]:
             found[name] = type(value)(min(v, SHRUNK[name]) for v in value)
         elif name in LIST_SCALES and isinstance(value, list | tuple):
             found[name] = type(value)(max(16, v // LIST_SCALES[name]) for v in value)
-    heads = getattr(default, "num_attention_heads", None)
-    groups = getattr(default, "num_key_value_heads", None)
+    found |= _kinds_of_layers(default, found.get("num_hidden_layers"))
+    heads = vars(default).get("num_attention_heads")
+    groups = vars(default).get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups < heads:
         found["num_key_value_heads"] = min(groups, HEADS // 2)
+    return found
+
+
+def _kinds_of_layers(default: Any, layers: int | None) -> dict[str, Any]:
+    """Lists of one name for each layer, cut to `layers`, every kind of layer first."""
+    found = {}
+    for name, value in sorted(vars(default).items()):
+        named = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+        if named and layers and len(value) == default.num_hidden_layers:
+            kinds = list(dict.fromkeys(value))
+            found[name] = [*kinds, *value[len(kinds) :]][:layers]
     return found
 
 
@@ -350,7 +362,12 @@ def _is_dropout(name: str, kind: type) -> bool:
 
 
 # Values for fields that are None by default and without which some models do not run.
-FILLED = {"num_experts_per_tok": 2, "head_dim": 16}
+FILLED = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "head_dim": 16,
+}
 
 # Names of the fields that change: all; all but widths, heads and images; all but numbers of
 # layers; inputs and noise alone.
@@ -482,6 +499,8 @@ def transformers_case(name: str) -> Case:
         torch.manual_seed(seed_of(name))
         try:
             config = shrink(CONFIG_MAPPING[kind], changes)
+            if task == "causal-lm":
+                config = config.get_text_config(decoder=True)
             model = _small(lambda made=config: model_class(made))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
