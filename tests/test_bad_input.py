@@ -244,6 +244,42 @@ def test_planning_leaves_the_model_as_it_was() -> None:
     assert_unchanged(model, before)
 
 
+class ShapesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.unsqueeze_(0))
+
+
+def test_changing_the_shape_of_an_input_in_place_is_refused() -> None:
+    with pytest.raises(rockplan.UnsupportedModel, match="unsqueeze_.*in place"):
+        rockplan.solve(ShapesItsInput(), torch.randn(2, 4), "100%")
+
+
+class CountsInPlace(nn.Module):
+    """Reads what it has just changed; a check of it at every call would change it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        steps.add_(1)
+        return self.inner(x) * int(steps)
+
+
+def test_values_read_after_they_changed_in_place_are_refused() -> None:
+    norm = nn.BatchNorm1d(4, momentum=None)
+    with pytest.raises(rockplan.ValueDependentControlFlow, match="a buffer"):
+        rockplan.solve(norm, SAMPLE, "100%")
+    steps = torch.tensor(1)
+    with pytest.raises(rockplan.ValueDependentControlFlow):
+        rockplan.solve(CountsInPlace(), (SAMPLE, steps), "100%")
+    assert steps == 1
+
+
 class DropsLayers(nn.Module):
     """Layer drop as transformers writes it."""
 

@@ -397,6 +397,22 @@ class InPlace(nn.Module):
         return self.b(z.relu_())
 
 
+class ShapeInPlace(nn.Module):
+    """What is read before the shape changes in place keeps the shape that it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) * 2.0
+        before = torch.tanh(y)
+        y.unsqueeze_(0).transpose_(1, 2)
+        z = y + 1.0
+        return self.b(z.squeeze_(0)) + before.sum()
+
+
 class LateShortcut(nn.Module):
     """Another batch normalization between one and the addition in place to its result."""
 
@@ -468,6 +484,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "checkpoint inside, non-reentrant": (lambda: Checkpointed(False), vectors),
     "custom autograd function": (WithFunction, vectors),
     "in place on views": (InPlace, vectors),
+    "shape changed in place": (ShapeInPlace, vectors),
     "late shortcut": (LateShortcut, vectors),
     "transposed gradients": (TransposedGradients, lambda: torch.randn(2, 16, 8)),
     "expanded integer input": (

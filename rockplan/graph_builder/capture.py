@@ -104,6 +104,7 @@ def capture(
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
         recorder.leaf_storages = frozenset(v.storage for v in recorder.values)
+        recorder.given_values = len(recorder.values)
         reader.start({v: (i, real_leaves[i]) for i, v in inputs})
         fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
         with _as_in_eager(recorder), fake_mode:
@@ -178,7 +179,9 @@ class _ValueReader:
         wanted = [ref.index for ref in value_refs(call.args)]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
         constants = dict(recorder.constants)
-        unknown = leaves - self._integer_inputs - constants.keys()
+        changed = {recorder.values[v].storage for c in calls for v in c.writes}
+        known = {v for v in leaves if recorder.values[v].storage not in changed}
+        unknown = leaves - (known & (self._integer_inputs | constants.keys()))
         if not leaves and any(c.random for c in calls):
             certain = _certain_comparison(calls, call)
             if certain is not None:

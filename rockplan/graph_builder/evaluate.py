@@ -37,8 +37,19 @@ def prefix(
         read |= {ref.index for _, a in recorded.call.kwargs for ref in value_refs(a)}
         needed |= read
         storages |= {values[v].storage for v in read}
-    produced = {r for k in kept for r in k.call.results if r is not None}
-    return tuple(reversed(kept)), frozenset(needed - produced)
+    kept.reverse()
+    return tuple(kept), frozenset(_leaves(kept, wanted))
+
+
+def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
+    """Values that are read before any call makes them; an in-place call reads what it returns."""
+    made: set[int] = set()
+    found: set[int] = set()
+    for recorded in calls:
+        read = {ref.index for ref in value_refs((recorded.call.args, recorded.call.kwargs))}
+        found |= read - made
+        made |= {r for r in recorded.call.results if r is not None}
+    return found | (set(wanted) - made)
 
 
 def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

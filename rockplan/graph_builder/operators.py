@@ -94,6 +94,23 @@ def changes_storage(operator: OpOverload) -> bool:
     return operator._schema.name.split("::")[-1] in _STORAGE_SURGERY
 
 
+def out_of_place_view(operator: OpOverload) -> OpOverload | None:
+    """`squeeze` for `squeeze_`: what makes a view where `operator` changes the shape or strides of
+    its argument in place, without touching its elements; None for other operators."""
+    if torch.Tag.inplace_view not in operator.tags:
+        return None
+    namespace, name = operator._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    (found,) = (o for o in overloads if _takes(o) == _takes(operator))
+    assert isinstance(found, OpOverload)
+    return found
+
+
+def _takes(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+
+
 def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the call may draw from a generator; attention and RNNs only with dropout > 0."""
     tagged = torch.Tag.nondeterministic_seeded in operator.tags

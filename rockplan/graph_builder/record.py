@@ -80,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self.guards: list[Guard] = []
         self.module_stack: list[str] = [""]
         self.leaf_storages: frozenset[int] = frozenset()
+        self.given_values = 0
         self._layouts = operators.Layouts()
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
@@ -126,6 +127,9 @@ class Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known_tensor, (args, kwargs))
         if operators.operator_name(func) in operators.VALUE_READS:
             return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
+        view = operators.out_of_place_view(func)
+        if view is not None:
+            return self._change_shape(func, view, args, kwargs, module, source)
         writes = tuple(self.value(t) for t in operators.written(func, args, kwargs))
         call = self._call(func, args, kwargs, ())
         try:
@@ -147,6 +151,36 @@ class Recorder(TorchDispatchMode):
         random = operators.is_random(func, args, kwargs)
         self.calls.append(RecordedCall(call, self.phase, writes, random, module, source))
         return result
+
+    def _change_shape(
+        self,
+        func: OpOverload,
+        view: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: str,
+        source: str,
+    ) -> torch.Tensor:
+        """Record `view` for `func`: the tensor is another value from here on, because what was
+        computed from it before has seen the old shape."""
+        changed: torch.Tensor = args[0]
+        if self.value(changed) < self.given_values or self._is_constant(changed):
+            raise UnsupportedModel(
+                f"{where(module, source)}: {func} changes the shape of an input, a parameter or a "
+                "buffer in place, which a planned run would not do; use the operator without "
+                "the underscore",
+                module_path=module,
+                source=source,
+            )
+        call = self._call(view, args, kwargs, ())
+        func(*args, **kwargs)
+        del self._index_of[id(changed)]
+        call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
+        self.calls.append(RecordedCall(call, self.phase, (), False, module, source))
+        return changed
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        return any(index == self.value(tensor) for index, _ in self.constants)
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
         if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
