@@ -478,7 +478,7 @@ def choose(
 ) -> list[str]:
     """What to examine: what was not, with `retry` what did not end equal, and `recheck` random
     ones of those that did, at other commits first. Mixed, so that a sweep that is cut short is a
-    fair sample; new ones first, bodies without a head last."""
+    fair sample; what is examined again first, bodies without a head last."""
     equal = [n for n in listed if n in rows and rows[n]["outcome"] == "equal"]
     here = package_commit()
     shuffled = random.Random(len(equal)).sample(equal, len(equal))
@@ -486,7 +486,7 @@ def choose(
     if retry:
         again |= {n for n in listed if n in rows} - set(equal)
     names = [n for n in listed if n not in rows or n in again]
-    return sorted(names, key=lambda n: (n in rows, "/base/" in n, seed_of(n)))
+    return sorted(names, key=lambda n: (n not in again, "/base/" in n, seed_of(n)))
 
 
 def main() -> None:
