@@ -1,4 +1,4 @@
-"""The command line: `rockplan profile|solve|show|cache`.
+"""The command line: `rockplan profile|solve|show|plot|cache`.
 
 Results go to stdout, as tables or with --json as one JSON document; progress, warnings and errors
 go to stderr. torch is imported only by commands that need a model.
@@ -13,15 +13,16 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import rockplan
-from rockplan import display
+from rockplan import display, memory, render, report
 from rockplan.cache import KINDS, Cache, Entry, default_folder
+from rockplan.curve import Curve
 from rockplan.errors import (
     CaptureError,
     CheckFailed,
@@ -32,6 +33,7 @@ from rockplan.errors import (
 )
 from rockplan.factory import Subject, make_subject
 from rockplan.plan import Plan, format_bytes
+from rockplan.plan_file import write_whole
 
 if TYPE_CHECKING:
     from rockplan.api import Options
@@ -81,6 +83,12 @@ Budgets = Annotated[
         metavar="BUDGET",
         help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, or min; may be repeated.",
     ),
+]
+Source = Annotated[
+    str, typer.Argument(metavar="PLAN|MODEL", help="A file that solve --save wrote, or MODEL.")
+]
+Budget = Annotated[
+    str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="For a MODEL.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Autocast = Annotated[
@@ -345,12 +353,8 @@ def _show_solved(
 
 @app.command(epilog="Example: rockplan show rockplan.examples:mlp -b min --code")
 def show(
-    source: Annotated[
-        str, typer.Argument(metavar="PLAN|MODEL", help="A file that solve --save wrote, or MODEL.")
-    ],
-    budget: Annotated[
-        str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="For a MODEL.")
-    ] = None,
+    source: Source,
+    budget: Budget = None,
     code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
     explain: Annotated[
         bool,
@@ -363,8 +367,7 @@ def show(
     """Print a plan: what is kept, what is recomputed, at what cost."""
     with _ending(as_json), display.waiting():
         if _is_file(source):
-            if budget is not None or code:
-                raise InvalidInput("--budget and --code are for a MODEL, not for a plan file")
+            _check_of_file(budget is not None or code)
             plans, text = rockplan.read_plans(source), ""
         else:
             plans, text = _planned(source, budget, code, autocast, no_cache)
@@ -377,6 +380,11 @@ def show(
     else:
         shown = [text] if code else map(str, explanations or plans)
         print(display.printable("\n\n".join(shown)))
+
+
+def _check_of_file(has_more: bool) -> None:
+    if has_more:
+        raise InvalidInput("--budget and --code are for a MODEL, not for a plan file")
 
 
 def _is_file(source: str) -> bool:
@@ -400,6 +408,104 @@ def _planned(
             options=_options(no_cache, None),
         )
     return ((made.plan,), made.code) if code else ((made,), "")
+
+
+# Pictures
+
+
+class Picture(StrEnum):
+    """What a picture shows."""
+
+    MEMORY = "memory"
+    CURVE = "curve"
+    SCHEDULE = "schedule"
+    GRAPH = "graph"
+
+
+@app.command(epilog="Example: rockplan plot rockplan.examples:mlp -b 50% -o report.html")
+def plot(
+    source: Source,
+    budget: Budget = None,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help=".html: a report in one file; .svg, .png: a picture; .json: a timeline for "
+            "Perfetto; .dot: the graph for Graphviz.",
+        ),
+    ] = "rockplan.html",
+    picture: Annotated[Picture, typer.Option(help="For .svg and .png.")] = Picture.MEMORY,
+    autocast: Autocast = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Draw a plan; of a MODEL, the report and the curve show every other budget too."""
+    with _ending(as_json=False), display.waiting():
+        suffix = Path(output).suffix.lower()
+        if suffix not in _DRAWN or not Path(output).parent.is_dir():
+            raise InvalidInput(
+                f"--output {output}: name a file in a folder that exists, with one "
+                f"of the endings {', '.join(_DRAWN)}"
+            )
+        if _is_file(source):
+            _check_of_file(budget is not None)
+            plan, curve = rockplan.read_plans(source)[0], None
+        else:
+            (plan,), _ = _planned(source, budget, False, autocast, no_cache)
+            wanted = suffix == ".html" or picture is Picture.CURVE
+            curve = _curve(source, autocast, no_cache) if wanted else None
+        path, note = _draw(plan, curve, Path(output), picture)
+    print(f"written: {path}{note and f' ({note})'}")
+
+
+_DRAWN = (".html", ".svg", ".png", ".json", ".dot")
+
+
+def _curve(model: str, autocast: str | None, no_cache: bool) -> Curve:
+    subject = make_subject(model)
+    with _autocast(subject, autocast):
+        return rockplan.pareto(
+            subject.model,
+            subject.sample_input,
+            sample_kwargs=subject.sample_kwargs,
+            options=_options(no_cache, None),
+        )
+
+
+def _draw(plan: Plan, curve: Curve | None, path: Path, picture: Picture) -> tuple[Path, str]:
+    """Write a drawing; returns its file, and what to know about how it was made."""
+    series = [render.curve_series(curve)] if curve else []
+    note = ""
+    content: str | bytes
+    match path.suffix.lower():
+        case ".html":
+            content = report.html_report(plan, title=path.stem, series=series)
+        case ".json":
+            content = memory.plan_trace(plan)
+        case ".dot":
+            content = render.graph_dot(plan)
+        case suffix:
+            kind: render.Format = "png" if suffix == ".png" else "svg"
+            drawn = _picture(plan, series, picture, kind)
+            content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
+    write_whole(path, content)
+    return path, note
+
+
+def _picture(
+    plan: Plan, series: list[render.Series], picture: Picture, kind: render.Format
+) -> render.Picture:
+    match picture:
+        case Picture.MEMORY:
+            data = render.draw_memory(plan, format=kind)
+        case Picture.CURVE:
+            data = render.draw_curve([*series, render.plan_series(plan)], format=kind)
+        case Picture.SCHEDULE:
+            data = render.draw_schedule(plan, format=kind)
+        case Picture.GRAPH:
+            return render.draw_graph(plan, format=kind)
+    return render.Picture(data, f".{kind}")
 
 
 # The cache

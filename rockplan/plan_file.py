@@ -73,12 +73,13 @@ def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that at any time `path` holds all of the old or all of the new text."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that at any time `path` holds all of the old or all of the new content."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(data)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

@@ -360,7 +360,7 @@ def test_a_signal_ends_the_process_with_its_exit_code(own_folder: Path) -> None:
     running = process(
         "solve", f"{own_folder}/signalled.py:make", "--no-cache", stderr=subprocess.PIPE
     )
-    out, err = running.communicate(timeout=120)
+    out, err = running.communicate(timeout=500)
     assert (running.returncode, out) == (ExitCode.INTERRUPTED, "")
     assert "interrupted" in err and "Traceback" not in err
 
@@ -378,7 +378,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         except OSError:  # the other end is closed
             break
     quiet = process(*words, stderr=subprocess.PIPE)
-    documents = [json.loads(p.communicate(timeout=120)[0]) for p in (shown, quiet)]
+    documents = [json.loads(p.communicate(timeout=500)[0]) for p in (shown, quiet)]
     assert b"capturing the model" in seen and b"measuring" in seen
     assert quiet.stderr is not None and quiet.stderr.closed
     assert documents[0]["graph_digest"] == documents[1]["graph_digest"]
@@ -410,3 +410,40 @@ def test_the_cache_is_listed_shown_verified_and_cleared(
     assert as_json("cache", "clear", "options")["deleted"] == len(entries) - 2
     assert as_json("cache", "clear")["deleted"] == 3
     assert not [p for p in folder.rglob("*") if p.is_file()]
+
+
+# Pictures
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    run("solve", MLP, "-b", "50%", "--save", str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("output", "begins"),
+    [
+        ("report.html", b"<!doctype html>"),
+        ("trace.json", b"{"),
+        ("graph.dot", b"digraph"),
+    ],
+)
+def test_plot_a_plan_file(plan_file: Path, output: str, begins: bytes) -> None:
+    assert run("plot", str(plan_file), "-o", output) == f"written: {output}\n"
+    assert Path(output).read_bytes().lower().startswith(begins)
+    assert [p.name for p in Path.cwd().iterdir()] == [output]
+
+
+@pytest.mark.parametrize("picture", ["memory", "curve", "schedule"])
+def test_plot_a_picture(plan_file: Path, picture: str) -> None:
+    pytest.importorskip("matplotlib")
+    run("plot", str(plan_file), "-o", f"{picture}.svg", "--picture", picture)
+    assert b"<svg" in Path(f"{picture}.svg").read_bytes()
+
+
+@pytest.mark.parametrize("output", ["plan", "plan.gif", "absent/plan.svg"])
+def test_plot_refuses_other_files(plan_file: Path, output: str) -> None:
+    assert output in errors("plot", str(plan_file), "-o", output, code=ExitCode.USAGE)
+    assert "--budget" in errors("plot", str(plan_file), "-b", "1MB", code=ExitCode.USAGE)
