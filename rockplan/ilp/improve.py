@@ -16,7 +16,7 @@ in 0.5, 2 and 5 s, where the whole program takes 58 s to +6.84 % and has +13.92 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from rockplan.ilp.decode import Orders
 from rockplan.ilp.formulate import StageModel, formulate
 from rockplan.ilp.solve import TIME_UNIT, LinearProgram, solve
 from rockplan.ilp.units import UNLIMITED, Units, in_units
-from rockplan.ilp.window import Window, make_window, read_window, start_values
+from rockplan.ilp.window import Window, make_window, read_window, staged, start_values
 from rockplan.progress import report
 from rockplan.schedule import Compute, Schedule, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
@@ -76,15 +76,12 @@ def improve(graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: 
     if orders.forward != tuple(range(len(graph.forward))):
         return Improved(schedule, True)
     windows = _windows(search, orders)
-    last_change = done = 0
-    while done - last_change < len(windows):
-        if search.remaining_s == 0:
-            break
+    done = unchanged = 0
+    while unchanged < len(windows) and search.remaining_s > 0:
         report("improving the plan", done)
         found = _improve_window(search, orders, windows[done % len(windows)])
-        done += 1
-        if found != orders:
-            orders, last_change = found, done
+        unchanged = unchanged + 1 if found == orders else 1
+        orders, done = found, done + 1
     best = with_frees(graph, orders.forward, orders.backward)
     return Improved(best, search.remaining_s > 0)
 
@@ -104,6 +101,8 @@ def _windows(search: _Search, orders: Orders) -> list[range]:
     """All forward nodes, if one program holds them; else slices that overlap by half, the last
     ones first: their memory is what all others wait for."""
     count = len(search.graph.forward)
+    if _columns(search, orders, range(count)) <= WINDOW_COLUMNS:
+        return [range(count)]
     size = count
     while size > 1:
         starts = range(0, max(count - size // 2, 1), max(size // 2, 1))
@@ -125,11 +124,12 @@ def _improve_window(search: _Search, orders: Orders, nodes: Collection[int]) -> 
     """`orders`, or faster ones that differ in when `nodes` run again.
 
     What the program leaves out (rows, tiny storages) is learnt from schedules that need too much.
+    It begins with more than the budget: rounded sizes of a schedule that just fits do not.
     """
     window = make_window(search.graph, search.units, orders, nodes)
     best_ns = search.simulate(orders).time_ns
     crowded: frozenset[int] = frozenset()
-    reserve_bytes = 0
+    reserve_bytes = -search.units.reserve_bytes
     while window is not None and search.remaining_s > 0:
         model = formulate(window.stages, crowded)
         program = model.within(search.budget_bytes - reserve_bytes, UNLIMITED)
@@ -143,7 +143,7 @@ def _improve_window(search: _Search, orders: Orders, nodes: Collection[int]) -> 
             if more == crowded:
                 if reserve_bytes >= search.units.reserve_bytes:
                     break
-                reserve_bytes = search.units.reserve_bytes
+                reserve_bytes += search.units.reserve_bytes
             crowded = more
         elif simulation.time_ns < best_ns:
             orders, best_ns = found, simulation.time_ns
@@ -203,18 +203,7 @@ def _crowded(search: _Search, window: Window, orders: Orders) -> frozenset[int]:
     return frozenset(
         s
         for (i, s), bytes_ in zip(
-            _staged(window, orders), during[len(orders.forward) :], strict=True
+            staged(window, orders), during[len(orders.forward) :], strict=True
         )
         if i in window.nodes and bytes_ > search.budget_bytes
     )
-
-
-def _staged(window: Window, orders: Orders) -> Iterator[tuple[int, int]]:
-    """Each computation of the backward phase with the stage in which it runs."""
-    stage_of = {t: s for s, t in enumerate(window.positions)}
-    t = s = 0
-    for i in orders.backward:
-        yield i, s
-        if i not in window.nodes:
-            s = stage_of[t] + 1 if t in stage_of else s
-            t += 1

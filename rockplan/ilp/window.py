@@ -13,7 +13,7 @@ formulation of the whole graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rockplan.graph import CDGraph, DataKind, producers
@@ -73,13 +73,16 @@ def make_window(
     last = positions[-1] + 1
     made = frozenset(d for i in own for d in graph.nodes[i].writes) & free
     last_use = last_forward_use(graph)
+    # A schedule in hand may keep steps: a checkpoint between blocks often is one.
+    staged = list(_staged(own, positions, orders))
+    kept = frozenset().union(*_kept(graph, staged, len(positions)))
     return Window(
         stages=Stages(
             units=units,
             stages=stages,
             tail=max(beside.during[last:], default=0),
             producer=producers(graph),
-            transient=transient(graph, free, made, stages),
+            transient=transient(graph, free, made, stages) - kept,
             dropped=frozenset(graph.dropped),
             last_use=last_use,
             forward_during=_forward_during(graph, free, last_use, beside.forward),
@@ -197,32 +200,45 @@ def _closure(
 
 def start_values(window: Window, model: StageModel, orders: Orders) -> dict[int, float]:
     """Columns of `model` as `orders` has them: where to start the search from."""
-    graph = window.stages.units.graph
-    stage_at = {t: s for s, t in enumerate(window.positions)}
     values = dict.fromkeys([*model.keep.values(), *model.rerun.values()], 0.0)
-    read_next: set[int] = set()
-    t, s = len(window.fixed), len(window.positions)
-    for i in reversed(orders.backward):
-        if i in window.nodes:
-            if s < len(window.positions) and (s, i) in model.rerun:
-                values[model.rerun[s, i]] = 1.0
-        else:
-            t -= 1
-            if t in stage_at:
-                _note_kept(model, values, s, read_next)
-                s = stage_at[t]
-        read_next.difference_update(graph.nodes[i].writes)
-        read_next.update(graph.nodes[i].reads)
-    _note_kept(model, values, s, read_next)
+    graph = window.stages.units.graph
+    staged = list(_staged(window.nodes, window.positions, orders))
+    for s, kept in enumerate(_kept(graph, staged, len(window.positions))):
+        values |= {model.keep[s, d]: 1.0 for d in kept if (s, d) in model.keep}
+    values |= {
+        model.rerun[s, i]: 1.0 for i, s in staged if i in window.nodes and (s, i) in model.rerun
+    }
     return values
 
 
-def _note_kept(
-    model: StageModel, values: dict[int, float], s: int, read_next: Collection[int]
-) -> None:
-    for d in read_next:
-        if (s, d) in model.keep:
-            values[model.keep[s, d]] = 1.0
+def _staged(
+    own: frozenset[int], positions: Sequence[int], orders: Orders
+) -> Iterator[tuple[int, int]]:
+    """Each computation of the backward phase with the stage in which it runs."""
+    stage_of = {t: s for s, t in enumerate(positions)}
+    t = s = 0
+    for i in orders.backward:
+        yield i, s
+        if i not in own:
+            s = stage_of[t] + 1 if t in stage_of else s
+            t += 1
+
+
+def _kept(graph: CDGraph, staged: Sequence[tuple[int, int]], count: int) -> list[frozenset[int]]:
+    """For each of `count` stages: data that are read after its start before they are made."""
+    kept: list[frozenset[int]] = [frozenset()] * count
+    read_next: set[int] = set()
+    for i, s in reversed(staged):
+        read_next.difference_update(graph.nodes[i].writes)
+        read_next.update(graph.nodes[i].reads)
+        if s < count:
+            kept[s] = frozenset(read_next)
+    return kept
+
+
+def staged(window: Window, orders: Orders) -> tuple[tuple[int, int], ...]:
+    """Each computation of the backward phase with the stage in which it runs."""
+    return tuple(_staged(window.nodes, window.positions, orders))
 
 
 def read_window(
