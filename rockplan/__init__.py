@@ -37,13 +37,16 @@ from rockplan.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from rockplan.api import Options, load, pareto, plan, solve
+    from rockplan.compare import Comparison, compare
     from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
     from rockplan.memory import plan_trace
     from rockplan.render import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.report import html_report
 
 _LATE = {
+    "Comparison": "rockplan.compare",
     "Options": "rockplan.api",
+    "compare": "rockplan.compare",
     "draw_curve": "rockplan.render",
     "draw_graph": "rockplan.render",
     "draw_memory": "rockplan.render",
@@ -63,6 +66,7 @@ __all__ = [
     "BackwardError",
     "CaptureError",
     "CheckFailed",
+    "Comparison",
     "Curve",
     "CurvePoint",
     "DataDependentShape",
@@ -82,6 +86,7 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
+    "compare",
     "draw_curve",
     "draw_graph",
     "draw_memory",

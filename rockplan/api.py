@@ -112,7 +112,7 @@ def solve(
     what it executes.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
-    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = parse_budget(budget)
     program = _program(model, args, kwargs, None, budget=wanted, options=options)
     later = replace(wanted, least_bytes=program.plan.budget_bytes)
@@ -136,7 +136,7 @@ def plan(
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
-    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
     prepared = _prepare(model, args, kwargs, options)
     return _plan(prepared, parse_budget(budget), options)
 
@@ -152,7 +152,7 @@ def plan_each(
     """The plan of each budget, from one preparation of `model`; for a budget that is too small
     the error that `plan` would raise. Arguments and other errors are those of `plan`."""
     parsed = [parse_budget(budget) for budget in budgets]
-    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
     prepared = _prepare(model, args, kwargs, options)
     found: list[Plan | InfeasibleBudget] = []
     for budget in parsed:
@@ -175,7 +175,7 @@ def pareto(
     Arguments and errors are those of `solve`, without a budget. Each point is a plan: `solve` with
     `budget=point.peak_bytes` needs no more bytes and no more time.
     """
-    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
     prepared = _prepare(model, args, kwargs, options)
     graph = prepared.graph
     families = _families(prepared.blocks, _cache(options), options)
@@ -209,7 +209,7 @@ def load(
     Arguments and further errors are those of `solve`. Raises PlanMismatch where no plan is for
     this model and sample, PlanFormatError for a damaged file.
     """
-    args, kwargs = _arguments(model, sample_input, sample_kwargs)
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
     make_program = functools.partial(
         _stored_program, plans=read_plans(path), budget=None, options=options
     )
@@ -237,7 +237,7 @@ def _cache(options: Options) -> Cache | None:
     return Cache(default_folder()) if options.cache else None
 
 
-def _arguments(
+def arguments(
     model: object, sample_input: object, sample_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not isinstance(model, nn.Module):

@@ -1,0 +1,262 @@
+"""Compare: eager, PyTorch's own checkpointing and rockplan on one model, measured in one run.
+
+takes: a module, a sample, budgets. returns: Comparison. guarantees: all variants run the same
+step from the same parameters, buffers and generator state; peaks are those of the ruler; times
+are interleaved, one of each variant per round; a variant that refuses, fails or computes
+something else has a row that says so. The module, its gradients and generators are left as they
+were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rockplan import peers
+from rockplan.api import DEFAULT_OPTIONS, Options, arguments, solve
+from rockplan.budget import Budget
+from rockplan.errors import RockplanError
+from rockplan.graph_builder.ruler import peak_live_bytes
+from rockplan.plan import format_bytes
+from rockplan.progress import report
+from rockplan.timing import interleaved_seconds, machine, median_ratio
+
+Loss = Callable[[Any], torch.Tensor]
+
+SEED = 0
+"""Of the step whose gradients are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant.
+
+    budget_bytes, predicted_peak_bytes, predicted_overhead, gap: of a plan, else None. peak_bytes:
+    measured by the ruler; None where the variant did not run. times_ns: of each round; overhead:
+    median over rounds of time / eager's time of the round, less 1; quartiles: the middle half of
+    these. gradients: 'equal bit for bit', or what differs from eager. note: why it did not run.
+    """
+
+    name: str
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_overhead: float | None = None
+    gap: float | None = None
+    peak_bytes: int | None = None
+    times_ns: tuple[int, ...] = ()
+    overhead: float | None = None
+    quartiles: tuple[float, float] | None = None
+    gradients: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows, eager first; `machine` says where, `rounds` how often each was timed."""
+
+    rows: tuple[Row, ...]
+    machine: str
+    rounds: int
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        head = ("variant", "peak", "predicted", "time", "middle half", "gradients")
+        table = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+            for cells in table
+        ]
+        lines.append(f"{self.machine}; {self.rounds} interleaved rounds")
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def size(amount_bytes: int | None) -> str:
+        return "" if amount_bytes is None else format_bytes(amount_bytes)
+
+    spread = "" if row.quartiles is None else "{:+.1%} to {:+.1%}".format(*row.quartiles)
+    overhead = "" if row.overhead is None else f"{row.overhead:+.1%}"
+    remark = row.note or row.gradients
+    return row.name, size(row.peak_bytes), size(row.predicted_peak_bytes), overhead, spread, remark
+
+
+def compare(
+    model: nn.Module,
+    sample_input: object,
+    budgets: Sequence[int | float | str | Budget] = ("min", "25%", "50%", "75%"),
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    compile_budgets: Sequence[float] = (),
+    rounds: int = 7,
+    options: Options = DEFAULT_OPTIONS,
+) -> Comparison:
+    """Peak and time of one forward and backward of `model`, planned and with its alternatives.
+
+    Arguments as for `solve`. loss: of the result; None: the sum of its scalars that require a
+    gradient, or if there are none the mean squares of its tensors that do. compile_budgets: ratios
+    for torch.compile with `activation_memory_budget`, which needs its compilers. rounds: how often
+    each variant is timed. Raises InvalidInput; what fails within a variant is in its row.
+    """
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    names, makers = _makers(model, args, kwargs, budgets, compile_budgets, options)
+    with _untouched(model):
+        step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss or default_loss)
+        rows: dict[str, Row] = {}
+        steps: dict[str, Callable[[], object]] = {}
+        expected: list[tuple[str, torch.Tensor | None]] = []
+        for name, make in zip(names, makers, strict=True):
+            report(f"measuring {name}")
+            try:
+                module = make()
+                run = functools.partial(step, module)
+                found = _gradients(model, run)
+                expected = expected or found
+                peak_bytes, _ = peak_live_bytes(run, device=_device(model))
+            except (peers.NotApplicable, RockplanError) as error:
+                rows[name] = Row(name, note=f"does not apply: {error}")
+            except Exception as error:  # whatever a peer breaks with is what the row reports
+                first_line = next(iter(str(error).splitlines()), "")
+                rows[name] = Row(name, note=f"fails: {type(error).__name__}: {first_line}")
+            else:
+                steps[name] = run
+                rows[name] = _row(name, module, peak_bytes, _difference(found, expected))
+        report("timing")
+        times = interleaved_seconds(steps, rounds)
+    timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]
+    return Comparison(tuple(timed), machine(), rounds)
+
+
+def _makers(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budgets: Sequence[int | float | str | Budget],
+    compile_budgets: Sequence[float],
+    options: Options,
+) -> tuple[list[str], list[Callable[[], Callable[..., Any]]]]:
+    def planned(budget: int | float | str | Budget) -> nn.Module:
+        copied = peers.sharing_copy(model)
+        return solve(copied, args, budget, sample_kwargs=kwargs, options=options)
+
+    makers: dict[str, Callable[[], Callable[..., Any]]] = {
+        "eager": lambda: peers.sharing_copy(model),
+        "checkpoint per block": lambda: peers.per_block(model),
+        "checkpoint_sequential": lambda: peers.sequential(model),
+        "selective, saves matmuls": lambda: peers.selective(model),
+    }
+    makers |= {f"compile {r}": functools.partial(_compiled, model, r) for r in compile_budgets}
+    makers |= {f"rockplan {b}": functools.partial(planned, b) for b in budgets}
+    return list(makers), list(makers.values())
+
+
+def _compiled(model: nn.Module, ratio: float) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    compiled = torch.compile(peers.sharing_copy(model))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=ratio):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def default_loss(result: Any) -> torch.Tensor:
+    """The sum of the scalars in `result` that require a gradient, else of mean squares."""
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    active = [t for t in leaves if t.requires_grad]
+    scalars = [t for t in active if t.dim() == 0]
+    parts = scalars or [t.abs().float().square().mean() for t in active]
+    return functools.reduce(torch.add, parts)
+
+
+def _step(
+    module: Callable[..., Any], *, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss
+) -> None:
+    loss(module(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Gradients and generators of before are there again afterwards."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+def _gradients(
+    model: nn.Module, run: Callable[[], object]
+) -> list[tuple[str, torch.Tensor | None]]:
+    """Gradients of one step from a fixed seed; they stay in `.grad` for the ruler."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(SEED)
+    run()
+    return [(n, None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()]
+
+
+def _difference(
+    found: Sequence[tuple[str, torch.Tensor | None]],
+    expected: Sequence[tuple[str, torch.Tensor | None]],
+) -> str:
+    different = 0
+    largest = 0.0
+    for (_, a), (_, b) in zip(found, expected, strict=True):
+        if a is None or b is None:
+            different += a is not b
+        elif not torch.equal(a, b):
+            different += 1
+            scale = max(float(b.abs().max()), torch.finfo(torch.float32).tiny)
+            largest = max(largest, float((a - b).abs().max()) / scale)
+    if not different:
+        return "equal bit for bit"
+    return f"{different} of {len(expected)} gradients differ, by up to {largest:.1e} of the largest"
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _row(name: str, module: Callable[..., Any], peak_bytes: int, gradients: str) -> Row:
+    row = Row(name, peak_bytes=peak_bytes, gradients=gradients)
+    plan = getattr(module, "plan", None) if name.startswith("rockplan") else None
+    if plan is None:
+        return row
+    return dataclasses.replace(
+        row,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        predicted_overhead=plan.overhead,
+        gap=plan.certificate.gap,
+    )
+
+
+def _timed(row: Row, times: Sequence[float] | None, eager: Sequence[float]) -> Row:
+    if times is None:
+        return row
+    ratios = [a / b - 1 for a, b in zip(times, eager, strict=True)]
+    cuts = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return dataclasses.replace(
+        row,
+        times_ns=tuple(round(t * 1e9) for t in times),
+        overhead=median_ratio(times, eager) - 1,
+        quartiles=(cuts[0], cuts[2]),
+    )

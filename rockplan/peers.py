@@ -1,0 +1,104 @@
+"""Peers: the checkpointing that PyTorch has, put on a model without a line of the user's.
+
+takes: a module. returns: functions that put one kind of checkpointing on a copy of it. guarantees:
+copies share parameters with the original and have their own buffers; where a kind does not apply,
+`NotApplicable` says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+Forward = Callable[..., Any]
+
+_MATMULS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+)
+
+
+class NotApplicable(Exception):
+    """A kind of checkpointing has nothing to work on in this model."""
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy with the parameters of `model` and buffers of its own."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the outermost modules of which a ModuleList or a Sequential holds at least two of
+    one class that have parameters and submodules: what is commonly called the layers."""
+    found: list[str] = []
+    for path, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        if any(path == block or path.startswith(f"{block}.") for block in found):
+            continue
+        layers = {n: c for n, c in container.named_children() if _is_layer(c)}
+        count = Counter(type(c) for c in layers.values())
+        found += [
+            f"{path}.{name}" if path else name
+            for name, child in layers.items()
+            if count[type(child)] > 1
+        ]
+    return tuple(found)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    has_children = next(module.children(), None) is not None
+    return has_children and not is_container and next(module.parameters(), None) is not None
+
+
+def per_block(model: nn.Module) -> nn.Module:
+    """torch.utils.checkpoint on every repeated block."""
+    return _wrapped(model, functools.partial(checkpoint, use_reentrant=False))
+
+
+def selective(model: nn.Module) -> nn.Module:
+    """The same, where results of matrix products and convolutions are saved."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_MATMULS))
+    return _wrapped(model, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+
+def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
+    other = sharing_copy(model)
+    paths = repeated_blocks(other)
+    if not paths:
+        raise NotApplicable("no ModuleList or Sequential holds two blocks of one class")
+    for path in paths:
+        block = other.get_submodule(path)
+        block.forward = functools.partial(checkpointing, block.forward)
+    return other
+
+
+def sequential(model: nn.Module) -> nn.Module:
+    """torch.utils.checkpoint.checkpoint_sequential, in sqrt(n) segments."""
+    other = sharing_copy(model)
+    found = [m for m in other.modules() if isinstance(m, nn.Sequential) and len(m) >= 4]
+    if not found:
+        raise NotApplicable("no nn.Sequential of at least four modules")
+    chosen = max(found, key=len)
+    segments = round(math.sqrt(len(chosen)))
+    functions = list(chosen)
+    chosen.forward = functools.partial(  # type: ignore[method-assign]
+        checkpoint_sequential, functions, segments, use_reentrant=False
+    )
+    return other

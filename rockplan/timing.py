@@ -1,0 +1,63 @@
+"""Side-by-side measurements: interleaved in one run, medians, one thread."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+
+def machine() -> str:
+    """One line that says where a figure was measured."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return (
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def interleaved_seconds(
+    steps: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Times of each step, one of each per round: user CPU time, or CUDA time by events."""
+    clock = _cuda_seconds if torch.cuda.is_available() else _cpu_seconds
+    for _ in range(warmup):
+        for step in steps.values():
+            step()
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            found[name].append(clock(step))
+    return found
+
+
+def _cpu_seconds(step: Callable[[], object]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def _cuda_seconds(step: Callable[[], object]) -> float:
+    start, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """Median over rounds of time / reference time of the same round."""
+    return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f}"

@@ -1,0 +1,89 @@
+"""compare: every variant measured side by side, and what a peer does not do is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import rockplan
+from benchmarks.models import ResNet
+from rockplan.peers import repeated_blocks
+from tests.test_constraints import Model
+
+QUICK = rockplan.Options(time_limit_s=2.0, bound_time_limit_s=0.2)
+
+
+@pytest.fixture(scope="module")
+def found() -> rockplan.Comparison:
+    torch.manual_seed(0)
+    return rockplan.compare(
+        Model(layers=2), torch.randn(256, 32), ["90%", "1B"], rounds=2, options=QUICK
+    )
+
+
+def test_variants(found: rockplan.Comparison) -> None:
+    rows = {row.name: row for row in found.rows}
+    eager, planned = rows["eager"], rows["rockplan 90%"]
+    assert eager.peak_bytes is not None and planned.peak_bytes is not None
+    for name in ("eager", "checkpoint per block", "selective, saves matmuls", "rockplan 90%"):
+        row = rows[name]
+        assert row.gradients == "equal bit for bit", name
+        assert row.peak_bytes is not None and len(row.times_ns) == 2
+    assert rows["checkpoint per block"].peak_bytes < eager.peak_bytes
+    assert planned.peak_bytes <= planned.budget_bytes < eager.peak_bytes
+    assert abs(planned.predicted_peak_bytes - planned.peak_bytes) <= 0.02 * planned.peak_bytes
+
+
+def test_what_does_not_apply_is_said(found: rockplan.Comparison) -> None:
+    rows = {row.name: row for row in found.rows}
+    assert "no nn.Sequential" in rows["checkpoint_sequential"].note
+    assert "below the minimum" in rows["rockplan 1B"].note
+    assert rows["rockplan 1B"].peak_bytes is None
+
+
+def test_text_and_json(found: rockplan.Comparison) -> None:
+    text = str(found)
+    assert all(row.name in text for row in found.rows)
+    document = json.loads(found.to_json())
+    assert [row["name"] for row in document["rows"]] == [row.name for row in found.rows]
+
+
+class Wrong(nn.Module):
+    """Draws from a generator of its own, which checkpointing does not put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.own = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * torch.rand(x.shape, generator=self.own)
+
+
+def test_a_peer_that_computes_something_else_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Wrong(), Wrong(), nn.Linear(16, 1))
+    result = rockplan.compare(model, torch.randn(64, 16), [], rounds=1, options=QUICK)
+    rows = {row.name: row for row in result.rows}
+    assert "differ" in rows["checkpoint per block"].gradients
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, x = Model(layers=2), torch.randn(256, 32)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    rockplan.compare(model, x, [], rounds=1, options=QUICK)
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_repeated_blocks() -> None:
+    assert repeated_blocks(Model(layers=2)) == ("layers.0", "layers.1")
+    stages = repeated_blocks(ResNet((2, 1), 4, 2))
+    assert stages == ("stages.0.0", "stages.0.1")
+    assert repeated_blocks(nn.Linear(2, 2)) == ()
