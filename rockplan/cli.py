@@ -1,4 +1,4 @@
-"""The command line: `rockplan profile|solve|show|plot|cache`.
+"""The command line: `rockplan profile|solve|compare|show|plot|cache`.
 
 Results go to stdout, as tables or with --json as one JSON document; progress, warnings and errors
 go to stderr. torch is imported only by commands that need a model.
@@ -420,6 +420,41 @@ class Picture(StrEnum):
     CURVE = "curve"
     SCHEDULE = "schedule"
     GRAPH = "graph"
+
+
+@app.command(epilog="Example: rockplan compare rockplan.examples:mlp -b 50% --rounds 3")
+def compare(
+    model: Model,
+    budget: Budgets = None,
+    compile_budget: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="RATIO",
+            min=0.0,
+            max=1.0,
+            help="Also torch.compile with this activation_memory_budget; may be repeated.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 7,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    time_limit: TimeLimit = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
+    with _ending(as_json), display.waiting():
+        subject = make_subject(model)
+        with _autocast(subject, autocast):
+            found = rockplan.compare(
+                subject.model,
+                subject.sample_input,
+                *([budget] if budget else []),
+                sample_kwargs=subject.sample_kwargs,
+                compile_budgets=compile_budget or (),
+                rounds=rounds,
+                options=_options(no_cache, time_limit),
+            )
+    print(found.to_json() if as_json else display.printable(str(found)))
 
 
 @app.command(epilog="Example: rockplan plot rockplan.examples:mlp -b 50% -o report.html")

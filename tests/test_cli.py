@@ -151,6 +151,14 @@ def test_solve_without_a_budget_prints_the_curve() -> None:
     assert run("solve", MLP).splitlines()[0].split()[0] == "peak"
 
 
+def test_compare() -> None:
+    rows = as_json("compare", MLP, "-b", "50%", "--rounds", "1")["rows"]
+    eager, planned = rows[0], rows[-1]
+    assert eager["name"] == "eager" and "50%" in planned["name"]
+    assert planned["peak_bytes"] <= planned["budget_bytes"] < eager["peak_bytes"]
+    assert planned["gradients"] == "equal bit for bit"
+
+
 def test_saved_plans_are_shown_and_loaded(own_folder: Path) -> None:
     run("solve", MLP, "-b", "50%", "-b", "min", "--save", "{budget}.json", "--check")
     plans = {name: own_folder / f"{name}.json" for name in ("50pct", "min")}
