@@ -106,15 +106,16 @@ def compare(
 ) -> Comparison:
     """Peak and time of one forward and backward of `model`, planned and with its alternatives.
 
-    Arguments as for `solve`. loss: of the result; None: the sum of its scalars that require a
-    gradient, or if there are none the mean squares of its tensors that do. compile_budgets: ratios
+    Arguments as for `solve`. loss: of the result, whose own memory is measured too; None: backward
+    starts from the scalars of the result that require a gradient, or if there are none from all
+    tensors that do, with the same random gradients for all variants. compile_budgets: ratios
     for torch.compile with `activation_memory_budget`, which needs its compilers. rounds: how often
     each variant is timed. Raises InvalidInput; what fails within a variant is in its row.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     names, makers = _makers(model, args, kwargs, budgets, compile_budgets, options)
     with _untouched(model):
-        step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss or default_loss)
+        step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
         expected: list[tuple[str, torch.Tensor | None]] = []
@@ -174,19 +175,28 @@ def _compiled(model: nn.Module, ratio: float) -> Callable[..., Any]:
     return run
 
 
-def default_loss(result: Any) -> torch.Tensor:
-    """The sum of the scalars in `result` that require a gradient, else of mean squares."""
+def _step(
+    module: Callable[..., Any],
+    *,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    incoming: list[torch.Tensor],
+) -> None:
+    """Forward and backward. Without a loss backward starts from the scalars of the result that
+    require a gradient, else from all tensors that do, with gradients that are made in the first
+    step and kept, so that the peak is that of the module alone."""
+    result = module(*args, **kwargs)
+    if loss is not None:
+        loss(result).backward()  # type: ignore[no-untyped-call]
+        return
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     active = [t for t in leaves if t.requires_grad]
-    scalars = [t for t in active if t.dim() == 0]
-    parts = scalars or [t.abs().float().square().mean() for t in active]
-    return functools.reduce(torch.add, parts)
-
-
-def _step(
-    module: Callable[..., Any], *, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss
-) -> None:
-    loss(module(*args, **kwargs)).backward()  # type: ignore[no-untyped-call]
+    roots = [t for t in active if t.dim() == 0] or active
+    del result, leaves, active
+    if not incoming:
+        incoming += [torch.rand_like(t).to(t.dtype) for t in roots]
+    torch.autograd.backward(roots, incoming)
 
 
 @contextmanager
