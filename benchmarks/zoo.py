@@ -30,6 +30,7 @@ import os
 import platform
 import random
 import re
+import resource
 import selectors
 import subprocess
 import sys
@@ -49,6 +50,9 @@ TIME_LIMIT_S = 600.0
 # A worker's cases share a cache; its profile grows, and so does what libraries keep.
 CASES_OF_A_WORKER = 60
 STEPS = 3
+
+# Of a worker: a configuration that does not build small must not take the machine with it.
+ADDRESS_SPACE_BYTES = 10 * 2**30
 TOLERANCE = 0.02
 BUDGETS = ("min", "60%")
 OUTCOMES = ("equal", "refused", "wrong", "unrepeated", "not built")
@@ -65,6 +69,7 @@ def work(budgets: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     warnings.simplefilter("ignore")
     plan_roughly()
     package = package_commit()
