@@ -12,7 +12,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -280,7 +280,7 @@ def test_an_infeasible_budget_has_its_own_exit_code_and_prints_the_minimum() -> 
     found = as_json("solve", MLP, "-b", "1KB", "-b", "min", code=ExitCode.INFEASIBLE)["plans"]
     assert [row["feasible"] for row in found] == [False, True]
     minimum = found[0]["minimum_bytes"]
-    assert minimum == found[1]["peak_bytes"]
+    assert found[1]["budget_bytes"] == minimum >= found[1]["peak_bytes"]
     assert str(minimum) in errors("solve", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
     assert str(minimum) in run("solve", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
     assert str(minimum) in errors("show", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
