@@ -16,7 +16,7 @@ as the limit allows.
 
 Measured against the relaxation at single moments (roofline prices, 2 layers of GPT-2, at 84, 68
 and 44 % of keep-all's peak, bound over one execution of every node): +2.7, +6.5, +12.4 % instead
-of +1.2, +4.7, +10.0 %; the best schedules known take +2.7, +7.0 and +13.0 %.
+of +1.2, +4.7, +10.0 %.
 """
 
 from __future__ import annotations
