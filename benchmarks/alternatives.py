@@ -3,7 +3,7 @@
 Same graph, same fixed prices (a roofline, so that anyone can repeat it), same simulator for all;
 `verify` checks every schedule. Rows are written as they come: run the command again to go on.
 
-    python -m benchmarks.alternatives [--models bert unet] [--exact-limit 60] [--redo rockplan]
+    python -m benchmarks.alternatives [--models bert unet] [--methods rockplan] [--redo rockplan]
 
 Writes benchmarks/results/alternatives.{json,md,svg} (the picture needs matplotlib).
 """
@@ -196,13 +196,13 @@ def methods(exact_limit_s: float) -> dict[str, Callable[[Problem], Planner]]:
     return {
         "rockplan": _rockplan,
         "proven bound": _bound,
-        "exact, whole graph": partial(_exact, limit_s=exact_limit_s),
         "Rockmate (20 x 20, slots)": _rockmate,
         "Rotor": _rotor,
         "per tensor": _per_tensor,
         "Chen, best number of segments": _chen_searched,
         "Chen, sqrt(n) segments": _chen,
         **{f"DTR {score}": partial(_dtr, score=score) for score in SCORES},
+        "exact, whole graph": partial(_exact, limit_s=exact_limit_s),
     }
 
 
@@ -257,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--exact-limit", type=float, default=60.0, help="seconds for each budget")
+    parser.add_argument("--methods", nargs="+", default=None, help="only these")
     parser.add_argument("--redo", nargs="+", default=[], help="methods to run again")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -269,6 +270,8 @@ def main() -> None:
         problems.append(made)
         found = {k: r for k, r in found.items() if r.model != model or r.digest == made.digest}
         for name, prepare in table.items():
+            if arguments.methods and name not in arguments.methods:
+                continue
             missing = [s for s in SHARES if (model, made.digest, name, s) not in found]
             if not missing:
                 continue

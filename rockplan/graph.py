@@ -10,6 +10,7 @@ These are values: nothing here imports torch, and no pass changes a graph in pla
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -158,11 +159,15 @@ class CDGraph:
 
     @property
     def forward(self) -> tuple[ComputeNode, ...]:
-        return tuple(n for n in self.nodes if n.phase is Phase.FORWARD)
+        return self.nodes[: self._forward_length]
 
     @property
     def backward(self) -> tuple[ComputeNode, ...]:
-        return tuple(n for n in self.nodes if n.phase is Phase.BACKWARD)
+        return self.nodes[self._forward_length :]
+
+    @property
+    def _forward_length(self) -> int:
+        return bisect_left(self.nodes, True, key=lambda n: n.phase is Phase.BACKWARD)
 
     @property
     def time_ns(self) -> int:

@@ -183,10 +183,11 @@ def _coarsened(graph: CDGraph, cuts: Sequence[_Cut], least_nodes: int) -> tuple[
     """`cuts` without those that leave fewer than `least_nodes` nodes since the one before it, or
     in all after it."""
     found: list[_Cut] = []
+    forward_length = len(graph.forward)
     forward, backward = 0, len(graph.nodes)
     for cut in cuts:
         block = (cut.forward - forward) + (backward - cut.backward)
-        rest = (len(graph.forward) - cut.forward) + (cut.backward - len(graph.forward))
+        rest = (forward_length - cut.forward) + (cut.backward - forward_length)
         if min(block, rest) >= least_nodes:
             found.append(cut)
             forward, backward = cut.forward, cut.backward
@@ -423,13 +424,11 @@ def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
     # The last block passes on nothing; what it is there for are the outputs of the module.
     outputs = (*chain.separators, *graph.outputs[:1])
     problem = _problem(chain, s)
+    read = {d for n in (*chain.forward[s], *chain.backward[s]) for d in graph.nodes[n].reads}
     incoming = [
-        d.index
-        for d in graph.data
-        if d.kind is DataKind.GRADIENT
-        and d.index not in chain.kept
-        and chain.made_in(d.index) == s + 1
-        and s in chain.read_in(d.index)
+        d
+        for d in read - chain.kept
+        if graph.data[d].kind is DataKind.GRADIENT and chain.made_in(d) == s + 1
     ]
     return Block(
         index=s,
