@@ -235,7 +235,16 @@ def _transformers_classes() -> dict[tuple[str, str], str]:
 
 HEADS, VOCABULARY = 4, 100
 # Two layers where a configuration has layers of several kinds, else one.
-SEVERAL_KINDS = ("layer_types", "expert", "block_type", "interval", "sparse", "step", "attn_layer")
+SEVERAL_KINDS = (
+    "layer_types",
+    "expert",
+    "block_type",
+    "interval",
+    "sparse",
+    "step",
+    "attn_layer",
+    "every",
+)
 
 # Field names of configurations by the largest value that they may have.
 _LARGEST = """
