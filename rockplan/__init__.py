@@ -37,6 +37,7 @@ from rockplan.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from rockplan.api import Options, load, pareto, plan, solve
+    from rockplan.codegen.module import code_of, plan_of
     from rockplan.compare import Comparison, compare
     from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
     from rockplan.memory import plan_trace
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _LATE = {
     "Comparison": "rockplan.compare",
     "Options": "rockplan.api",
+    "code_of": "rockplan.codegen.module",
     "compare": "rockplan.compare",
     "draw_curve": "rockplan.render",
     "draw_graph": "rockplan.render",
@@ -57,6 +59,7 @@ _LATE = {
     "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.ruler",
     "plan": "rockplan.api",
+    "plan_of": "rockplan.codegen.module",
     "plan_trace": "rockplan.memory",
     "solve": "rockplan.api",
 }
@@ -86,6 +89,7 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
+    "code_of",
     "compare",
     "draw_curve",
     "draw_graph",
@@ -98,6 +102,7 @@ __all__ = [
     "pareto",
     "peak_live_bytes",
     "plan",
+    "plan_of",
     "plan_trace",
     "read_plans",
     "save_plan",

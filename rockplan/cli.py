@@ -281,15 +281,14 @@ def _plans(
 
 def _checked(subject: Subject, budget: str, options: Options) -> Plan:
     """The plan with the record of its check."""
-    planned: Any = rockplan.solve(
+    planned = rockplan.solve(
         subject.model,
         subject.sample_input,
         budget,
         sample_kwargs=subject.sample_kwargs,
         options=options,
     )
-    plan: Plan = planned.plan
-    return plan
+    return rockplan.plan_of(planned)
 
 
 def _check_save(save: str | None, budgets: list[str]) -> None:
@@ -407,7 +406,7 @@ def _planned(
             sample_kwargs=subject.sample_kwargs,
             options=_options(no_cache, None),
         )
-    return ((made.plan,), made.code) if code else ((made,), "")
+    return ((rockplan.plan_of(made),), rockplan.code_of(made)) if code else ((made,), "")
 
 
 # Pictures

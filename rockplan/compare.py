@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from rockplan import peers
 from rockplan.api import DEFAULT_OPTIONS, Options, arguments, solve
 from rockplan.budget import Budget
+from rockplan.codegen.module import plan_of
 from rockplan.errors import RockplanError
 from rockplan.graph_builder.ruler import peak_live_bytes
 from rockplan.plan import format_bytes
@@ -247,9 +248,9 @@ def _device(model: nn.Module) -> torch.device:
 
 def _row(name: str, module: Callable[..., Any], peak_bytes: int, gradients: str) -> Row:
     row = Row(name, peak_bytes=peak_bytes, gradients=gradients)
-    plan = getattr(module, "plan", None) if name.startswith("rockplan") else None
-    if plan is None:
+    if not name.startswith("rockplan"):
         return row
+    plan = plan_of(module)
     return dataclasses.replace(
         row,
         budget_bytes=plan.budget_bytes,

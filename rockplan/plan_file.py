@@ -46,7 +46,8 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
     planned: what `solve` or `load` returned, a Plan, or several Plans of one model.
     The file takes the place of what was at `path` when it is whole. Raises InvalidInput.
     """
-    plans = getattr(planned, "plans", planned)
+    # A planned module's state, because the model may have something else of this name.
+    plans = getattr(getattr(planned, "_rockplan", planned), "plans", planned)
     plans = (plans,) if isinstance(plans, Plan) else plans
     if not (isinstance(plans, tuple | list) and plans and all(isinstance(p, Plan) for p in plans)):
         raise InvalidInput(

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,53 @@ def test_planned_module_is_an_instance_of_the_original_class() -> None:
     assert type(planned).__name__ == "Net"
     assert all(a is b for a, b in zip(planned.parameters(), case.model.parameters(), strict=True))
     assert [n for n, _ in planned.named_modules()] == [n for n, _ in case.model.named_modules()]
+
+
+class OwnNames(nn.Module):
+    """Has attributes with the names of those that a planned module adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Sequential(nn.Linear(16, 32), nn.GELU())
+        self.code = nn.Linear(32, 16)
+        self.plans = [0.5]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(self.plan(x)) * self.plans[0]
+
+
+@pytest.mark.parametrize("way", copies())
+def test_names_of_the_original_come_first(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case = Case("own names", OwnNames().train(), (torch.randn(64, 16),), {}, mean_square)
+    planned, eager = pair(case)
+    found = rockplan.plan_of(planned)
+    assert found.overhead > 0 and "def forward" in rockplan.code_of(planned)
+    train_side_by_side(case, planned, eager)
+    planned.eval()
+    eager.eval()
+    both(planned, eager, lambda m: m(case.args[0]), "evaluation")
+    assert list(planned.state_dict()) == list(eager.state_dict())
+    assert planned.plan is case.model.plan and planned.plans is case.model.plans
+    planned.plans = [0.25]
+    assert planned.plans == [0.25]
+    copied = copies()[way](planned)
+    assert isinstance(copied.code, nn.Linear)
+    assert rockplan.plan_of(copied).schedule == found.schedule
+    rockplan.save_plan(planned, tmp_path / "plan.json")
+    assert rockplan.read_plans(tmp_path / "plan.json")[0].schedule == found.schedule
+
+
+def test_what_is_not_planned_has_no_plan() -> None:
+    planned, eager = pair(net_case())
+    assert {"plan", "plans", "code"} <= set(dir(planned))
+    assert planned.plan is rockplan.plan_of(planned)
+    for name in ("plan", "absent"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(eager if name == "plan" else planned, name)
+    for read in (rockplan.plan_of, rockplan.code_of):
+        with pytest.raises(rockplan.InvalidInput, match="Net has no plan"):
+            read(eager)
 
 
 def test_training_and_evaluation_in_any_order() -> None:

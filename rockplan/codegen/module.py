@@ -2,8 +2,9 @@
 
 It is a shallow copy of the original whose class is derived from the original's: parameters,
 buffers, submodules, `state_dict` keys and methods are the original's own; only `forward` is
-replaced. Before each call cheap guards compare everything the plan was captured under; where
-they do not hold, another program is used, planned, or refused.
+replaced, and `plan`, `plans` and `code` are added where the original has no such attributes.
+Before each call cheap guards compare everything the plan was captured under; where they do not
+hold, another program is used, planned, or refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rockplan.codegen.signature import (
     signature_holds,
     under_autocast,
 )
-from rockplan.errors import BackwardError, StalePlan
+from rockplan.errors import BackwardError, InvalidInput, StalePlan
 from rockplan.interface import Incoming, Interface
 from rockplan.plan import Plan
 
@@ -112,29 +113,46 @@ class _State:
     programs: dict[Any, list[_Bound]] = field(default_factory=dict)
     latest: Program | None = None
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran last; before the first call, the one that `solve` made."""
+        assert self.latest is not None
+        return self.latest.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all kinds of call that the module has seen, in that order."""
+        bounds = (bound for kind in self.programs.values() for bound in kind)
+        return tuple({b.program.plan.graph_digest: b.program.plan for b in bounds}.values())
+
+    @property
+    def code(self) -> str:
+        """The generated Python of `plan`."""
+        assert self.latest is not None
+        return self.latest.executable.code.source
+
+
+# Attributes of a planned module that its state answers.
+_OF_STATE = ("plan", "plans", "code")
+
 
 class Planned:
     """Mixed in before the original's class; see the module's docstring."""
 
     _rockplan: _State
 
-    @property
-    def plan(self) -> Plan:
-        """The plan that ran last; before the first call, the one that `solve` made."""
-        assert self._rockplan.latest is not None
-        return self._rockplan.latest.plan
+    def __getattr__(self, name: str) -> Any:
+        """What the original has comes first: `plan`, `plans` and `code` are those of the state
+        only where neither the original's class nor the module has such a name."""
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name not in _OF_STATE:
+                raise
+        return getattr(self._rockplan, name)
 
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of all kinds of call that this module has seen, in that order."""
-        bounds = (bound for kind in self._rockplan.programs.values() for bound in kind)
-        return tuple({b.program.plan.graph_digest: b.program.plan for b in bounds}.values())
-
-    @property
-    def code(self) -> str:
-        """The generated Python of `plan`."""
-        assert self._rockplan.latest is not None
-        return self._rockplan.latest.executable.code.source
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_OF_STATE})
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle: the original's attributes and the programs that hold in this state."""
@@ -259,6 +277,27 @@ class _Situation:
         planned = self.bound.program.executable.pattern
         chosen = [s is None for s in planned] == [s is None for s in pattern]
         return chosen or not self.planned._rockplan.outputs_chosen
+
+
+def plan_of(planned: object) -> Plan:
+    """`planned.plan`, also where the original has an attribute of that name.
+
+    Raises InvalidInput for what `solve` and `load` did not return."""
+    return _state_of(planned).plan
+
+
+def code_of(planned: object) -> str:
+    """`planned.code`, as `plan_of`."""
+    return _state_of(planned).code
+
+
+def _state_of(planned: object) -> _State:
+    if not isinstance(planned, Planned):
+        raise InvalidInput(
+            f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "
+            "returned"
+        )
+    return planned._rockplan
 
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
