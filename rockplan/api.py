@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rockplan.available import in_bytes
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget, parse_budget
 from rockplan.cache import Cache, default_folder
@@ -105,15 +106,17 @@ def solve(
     sample_input: one batch, as a tensor, a tuple of positional arguments or a mapping of keyword
     arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and
-    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, or 'min'. Calls
-    of other shapes are planned under the same bytes; where they are larger than the sample, a
-    share means theirs.
+    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or on
+    CUDA 'auto': what is free when `solve` is called, with room for gradients that do not exist
+    yet and a margin (`rockplan.available`); 'auto-4GB' leaves room for what comes later, such as
+    an optimizer's state. Calls of other shapes are planned under the same bytes; where they are
+    larger than the sample, a share means theirs.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
     what it executes.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    wanted = parse_budget(budget)
+    wanted = in_bytes(parse_budget(budget), model)
     program = _program(model, args, kwargs, None, budget=wanted, options=options)
     later = replace(wanted, least_bytes=program.plan.budget_bytes)
     return planned_modules.planned_module(
@@ -137,8 +140,8 @@ def plan(
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    prepared = _prepare(model, args, kwargs, options)
-    return _plan(prepared, parse_budget(budget), options)
+    wanted = in_bytes(parse_budget(budget), model)
+    return _plan(_prepare(model, args, kwargs, options), wanted, options)
 
 
 def plan_each(
@@ -153,9 +156,10 @@ def plan_each(
     the error that `plan` would raise. Arguments and other errors are those of `plan`."""
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    wanted = [in_bytes(budget, model) for budget in parsed]
     prepared = _prepare(model, args, kwargs, options)
     found: list[Plan | InfeasibleBudget] = []
-    for budget in parsed:
+    for budget in wanted:
         try:
             found.append(_plan(prepared, budget, options))
         except InfeasibleBudget as error:

@@ -22,22 +22,30 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_EXAMPLES = "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, or 'min'"
+_EXAMPLES = (
+    "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or on CUDA "
+    "'auto' or 'auto-4GB'"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Exactly one of: size_bytes, share of the unplanned peak (0.4 is 40 %), is_minimum.
+    """Exactly one of: size_bytes, share of the unplanned peak (0.4 is 40 %), is_minimum, is_auto.
 
-    least_bytes: a share never means less than this.
+    least_bytes: a share never means less than this. is_auto: what the device has free, less
+    reserve_bytes (`rockplan.available` says how many bytes that are).
     """
 
     size_bytes: int | None = None
     share: float | None = None
     is_minimum: bool = False
+    is_auto: bool = False
     least_bytes: int = 0
+    reserve_bytes: int = 0
 
     def __str__(self) -> str:
+        if self.is_auto:
+            return f"what the device has free, less {self.reserve_bytes} bytes"
         if self.is_minimum:
             return "min"
         if self.share is not None:
@@ -45,7 +53,8 @@ class Budget:
         return f"{self.size_bytes} bytes"
 
     def within(self, unplanned_peak_bytes: int) -> int | None:
-        """The budget in bytes, rounded down; None for the minimum."""
+        """The budget in bytes, rounded down; None for the minimum. Not for 'auto'."""
+        assert not self.is_auto, "in_bytes() comes first"
         if self.share is not None:
             return max(int(self.share * unplanned_peak_bytes), self.least_bytes)
         return self.size_bytes
@@ -67,6 +76,11 @@ def parse_budget(budget: object) -> Budget:
 def _parse_text(text: str) -> Budget:
     if text.strip().lower() == "min":
         return Budget(is_minimum=True)
+    if text.strip().lower() == "auto":
+        return Budget(is_auto=True)
+    automatic = re.fullmatch(r"\s*auto\s*-(.+)", text, re.IGNORECASE)
+    if automatic is not None:
+        return Budget(is_auto=True, reserve_bytes=_reserve_bytes(automatic[1], text))
     match = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(%|[A-Za-z]*)\s*", text)
     if match is None or (match[2] != "%" and match[2].upper() not in _UNITS):
         raise InvalidBudget(f"budget {text!r} does not parse; {_EXAMPLES}")
@@ -75,6 +89,13 @@ def _parse_text(text: str) -> Budget:
         _positive(number, text)
         return Budget(share=number / 100)
     return Budget(size_bytes=_positive(int(number * _UNITS[match[2].upper()]), text))
+
+
+def _reserve_bytes(text: str, whole: str) -> int:
+    reserve = _parse_text(text).size_bytes
+    if reserve is None:
+        raise InvalidBudget(f"budget {whole!r} does not parse; {_EXAMPLES}")
+    return reserve
 
 
 def _positive(number: Number, budget: object) -> Number:

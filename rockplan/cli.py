@@ -81,7 +81,8 @@ Budgets = Annotated[
         "--budget",
         "-b",
         metavar="BUDGET",
-        help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, or min; may be repeated.",
+        help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, min, or on CUDA auto or auto-4GB; "
+        "may be repeated.",
     ),
 ]
 Source = Annotated[
