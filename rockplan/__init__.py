@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rockplan.api import Options, load, pareto, plan, solve
     from rockplan.codegen.module import code_of, plan_of
     from rockplan.compare import Comparison, compare
+    from rockplan.export import as_checkpoint_code
     from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
     from rockplan.memory import plan_trace
     from rockplan.render import draw_curve, draw_graph, draw_memory, draw_schedule
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _LATE = {
     "Comparison": "rockplan.compare",
     "Options": "rockplan.api",
+    "as_checkpoint_code": "rockplan.export",
     "code_of": "rockplan.codegen.module",
     "compare": "rockplan.compare",
     "draw_curve": "rockplan.render",
@@ -89,6 +91,7 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
+    "as_checkpoint_code",
     "code_of",
     "compare",
     "draw_curve",

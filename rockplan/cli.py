@@ -239,6 +239,14 @@ def solve(
             "with {budget} in it.",
         ),
     ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for the plan as torch.utils.checkpoint code that needs no rockplan; its "
+            "head says what is lost.",
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(help="Run a step of both modules, compare bit for bit, refuse a difference."),
@@ -250,7 +258,8 @@ def solve(
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with _ending(as_json), display.waiting():
-        _check_save(save, budget or [])
+        _check_save("--save", save, budget or [])
+        _check_save("--export", export, budget or [])
         subject = make_subject(model)
         options = _options(no_cache, time_limit, check)
         with _autocast(subject, autocast):
@@ -259,7 +268,10 @@ def solve(
                 return
             found = _plans(subject, budget, options)
         files = [_save(save, asked, plan) for asked, plan in zip(budget, found, strict=True)]
-    _show_solved(model, budget, found, files, as_json)
+        exported = [
+            _export(export, asked, plan, subject) for asked, plan in zip(budget, found, strict=True)
+        ]
+    _show_solved(model, budget, found, files, exported, as_json)
     errors = [plan for plan in found if isinstance(plan, InfeasibleBudget)]
     for error in errors:
         typer.echo(f"rockplan: {error}", err=True)
@@ -292,25 +304,39 @@ def _checked(subject: Subject, budget: str, options: Options) -> Plan:
     return rockplan.plan_of(planned)
 
 
-def _check_save(save: str | None, budgets: list[str]) -> None:
-    if save is None:
+def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
+    if name is None:
         return
     if not budgets:
-        raise InvalidInput("--save needs a --budget to make a plan for")
-    if len(budgets) > 1 and "{budget}" not in save:
+        raise InvalidInput(f"{option} needs a --budget to make a plan for")
+    if len(budgets) > 1 and "{budget}" not in name:
         raise InvalidInput(
-            f"--save {save} would be written {len(budgets)} times; put {{budget}} into the name"
+            f"{option} {name} would be written {len(budgets)} times; put {{budget}} into the name"
         )
-    if not Path(save).parent.is_dir():
-        raise InvalidInput(f"there is no folder {Path(save).parent} for --save {save}")
+    if not Path(name).parent.is_dir():
+        raise InvalidInput(f"there is no folder {Path(name).parent} for {option} {name}")
 
 
 def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | None:
     if save is None or isinstance(plan, InfeasibleBudget):
         return None
-    path = save.replace("{budget}", asked.replace("%", "pct"))
+    path = _file_name(save, asked)
     rockplan.save_plan(plan, path)
     return path
+
+
+def _export(
+    export: str | None, asked: str, plan: Plan | InfeasibleBudget, subject: Subject
+) -> str | None:
+    if export is None or isinstance(plan, InfeasibleBudget):
+        return None
+    path = _file_name(export, asked)
+    write_whole(Path(path), rockplan.as_checkpoint_code(subject.model, plan))
+    return path
+
+
+def _file_name(name: str, asked: str) -> str:
+    return name.replace("{budget}", asked.replace("%", "pct"))
 
 
 def _solve_curve(subject: Subject, options: Options, as_json: bool) -> None:
@@ -331,14 +357,15 @@ def _show_solved(
     budgets: list[str],
     found: tuple[Plan | InfeasibleBudget, ...],
     files: list[str | None],
+    exported: list[str | None],
     as_json: bool,
 ) -> None:
     if as_json:
         rows = [
             display.infeasible_row(asked, plan)
             if isinstance(plan, InfeasibleBudget)
-            else {**display.plan_row(asked, plan), "file": file}
-            for asked, plan, file in zip(budgets, found, files, strict=True)
+            else {**display.plan_row(asked, plan), "file": file, "exported": code}
+            for asked, plan, file, code in zip(budgets, found, files, exported, strict=True)
         ]
         _print_json({"model": model, "plans": rows})
         return
@@ -346,7 +373,7 @@ def _show_solved(
         print(display.printable(str(found[0])))
     else:
         display.show_plans(budgets, found)
-    for file in files:
+    for file in (*files, *exported):
         if file is not None:
             typer.echo(f"written: {file}", err=True)
 

@@ -44,14 +44,23 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     """Paths of the outermost modules of which a ModuleList or a Sequential holds at least two of
-    one class that have parameters and submodules: what is commonly called the layers."""
+    one class that have parameters and submodules: what is commonly called the layers. Only where
+    there are none, these may be containers themselves."""
+    return _repeated(model, may_be_containers=False) or _repeated(model, may_be_containers=True)
+
+
+def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
     found: list[str] = []
     for path, container in model.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
+        if not _is_container(container):
             continue
         if any(path == block or path.startswith(f"{block}.") for block in found):
             continue
-        layers = {n: c for n, c in container.named_children() if _is_layer(c)}
+        layers = {
+            name: child
+            for name, child in container.named_children()
+            if _has_parts(child) and (may_be_containers or not _is_container(child))
+        }
         count = Counter(type(c) for c in layers.values())
         found += [
             f"{path}.{name}" if path else name
@@ -61,10 +70,14 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_layer(module: nn.Module) -> bool:
-    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Parameters and submodules."""
     has_children = next(module.children(), None) is not None
-    return has_children and not is_container and next(module.parameters(), None) is not None
+    return has_children and next(module.parameters(), None) is not None
 
 
 def per_block(model: nn.Module) -> nn.Module:

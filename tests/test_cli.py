@@ -199,6 +199,21 @@ def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
 
 
+def test_solve_exports_checkpointing_code(own_folder: Path) -> None:
+    words = ["-b", "50%", "-b", "min", "-b", "1", "--export", "net_{budget}.py"]
+    found = as_json("solve", MLP, *words, code=ExitCode.INFEASIBLE)["plans"]
+    assert [row.get("exported") for row in found] == ["net_50pct.py", "net_min.py", None]
+    for name in ("net_50pct", "net_min"):
+        program = f"import torch, {name} as net\nlayer = torch.nn.Sequential(torch.nn.Identity())\n"
+        program += "model = torch.nn.Sequential(*[layer for _ in range(6)])\n"
+        program += "assert net.apply(model)(torch.ones(1)) == 1"
+        subprocess.run([sys.executable, "-c", program], cwd=own_folder, check=True, timeout=60)
+    assert "needs to be wrapped" in errors(
+        "solve", MLP, "-b", "100%", "--export", "net.py", code=ExitCode.USAGE
+    )
+    assert not (own_folder / "net.py").exists()
+
+
 MODEL = """
 import torch
 from {sibling} import WIDTH
@@ -295,6 +310,7 @@ def test_an_infeasible_budget_has_its_own_exit_code_and_prints_the_minimum() -> 
         ["solve", MLP, "--save", "x.json"],
         ["solve", MLP, "-b", "1", "-b", "2", "--save", "x.json"],
         ["solve", MLP, "-b", "50%", "--save", "absent/x.json"],
+        ["solve", MLP, "-b", "50%", "--export", "absent/x.py"],
         ["profile", MLP, "--top", "0"],
         ["profile", MLP, "--autocast", "float99"],
         ["show", MLP],
