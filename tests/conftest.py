@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, settings
 # First of all: lets torchvision be imported beside a CPU build of torch.
 import benchmarks  # noqa: F401
 
-
 # What a loaded machine takes for an example says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
