@@ -1,8 +1,8 @@
 """The pictures of README and docs/explain.md: a small decoder planned under 40 % of its peak.
 
-Measures memory over time of both modules, draws docs/memory.svg, docs/schedule.svg and
-docs/blocks.svg, writes report.html and trace.json beside them if a folder is named, and prints
-the explanation of the plan.
+Measures memory over time of both modules and compares the plan with PyTorch's checkpointing, draws
+docs/memory.svg, docs/schedule.svg, docs/frontier.svg and docs/blocks.svg, writes report.html and
+trace.json to a folder if one is named, and prints the explanation of the plan.
 Command: python -m benchmarks.pictures [FOLDER]        (needs matplotlib, and Graphviz's dot)
 """
 
@@ -14,25 +14,29 @@ from pathlib import Path
 import torch
 
 import rockplan
+from rockplan.compare import measured_series, measured_timelines
 from rockplan.examples import transformer
-from rockplan.render import curve_series
+from rockplan.render import curve_series, plan_series
 
 DOCS = Path(__file__).parent.parent / "docs"
+BUDGET = "40%"
 
 
 def main() -> None:
     torch.set_num_threads(1)
     model, tokens = transformer()
-    planned = rockplan.solve(model, tokens, "40%")
-    measured = rockplan.measured_timeline(lambda: planned(tokens).backward())
-    eager_measured = rockplan.measured_timeline(lambda: model(tokens).backward())
+    planned = rockplan.solve(model, tokens, BUDGET)
+    eager_measured, measured = measured_timelines(model, planned, tokens)
     found = {"measured": measured, "eager_measured": eager_measured}
+    compared = rockplan.compare(model, tokens, [BUDGET], rounds=25)
+    series = [curve_series(rockplan.pareto(model, tokens)), *measured_series(compared)]
     (DOCS / "memory.svg").write_bytes(rockplan.draw_memory(planned.plan, **found))
     (DOCS / "schedule.svg").write_bytes(rockplan.draw_schedule(planned.plan))
+    frontier = rockplan.draw_curve([*series, plan_series(planned.plan)])
+    (DOCS / "frontier.svg").write_bytes(frontier)
     blocks = rockplan.draw_graph(planned.plan)
     (DOCS / f"blocks{blocks.suffix}").write_bytes(blocks.data)
     for name in sys.argv[1:2]:
-        series = [curve_series(rockplan.pareto(model, tokens))]
         page = rockplan.html_report(planned.plan, title="transformer", series=series, **found)
         (Path(name) / "report.html").write_text(page, encoding="utf-8")
         (Path(name) / "trace.json").write_text(rockplan.plan_trace(planned.plan, **found))

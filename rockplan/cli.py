@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,6 @@ import typer
 import rockplan
 from rockplan import display, memory, render, report
 from rockplan.cache import KINDS, Cache, Entry, default_folder
-from rockplan.curve import Curve
 from rockplan.errors import (
     CaptureError,
     CheckFailed,
@@ -499,10 +499,17 @@ def plot(
         ),
     ] = "rockplan.html",
     picture: Annotated[Picture, typer.Option(help="For .svg and .png.")] = Picture.MEMORY,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            help="Also run a MODEL, as it is, planned and with PyTorch's checkpointing, and draw "
+            "what was measured; not for a model that does not fit."
+        ),
+    ] = True,
     autocast: Autocast = None,
     no_cache: NoCache = False,
 ) -> None:
-    """Draw a plan; of a MODEL, the report and the curve show every other budget too."""
+    """Draw a plan; of a MODEL, beside what a step was measured to need, and every other budget."""
     with _ending(as_json=False), display.waiting():
         suffix = Path(output).suffix.lower()
         if suffix not in _DRAWN or not Path(output).parent.is_dir():
@@ -512,57 +519,99 @@ def plot(
             )
         if _is_file(source):
             _check_of_file(budget is not None)
-            plan, curve = rockplan.read_plans(source)[0], None
+            found = _Drawn(rockplan.read_plans(source)[0])
+        elif budget is None:
+            raise InvalidInput("a MODEL needs a --budget")
         else:
-            (plan,), _ = _planned(source, budget, False, autocast, no_cache)
-            wanted = suffix == ".html" or picture is Picture.CURVE
-            curve = _curve(source, autocast, no_cache) if wanted else None
-        path, note = _draw(plan, curve, Path(output), picture)
+            subject = make_subject(source)
+            with _autocast(subject, autocast):
+                shown = _shown(suffix, picture)
+                found = _drawn(subject, budget, shown, measure, _options(no_cache, None))
+        path, note = _draw(found, Path(output), picture)
     print(f"written: {path}{note and f' ({note})'}")
 
 
 _DRAWN = (".html", ".svg", ".png", ".json", ".dot")
 
+_ROUNDS = 5
+"""Of the comparison on the curve: a mark in a picture needs less than a table."""
 
-def _curve(model: str, autocast: str | None, no_cache: bool) -> Curve:
-    subject = make_subject(model)
-    with _autocast(subject, autocast):
-        return rockplan.pareto(
-            subject.model,
-            subject.sample_input,
-            sample_kwargs=subject.sample_kwargs,
-            options=_options(no_cache, None),
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A plan, and what is drawn beside it."""
+
+    plan: Plan
+    series: tuple[render.Series, ...] = ()
+    measured: memory.MeasuredTimeline | None = None
+    eager_measured: memory.MeasuredTimeline | None = None
+
+
+def _shown(suffix: str, picture: Picture) -> frozenset[Picture]:
+    """What a file of that ending has of the memory over time and the curve."""
+    match suffix:
+        case ".html":
+            return frozenset({Picture.MEMORY, Picture.CURVE})
+        case ".json":
+            return frozenset({Picture.MEMORY})
+        case ".dot":
+            return frozenset()
+    return frozenset({picture})
+
+
+def _drawn(
+    subject: Subject, budget: str, shown: frozenset[Picture], measure: bool, options: Options
+) -> _Drawn:
+    """The plan of a model with the other budgets and what was measured, as far as it is shown."""
+    from rockplan.compare import measured_series, measured_timelines
+
+    model, sample = subject.model, subject.sample_input
+    kwargs = subject.sample_kwargs
+    planned: Any = rockplan.solve(model, sample, budget, sample_kwargs=kwargs, options=options)
+    series: tuple[render.Series, ...] = ()
+    eager_measured = measured = None
+    if Picture.CURVE in shown:
+        curve = rockplan.pareto(model, sample, sample_kwargs=kwargs, options=options)
+        series += (render.curve_series(curve),)
+    if Picture.CURVE in shown and measure:
+        found = rockplan.compare(
+            model, sample, [budget], sample_kwargs=kwargs, rounds=_ROUNDS, options=options
         )
+        series += measured_series(found)
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if Picture.MEMORY in shown and measure and on_cpu:
+        eager_measured, measured = measured_timelines(model, planned, sample, sample_kwargs=kwargs)
+    return _Drawn(planned.plan, series, measured, eager_measured)
 
 
-def _draw(plan: Plan, curve: Curve | None, path: Path, picture: Picture) -> tuple[Path, str]:
+def _draw(found: _Drawn, path: Path, picture: Picture) -> tuple[Path, str]:
     """Write a drawing; returns its file, and what to know about how it was made."""
-    series = [render.curve_series(curve)] if curve else []
+    lines = {"measured": found.measured, "eager_measured": found.eager_measured}
     note = ""
     content: str | bytes
     match path.suffix.lower():
         case ".html":
-            content = report.html_report(plan, title=path.stem, series=series)
+            title, series = path.stem, found.series
+            content = report.html_report(found.plan, title=title, series=series, **lines)
         case ".json":
-            content = memory.plan_trace(plan)
+            content = memory.plan_trace(found.plan, **lines)
         case ".dot":
-            content = render.graph_dot(plan)
+            content = render.graph_dot(found.plan)
         case suffix:
-            kind: render.Format = "png" if suffix == ".png" else "svg"
-            drawn = _picture(plan, series, picture, kind)
+            drawn = _picture(found, picture, "png" if suffix == ".png" else "svg")
             content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
     write_whole(path, content)
     return path, note
 
 
-def _picture(
-    plan: Plan, series: list[render.Series], picture: Picture, kind: render.Format
-) -> render.Picture:
+def _picture(found: _Drawn, picture: Picture, kind: render.Format) -> render.Picture:
+    plan = found.plan
     match picture:
         case Picture.MEMORY:
-            data = render.draw_memory(plan, format=kind)
+            lines = {"measured": found.measured, "eager_measured": found.eager_measured}
+            data = render.draw_memory(plan, **lines, format=kind)
         case Picture.CURVE:
-            data = render.draw_curve([*series, render.plan_series(plan)], format=kind)
+            data = render.draw_curve([*found.series, render.plan_series(plan)], format=kind)
         case Picture.SCHEDULE:
             data = render.draw_schedule(plan, format=kind)
         case Picture.GRAPH:

@@ -27,9 +27,11 @@ from rockplan.api import DEFAULT_OPTIONS, Options, arguments, solve
 from rockplan.budget import Budget
 from rockplan.codegen.module import plan_of
 from rockplan.errors import RockplanError
-from rockplan.graph_builder.ruler import peak_live_bytes
+from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
+from rockplan.memory import MeasuredTimeline
 from rockplan.plan import format_bytes
 from rockplan.progress import report
+from rockplan.render import Series
 from rockplan.timing import interleaved_seconds, machine, median_ratio
 
 Loss = Callable[[Any], torch.Tensor]
@@ -140,6 +142,46 @@ def compare(
         times = interleaved_seconds(steps, rounds)
     timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]
     return Comparison(tuple(timed), machine(), rounds)
+
+
+def measured_series(found: Comparison) -> tuple[Series, ...]:
+    """What was measured, for `rockplan.draw_curve`: rockplan's budgets, as a line if there are
+    several, and a mark for each other variant that ran."""
+    ours: list[tuple[int, float, str]] = []
+    others: list[Series] = []
+    for row in found.rows:
+        if row.peak_bytes is None or row.overhead is None:
+            continue
+        point = (row.peak_bytes, row.overhead, "")
+        if row.budget_bytes is None:
+            others.append(Series(f"{row.name} (measured)", (point,)))
+        else:
+            ours.append(point)
+    line = Series("rockplan (measured)", tuple(sorted(ours)), connected=len(ours) > 1)
+    return (line, *others)
+
+
+def measured_timelines(
+    model: nn.Module,
+    planned: nn.Module,
+    sample_input: object,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[MeasuredTimeline, MeasuredTimeline]:
+    """Memory over time of a step of `model` and of `planned`, the step that `compare` runs.
+
+    Both train for these steps: buffers change, gradients and generators are left as they were.
+    Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
+    """
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
+
+    def followed(name: str, module: nn.Module) -> MeasuredTimeline:
+        report(f"following the memory of {name}")
+        step = functools.partial(_step, module, args=args, kwargs=kwargs, loss=None, incoming=[])
+        with _untouched(model):
+            return measured_timeline(step, device=_device(model))
+
+    return followed("the original", model), followed("the plan", planned)
 
 
 def _makers(

@@ -30,7 +30,8 @@ MOST_GROUPS = 7
 class MeasuredTimeline:
     """Live bytes of one step as the allocator saw them: live_bytes[i] from times_ns[i] on.
 
-    times_ns count from the start of the step, under the profiler, which slows operators down.
+    times_ns count from the start of the step, under the profiler, which slows operators down
+    a little; the first is 0, the last is when the step is done.
     """
 
     times_ns: tuple[int, ...]

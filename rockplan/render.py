@@ -38,6 +38,8 @@ Format = Literal["svg", "png"]
 
 _MARKERS = ("s", "^", "D", "v", "P", "X", "*")
 _MIB = 2**20
+_MANY_POINTS = 12
+"""From here on the points of a line are drawn small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ def draw_memory(
     """Memory over time: keeping everything above, the planned step below, on the same axes.
 
     measured, eager_measured: what `rockplan.measured_timeline` found for steps of the planned
-    and of the original module; drawn as a line, with its time scaled to the predicted time,
-    because a step under the profiler is slower. Raises MissingLibrary.
+    and of the original module; drawn as a line, at the times that were measured. Raises
+    MissingLibrary.
     """
     rows = (
         (eager_timeline(plan), eager_measured, None),
@@ -97,10 +99,11 @@ def draw_memory(
     for axis, (predicted, found, budget_bytes) in zip(axes, rows, strict=True):
         _draw_stack(axis, predicted, colours)
         _draw_lines(axis, predicted, found, budget_bytes)
-    axes[0].set_xlim(0, max(predicted.time_ns for predicted, _, _ in rows) / 1e6)
+    ends_ns = [p.time_ns for p, _, _ in rows] + [f.times_ns[-1] for _, f, _ in rows if f]
+    axes[0].set_xlim(0, max(ends_ns) / 1e6)
     highest = max(predicted.peak_bytes for predicted, _, _ in rows)
     axes[0].set_ylim(0, 1.22 * highest / _MIB)
-    axes[1].set_xlabel("predicted time, ms")
+    axes[1].set_xlabel("time, ms")
     _legend_right(figure, axes)
     return _saved(figure, format)
 
@@ -124,11 +127,9 @@ def _draw_lines(
 ) -> None:
     title = f"{predicted.name}: predicted peak {format_bytes(predicted.peak_bytes)}"
     if found is not None:
-        scale = predicted.time_ns / max(found.times_ns[-1], 1) / 1e6
-        times_ms = [t * scale for t in found.times_ns]
+        times_ms = [t / 1e6 for t in found.times_ns]
         live = [b / _MIB for b in found.live_bytes]
-        label = "measured (time scaled)"
-        axis.step(times_ms, live, where="post", color="black", linewidth=0.9, label=label)
+        axis.step(times_ms, live, where="post", color="black", linewidth=0.9, label="measured")
         title += f", measured {format_bytes(found.peak_bytes)}"
     if budget_bytes is not None and budget_bytes <= 1.2 * predicted.peak_bytes:
         label = "budget"
@@ -168,10 +169,12 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     for number, found in enumerate(series):
         x = [peak_bytes / _MIB for peak_bytes, _, _ in found.points]
         y = [100 * overhead for _, overhead, _ in found.points]
-        style = ".-" if found.connected else next(markers)
-        size = 5 if found.connected else 8
-        color = COLOURS[number % len(COLOURS)]
-        axis.plot(x, y, style, markersize=size, color=color, label=found.name, zorder=2 + number)
+        style = "o-" if found.connected else next(markers)
+        size = 3 if len(x) > _MANY_POINTS else 7
+        look = {"markersize": size, "color": COLOURS[number % len(COLOURS)]}
+        if not found.connected:
+            look |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
+        axis.plot(x, y, style, label=found.name, zorder=2 + number, **look)
         for (_, _, label), at in zip(found.points, zip(x, y, strict=True), strict=True):
             axis.annotate(label, at, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set_xlabel("peak of activation memory, MiB")

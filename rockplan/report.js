@@ -107,7 +107,7 @@ function drawTimeline(timeline, xLimit, yLimit) {
   const box = { left: LEFT, right: WIDTH - 10, top: 34, bottom: 250 };
   const svg = picture("memory", 290, timeline.title);
   add(svg, "text", { x: LEFT, y: 14, "font-weight": 600 }, timeline.title);
-  const { x, y } = axes(svg, box, xLimit, yLimit, "predicted time, ms", "MiB");
+  const { x, y } = axes(svg, box, xLimit, yLimit, "time, ms", "MiB");
   const count = timeline.start_ns.length;
   const at = (i) => x((i < count ? timeline.start_ns[i] : timeline.time_ns) / 1e6);
   let base = new Array(count).fill(0);
@@ -128,9 +128,8 @@ function drawTimeline(timeline, xLimit, yLimit) {
   }
   const found = timeline.measured;
   if (found) {
-    const scale = timeline.time_ns / found.times_ns[found.times_ns.length - 1] / 1e6;
     const path = found.times_ns.map((t, i) =>
-      `${i ? "H" : "M"}${x(t * scale)}${i ? "V" : " "}${y(found.live_bytes[i] / MIB)}`).join("");
+      `${i ? "H" : "M"}${x(t / 1e6)}${i ? "V" : " "}${y(found.live_bytes[i] / MIB)}`).join("");
     add(svg, "path", { class: "measured", d: path });
   }
   hover(svg, box, (share) => {
@@ -139,12 +138,14 @@ function drawTimeline(timeline, xLimit, yLimit) {
   });
 }
 function drawMemory() {
-  const xLimit = Math.max(...data.timelines.map((t) => t.time_ns)) / 1e6;
+  const ends = data.timelines.flatMap((t) =>
+    [t.time_ns, ...(t.measured ? t.measured.times_ns.slice(-1) : [])]);
+  const xLimit = Math.max(...ends) / 1e6;
   const yLimit = 1.08 * Math.max(...data.timelines.map((t) => t.peak_bytes)) / MIB;
   for (const timeline of data.timelines) drawTimeline(timeline, xLimit, yLimit);
   const used = [...new Set(data.timelines.flatMap((t) => t.groups))];
   const lines = [["budget", "var(--budget)"]];
-  if (data.timelines.some((t) => t.measured)) lines.push(["measured (time scaled)", "var(--text)"]);
+  if (data.timelines.some((t) => t.measured)) lines.push(["measured", "var(--text)"]);
   legend("memory-legend", [...used.map((g) => [g, data.colours[g]]), ...lines]);
 }
 
@@ -173,7 +174,9 @@ function drawCurve() {
       add(svg, "path", { d, fill: "none", stroke: colour, "stroke-width": 2 });
       for (const p of at) add(svg, "circle", { cx: p[0], cy: p[1], r: 3, fill: colour });
     } else {
-      for (const p of at) add(svg, "path", { d: MARKS[number % 5](p[0], p[1]), fill: colour });
+      for (const p of at) {
+        add(svg, "path", { class: "mark", d: MARKS[number % 5](p[0], p[1]), fill: colour });
+      }
     }
   });
   hover(svg, box, (share, pointer) => {

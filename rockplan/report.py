@@ -85,8 +85,9 @@ _PAGE = """<!doctype html>
 
 _CURVE_TEXT = "Extra time over eager against peak bytes beyond parameters, gradients and inputs."
 _MEMORY_TEXT = (
-    "Live bytes by module, predicted for the step that keeps everything and for the plan. Point "
-    "at a moment to see what runs there and what is alive."
+    "Live bytes by module, predicted for the step that keeps everything and for the plan; the "
+    "line, where there is one, is what the allocator recorded of a step of the original and of "
+    "the planned module. Point at a moment to see what runs there and what is alive."
 )
 _SCHEDULE_TEXT = (
     "One row for each block: above, when its operations run; below, how many bytes of its "

@@ -467,6 +467,24 @@ def test_plot_a_picture(plan_file: Path, picture: str) -> None:
     assert b"<svg" in Path(f"{picture}.svg").read_bytes()
 
 
+@pytest.mark.parametrize("measure", ["--measure", "--no-measure"])
+def test_plot_a_model_beside_what_was_measured(measure: str) -> None:
+    """On the curve PyTorch's checkpointing, over time the steps of both modules."""
+    run("plot", MLP, "-b", "50%", "-o", "report.html", measure)
+    start, end = '<script type="application/json" id="data">', "</script>"
+    data = json.loads(Path("report.html").read_text().partition(start)[2].partition(end)[0])
+    names = {series["name"] for series in data["series"]}
+    predicted = {"rockplan (predicted)", "this plan (predicted)"}
+    peers = {"rockplan (measured)", "eager (measured)", "checkpoint_sequential (measured)"}
+    lines = [timeline["measured"] for timeline in data["timelines"]]
+    if measure == "--measure":
+        assert predicted | peers <= names
+        eager, planned = (max(line["live_bytes"]) for line in lines)
+        assert planned <= data["timelines"][1]["budget_bytes"] < eager
+    else:
+        assert names == predicted and lines == [None, None]
+
+
 @pytest.mark.parametrize("output", ["plan", "plan.gif", "absent/plan.svg"])
 def test_plot_refuses_other_files(plan_file: Path, output: str) -> None:
     assert output in errors("plot", str(plan_file), "-o", output, code=ExitCode.USAGE)

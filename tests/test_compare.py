@@ -10,6 +10,7 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import ResNet
+from rockplan.compare import measured_series, measured_timelines
 from rockplan.peers import repeated_blocks
 from tests.test_constraints import Model
 
@@ -49,6 +50,29 @@ def test_text_and_json(found: rockplan.Comparison) -> None:
     assert all(row.name in text for row in found.rows)
     document = json.loads(found.to_json())
     assert [row["name"] for row in document["rows"]] == [row.name for row in found.rows]
+
+
+def test_what_was_measured_is_drawn(found: rockplan.Comparison) -> None:
+    """Each row that ran is a point at its own peak and time; the others are not drawn."""
+    series = measured_series(found)
+    drawn = {s.name.removesuffix(" (measured)"): s.points for s in series}
+    for row in found.rows:
+        name = "rockplan" if row.budget_bytes is not None else row.name
+        if row.peak_bytes is None:
+            assert name == "rockplan" or name not in drawn
+        else:
+            assert (row.peak_bytes, row.overhead, "") in drawn[name]
+    assert len(drawn["rockplan"]) == 1 and not any(s.connected for s in series)
+
+
+def test_memory_over_time_is_that_of_both_steps(found: rockplan.Comparison) -> None:
+    torch.manual_seed(0)
+    model, x = Model(layers=2), torch.randn(256, 32)
+    planned = rockplan.solve(model, x, "90%", options=QUICK)
+    followed = measured_timelines(model, planned, x)
+    rows = {row.name: row.peak_bytes for row in found.rows}
+    assert [f.peak_bytes for f in followed] == [rows["eager"], rows["rockplan 90%"]]
+    assert all(p.grad is None for p in model.parameters())
 
 
 class Wrong(nn.Module):

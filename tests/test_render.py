@@ -17,6 +17,7 @@ from torch import nn
 
 import rockplan
 from rockplan.errors import InvalidInput, MissingLibrary
+from rockplan.graph_builder import ruler
 from rockplan.memory import (
     MeasuredTimeline,
     block_rows,
@@ -91,6 +92,22 @@ def test_the_measured_timeline_peaks_where_the_ruler_does(
     assert list(measured.times_ns) == sorted(measured.times_ns)
     with pytest.raises(InvalidInput, match="_record_memory_history"):
         rockplan.measured_timeline(lambda: None, device="cuda")
+
+
+def test_what_disturbs_one_step_is_not_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each interval is the shortest of the steps with the most frequent course of bytes."""
+    course, other = (0, 8, 8), (0, 4, 4)
+    seen = iter(
+        MeasuredTimeline(times_ns, live_bytes)
+        for times_ns, live_bytes in (
+            ((0, 90, 100), course),
+            ((0, 1, 2), other),
+            ((0, 20, 70), course),
+        )
+    )
+    monkeypatch.setattr(ruler, "_recorded_timeline", lambda step: next(seen))
+    found = rockplan.measured_timeline(lambda: None, repeats=3)
+    assert found == MeasuredTimeline((0, 20, 30), course)
 
 
 def test_layers_of_a_stack_are_one_group(plan: Plan) -> None:

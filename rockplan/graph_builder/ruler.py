@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from operator import sub
 from typing import Any
 
 import torch
@@ -48,12 +51,13 @@ def measured_timeline(
     step: Callable[[], object],
     warmup: int = 2,
     *,
-    repeats: int = 3,
+    repeats: int = 5,
     device: torch.device | str = "cpu",
 ) -> MeasuredTimeline:
     """Live bytes over time of one `step()` on CPU, relative to its start, as `peak_live_bytes`
-    counts them (same `step`, same `warmup`); the last entry is when the step is done. Of
-    `repeats` steps the fastest, which other work on the machine has disturbed least.
+    counts them (same `step`, same `warmup`); the last entry is when the step is done. Each
+    interval is the shortest of `repeats` steps that allocate alike: other work on the machine,
+    which stretches any step somewhere, seldom stretches the same interval each time.
 
     Raises InvalidInput for another device: there `torch.cuda.memory._record_memory_history`
     records what PyTorch's own viewer shows.
@@ -65,8 +69,16 @@ def measured_timeline(
         )
     for _ in range(warmup):
         step()
-    found = [_recorded_timeline(step) for _ in range(repeats)]
-    return min(found, key=lambda timeline: timeline.times_ns[-1])
+    return _undisturbed([_recorded_timeline(step) for _ in range(repeats)])
+
+
+def _undisturbed(found: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
+    """The most frequent course of live bytes, each interval the shortest that was seen in it."""
+    ((live_bytes, _),) = Counter(f.live_bytes for f in found).most_common(1)
+    alike = [f.times_ns for f in found if f.live_bytes == live_bytes]
+    intervals = (map(sub, times[1:], times) for times in alike)
+    shortest = map(min, zip(*intervals, strict=True))
+    return MeasuredTimeline(tuple(accumulate(shortest, initial=0)), live_bytes)
 
 
 def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
