@@ -567,7 +567,7 @@ def _drawn(
 
     model, sample = subject.model, subject.sample_input
     kwargs = subject.sample_kwargs
-    planned: Any = rockplan.solve(model, sample, budget, sample_kwargs=kwargs, options=options)
+    planned = rockplan.solve(model, sample, budget, sample_kwargs=kwargs, options=options)
     series: tuple[render.Series, ...] = ()
     eager_measured = measured = None
     if Picture.CURVE in shown:
@@ -581,7 +581,7 @@ def _drawn(
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     if Picture.MEMORY in shown and measure and on_cpu:
         eager_measured, measured = measured_timelines(model, planned, sample, sample_kwargs=kwargs)
-    return _Drawn(planned.plan, series, measured, eager_measured)
+    return _Drawn(rockplan.plan_of(planned), series, measured, eager_measured)
 
 
 def _draw(found: _Drawn, path: Path, picture: Picture) -> tuple[Path, str]:

@@ -26,7 +26,7 @@ from rockplan import peers
 from rockplan.api import DEFAULT_OPTIONS, Options, arguments, solve
 from rockplan.budget import Budget
 from rockplan.codegen.module import plan_of
-from rockplan.errors import RockplanError
+from rockplan.errors import InvalidInput, RockplanError
 from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
 from rockplan.memory import MeasuredTimeline
 from rockplan.plan import format_bytes
@@ -37,7 +37,8 @@ from rockplan.timing import interleaved_seconds, machine, median_ratio
 Loss = Callable[[Any], torch.Tensor]
 
 SEED = 0
-"""Of the step whose gradients are compared."""
+"""Of the step whose gradients and buffers are compared."""
+EQUAL = "equal bit for bit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Row:
     budget_bytes, predicted_peak_bytes, predicted_overhead, gap: of a plan, else None. peak_bytes:
     measured by the ruler; None where the variant did not run. times_ns: of each round; overhead:
     median over rounds of time / eager's time of the round, less 1; quartiles: the middle half of
-    these. gradients: 'equal bit for bit', or what differs from eager. note: why it did not run.
+    these. gradients, buffers: of one step from the same state, 'equal bit for bit', or what
+    differs from eager; buffers: '' where the model has none. note: why it did not run.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Row:
     overhead: float | None = None
     quartiles: tuple[float, float] | None = None
     gradients: str = ""
+    buffers: str = ""
     note: str = ""
 
 
@@ -75,7 +78,7 @@ class Comparison:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self) -> str:
-        head = ("variant", "peak", "predicted", "time", "middle half", "gradients")
+        head = ("variant", "peak", "predicted", "time", "middle half", "gradients, buffers")
         table = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
         lines = [
@@ -92,7 +95,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
     spread = "" if row.quartiles is None else "{:+.1%} to {:+.1%}".format(*row.quartiles)
     overhead = "" if row.overhead is None else f"{row.overhead:+.1%}"
-    remark = row.note or row.gradients
+    differing = [t for t in (row.gradients, row.buffers) if t not in ("", EQUAL)]
+    remark = row.note or "; ".join(differing) or row.gradients
     return row.name, size(row.peak_bytes), size(row.predicted_peak_bytes), overhead, spread, remark
 
 
@@ -116,28 +120,30 @@ def compare(
     each variant is timed. Raises InvalidInput; what fails within a variant is in its row.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    if not all(0 <= ratio <= 1 for ratio in compile_budgets):
+        raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
     names, makers = _makers(model, args, kwargs, budgets, compile_budgets, options)
     with _untouched(model):
         step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
-        expected: list[tuple[str, torch.Tensor | None]] = []
+        expected: _State | None = None
         for name, make in zip(names, makers, strict=True):
             report(f"measuring {name}")
             try:
                 module = make()
                 run = functools.partial(step, module)
-                found = _gradients(model, run)
+                found = _state_after(model, module, run)
                 expected = expected or found
                 peak_bytes, _ = peak_live_bytes(run, device=_device(model))
             except (peers.NotApplicable, RockplanError) as error:
                 rows[name] = Row(name, note=f"does not apply: {error}")
             except Exception as error:  # whatever a peer breaks with is what the row reports
-                first_line = next(iter(str(error).splitlines()), "")
-                rows[name] = Row(name, note=f"fails: {type(error).__name__}: {first_line}")
+                reason = " ".join(str(error).partition("\n\n")[0].split())
+                rows[name] = Row(name, note=f"fails: {type(error).__name__}: {reason}")
             else:
                 steps[name] = run
-                rows[name] = _row(name, module, peak_bytes, _difference(found, expected))
+                rows[name] = _row(name, module, peak_bytes, found, expected)
         report("timing")
         times = interleaved_seconds(steps, rounds)
     timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]
@@ -191,12 +197,12 @@ def _makers(
     budgets: Sequence[int | float | str | Budget],
     compile_budgets: Sequence[float],
     options: Options,
-) -> tuple[list[str], list[Callable[[], Callable[..., Any]]]]:
+) -> tuple[list[str], list[Callable[[], nn.Module]]]:
     def planned(budget: int | float | str | Budget) -> nn.Module:
         copied = peers.sharing_copy(model)
         return solve(copied, args, budget, sample_kwargs=kwargs, options=options)
 
-    makers: dict[str, Callable[[], Callable[..., Any]]] = {
+    makers: dict[str, Callable[[], nn.Module]] = {
         "eager": lambda: peers.sharing_copy(model),
         "checkpoint per block": lambda: peers.per_block(model),
         "checkpoint_sequential": lambda: peers.sequential(model),
@@ -207,15 +213,22 @@ def _makers(
     return list(makers), list(makers.values())
 
 
-def _compiled(model: nn.Module, ratio: float) -> Callable[..., Any]:
+class _Compiled(nn.Module):
+    """A module compiled under an activation_memory_budget."""
+
+    def __init__(self, module: nn.Module, ratio: float) -> None:
+        super().__init__()
+        self.compiled: Any = torch.compile(module)
+        self.ratio = ratio
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=self.ratio):
+            return self.compiled(*args, **kwargs)
+
+
+def _compiled(model: nn.Module, ratio: float) -> nn.Module:
     torch._dynamo.reset()
-    compiled = torch.compile(peers.sharing_copy(model))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=ratio):
-            return compiled(*args, **kwargs)
-
-    return run
+    return _Compiled(peers.sharing_copy(model), ratio)
 
 
 def _step(
@@ -255,24 +268,32 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def _gradients(
-    model: nn.Module, run: Callable[[], object]
-) -> list[tuple[str, torch.Tensor | None]]:
-    """Gradients of one step from a fixed seed; they stay in `.grad` for the ruler."""
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a step left behind."""
+
+    gradients: tuple[torch.Tensor | None, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+
+def _state_after(model: nn.Module, module: nn.Module, run: Callable[[], object]) -> _State:
+    """Of one step from a fixed seed; the gradients stay in `.grad` for the ruler."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)
     run()
-    return [(n, None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()]
+    return _State(
+        tuple(None if p.grad is None else p.grad.clone() for p in model.parameters()),
+        tuple(b.clone() for b in module.buffers()),
+    )
 
 
 def _difference(
-    found: Sequence[tuple[str, torch.Tensor | None]],
-    expected: Sequence[tuple[str, torch.Tensor | None]],
+    what: str, found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
 ) -> str:
     different = 0
     largest = 0.0
-    for (_, a), (_, b) in zip(found, expected, strict=True):
+    for a, b in zip(found, expected, strict=True):
         if a is None or b is None:
             different += a is not b
         elif not torch.equal(a, b):
@@ -280,16 +301,21 @@ def _difference(
             scale = max(float(b.abs().max()), torch.finfo(torch.float32).tiny)
             largest = max(largest, float((a - b).abs().max()) / scale)
     if not different:
-        return "equal bit for bit"
-    return f"{different} of {len(expected)} gradients differ, by up to {largest:.1e} of the largest"
+        return EQUAL if expected else ""
+    return f"{different} of {len(expected)} {what} differ, by up to {largest:.1e} of the largest"
 
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _row(name: str, module: Callable[..., Any], peak_bytes: int, gradients: str) -> Row:
-    row = Row(name, peak_bytes=peak_bytes, gradients=gradients)
+def _row(name: str, module: nn.Module, peak_bytes: int, found: _State, expected: _State) -> Row:
+    row = Row(
+        name,
+        peak_bytes=peak_bytes,
+        gradients=_difference("gradients", found.gradients, expected.gradients),
+        buffers=_difference("buffers", found.buffers, expected.buffers),
+    )
     if not name.startswith("rockplan"):
         return row
     plan = plan_of(module)

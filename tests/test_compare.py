@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import ResNet
+from benchmarks.models import ResNet, UNet
 from rockplan.compare import measured_series, measured_timelines
 from rockplan.peers import repeated_blocks
 from tests.test_constraints import Model
@@ -119,6 +120,75 @@ def test_a_peer_that_computes_something_else_is_named() -> None:
     assert "differ" in rows["checkpoint per block"].gradients
 
 
+def deep() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(6)]
+    return nn.Sequential(*layers), torch.randn(512, 32)
+
+
+def test_checkpointing_of_a_sequential() -> None:
+    """As a whole in segments, and each of its equal parts: less memory, the same gradients."""
+    found = rockplan.compare(*deep(), [], rounds=1, options=QUICK)
+    rows = {row.name: row for row in found.rows}
+    for name in ("checkpoint_sequential", "checkpoint per block"):
+        assert rows[name].peak_bytes < 0.7 * rows["eager"].peak_bytes
+        assert rows[name].gradients == "equal bit for bit" and len(rows[name].times_ns) == 1
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).tanh()
+
+
+def test_a_peer_that_changes_buffers_twice_is_named() -> None:
+    """checkpoint runs batch normalization again, and its running statistics with it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Normalized() for _ in range(3)]), torch.randn(64, 8)
+    found = rockplan.compare(model, x, ["90%"], rounds=1, options=QUICK)
+    rows = {row.name: row for row in found.rows}
+    assert rows["checkpoint per block"].gradients == "equal bit for bit"
+    assert "9 of 9 buffers differ" in rows["checkpoint per block"].buffers
+    assert "buffers differ" in str(found)
+    assert rows["rockplan 90%"].buffers == rows["eager"].buffers == "equal bit for bit"
+
+
+def test_compiled_under_a_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ratio is in force where its own graph is partitioned. (Partitioned, then run without
+    inductor, which needs a C++ compiler and a minute.)"""
+    seen: list[float] = []
+    backend = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+
+    def partitioned(graph: torch.fx.GraphModule, inputs: object) -> object:
+        seen.append(torch._functorch.config.activation_memory_budget)
+        return backend(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=partitioned))
+    before = torch._functorch.config.activation_memory_budget
+    found = rockplan.compare(*deep(), [], compile_budgets=(1.0, 0.2), rounds=1, options=QUICK)
+    rows = {row.name: row for row in found.rows}
+    assert seen == [1.0, 0.2] and before == torch._functorch.config.activation_memory_budget
+    assert rows["compile 0.2"].peak_bytes < rows["compile 1.0"].peak_bytes
+    assert all(rows[f"compile {r}"].gradients for r in seen)
+
+
+def test_a_compiler_that_fails_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: object) -> object:
+        raise OSError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    found = rockplan.compare(*deep(), [], compile_budgets=(0.5,), rounds=1, options=QUICK)
+    row = {row.name: row for row in found.rows}["compile 0.5"]
+    assert row.note.startswith("fails") and "no C++ compiler" in row.note
+    assert row.peak_bytes is None and row.times_ns == ()
+    with pytest.raises(rockplan.InvalidInput, match="from 0 to 1"):
+        rockplan.compare(*deep(), [], compile_budgets=(50,))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     torch.manual_seed(0)
     model, x = Model(layers=2), torch.randn(256, 32)
@@ -134,4 +204,5 @@ def test_repeated_blocks() -> None:
     assert repeated_blocks(Model(layers=2)) == ("layers.0", "layers.1")
     stages = repeated_blocks(ResNet((2, 1), 4, 2))
     assert stages == ("stages.0.0", "stages.0.1")
+    assert repeated_blocks(UNet(1, 4)) == ("down.0", "down.1")
     assert repeated_blocks(nn.Linear(2, 2)) == ()
