@@ -21,6 +21,7 @@ of +1.2, +4.7, +10.0 %.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 
@@ -78,43 +79,55 @@ class _Interval:
 def _intervals(graph: CDGraph) -> list[_Interval]:
     """As many as fit the program; their ends are the nodes that need the most memory."""
     count = len(graph.backward)
-    while True:
-        found = _split(graph, count)
-        columns = sum(2 * len(interval.wanted) for interval in found)
-        if columns <= MOST_COLUMNS or count == 1:
-            return found
-        count = max(count * 2 // 3, 1)
-
-
-def _split(graph: CDGraph, count: int) -> list[_Interval]:
-    """The backward phase in about `count` equal parts, each ending where most is alive."""
-    first, length = len(graph.forward), len(graph.backward)
     forced = _forced_bytes(graph)
-    edges = [first + length * k // count for k in range(count + 1)]
-    ends = [
-        max(range(low, high), key=lambda i: (forced[i], i))
-        for low, high in zip(edges, edges[1:], strict=False)
-        if low < high
-    ]
-    ends = [*ends[:-1], len(graph.nodes) - 1] if ends[-1] != len(graph.nodes) - 1 else ends
+    while (found := _split(graph, forced, count)) is None:
+        count = count * 2 // 3
+    return found
+
+
+def _split(graph: CDGraph, forced: dict[int, int], count: int) -> list[_Interval] | None:
+    """The backward phase in about `count` equal parts, each ending where most is alive; None if
+    those are too many for the program."""
     is_open = _open(graph)
     producer = producers(graph)
+    passed_on = _passed_on(graph)
     found: list[_Interval] = []
     wanted: set[int] = set()
-    for start, end in reversed(list(zip([first, *(e + 1 for e in ends)], ends, strict=False))):
-        reads = {d for n in graph.nodes[start : end + 1] for d in n.reads if d in is_open}
-        wanted = _closure(graph, is_open, producer, wanted | reads)
-        passing = _passing(graph, producer, end)
+    later: set[int] = set()
+    columns = 0
+    for start, end in reversed(_parts(graph, forced, count)):
+        passing = {d for d in later if producer[d] < end} - set(graph.nodes[end].reads)
+        nodes = graph.nodes[start : end + 1]
+        reads = {d for n in nodes for d in n.reads if d in is_open}
+        _close(graph, is_open, producer, wanted, reads)
+        later |= {d for n in nodes for d in n.reads if d in passed_on}
+        columns += 2 * len(wanted)
+        if columns > MOST_COLUMNS and count > 1:
+            return None
         found.append(
             _Interval(
                 node=end,
                 reads=tuple(sorted(reads)),
                 wanted=tuple(sorted(wanted)),
                 alive_bytes=forced[end],
-                passing=passing,
+                passing=tuple(sorted(passing)),
             )
         )
     return found[::-1]
+
+
+def _parts(graph: CDGraph, forced: dict[int, int], count: int) -> list[tuple[int, int]]:
+    """First and last node of each part."""
+    first, length = len(graph.forward), len(graph.backward)
+    edges = [first + length * k // count for k in range(count + 1)]
+    ends = [
+        max(range(low, high), key=lambda i: (forced[i], i))
+        for low, high in itertools.pairwise(edges)
+        if low < high
+    ]
+    if ends[-1] != len(graph.nodes) - 1:
+        ends[-1] = len(graph.nodes) - 1
+    return list(zip([first, *(e + 1 for e in ends[:-1])], ends, strict=True))
 
 
 def _open(graph: CDGraph) -> frozenset[int]:
@@ -124,47 +137,61 @@ def _open(graph: CDGraph) -> frozenset[int]:
     )
 
 
+def _passed_on(graph: CDGraph) -> frozenset[int]:
+    """Gradients that nobody holds."""
+    held = set(graph.held)
+    return frozenset(
+        d.index for d in graph.data if d.kind is DataKind.GRADIENT and d.index not in held
+    )
+
+
 def _forced_bytes(graph: CDGraph) -> dict[int, int]:
     """Backward node -> bytes alive for certain at its first execution: its workspace, what it
     makes and reads, held storages made by then, tangents that it or a later node reads."""
     producer, read_by = producers(graph), readers(graph)
+    count = len(graph.nodes)
+    until = {
+        d.index: max(read_by[d.index], default=-1) for d in graph.data if d.kind is DataKind.TANGENT
+    }
+    spans = {d: (0, last) for d, last in until.items()}
+    spans |= {d: (producer.get(d, 0), count - 1) for d in graph.held}
+    changes = [0] * (count + 1)
+    for d, (low, high) in spans.items():
+        changes[low] += graph.data[d].size_bytes
+        changes[high + 1] -= graph.data[d].size_bytes
+    alive = list(itertools.accumulate(changes))
     found: dict[int, int] = {}
     for node in graph.backward:
-        alive = {d for d in (*node.reads, *node.writes) if not graph.data[d].kind.resident}
-        alive |= {d for d in graph.held if producer.get(d, 0) <= node.index}
-        alive |= {
-            d.index
-            for d in graph.data
-            if d.kind is DataKind.TANGENT and max(read_by[d.index], default=-1) >= node.index
+        own = {
+            d
+            for d in (*node.reads, *node.writes)
+            if not graph.data[d].kind.resident and not _within(spans.get(d), node.index)
         }
-        found[node.index] = node.workspace_bytes + sum(graph.data[d].size_bytes for d in alive)
+        own_bytes = sum(graph.data[d].size_bytes for d in own)
+        found[node.index] = node.workspace_bytes + alive[node.index] + own_bytes
     return found
 
 
-def _passing(graph: CDGraph, producer: dict[int, int], node: int) -> tuple[int, ...]:
-    """Gradients made before `node` that later nodes read, but not it."""
-    later = {d for n in graph.nodes[node + 1 :] for d in n.reads}
-    return tuple(
-        d
-        for d in sorted(later - set(graph.nodes[node].reads) - set(graph.held))
-        if graph.data[d].kind is DataKind.GRADIENT and producer[d] < node
-    )
+def _within(span: tuple[int, int] | None, index: int) -> bool:
+    return span is not None and span[0] <= index <= span[1]
 
 
-def _closure(
-    graph: CDGraph, is_open: frozenset[int], producer: dict[int, int], seeds: set[int]
-) -> set[int]:
-    """`seeds` and every open storage that making them again may read."""
-    found: set[int] = set()
+def _close(
+    graph: CDGraph,
+    is_open: frozenset[int],
+    producer: dict[int, int],
+    closed: set[int],
+    seeds: set[int],
+) -> None:
+    """Adds to `closed` the `seeds` and every open storage that making them again may read."""
     pending = list(seeds)
     while pending:
         d = pending.pop()
-        if d not in found:
-            found.add(d)
+        if d not in closed:
+            closed.add(d)
             node = graph.nodes[producer[d]]
             if node.recomputable:
                 pending += [r for r in node.reads if r in is_open]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
