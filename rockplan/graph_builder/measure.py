@@ -54,6 +54,9 @@ _CUDA_GRANULE_BYTES = 512
 _CPU_RATES = (10e9, 50e9)
 _CUDA_RATES = (1e12, 50e12)
 
+# Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.
+_DRAWN = 1 << 16
+
 _RANGE = "rockplan::call::"
 
 # Attention on CPU has no formula of its own; its arguments begin as those of CUDA do.
@@ -422,12 +425,14 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def _made_up(spec: TensorSpec) -> torch.Tensor:
-    """A tensor with the spec's strides: uniform in [0, 1); zeros if not of floating dtype."""
+    """A tensor with the spec's strides: uniform in [0, 1), a row of _DRAWN elements over and over;
+    zeros if not of floating dtype."""
     dtype = _dtype(spec)
     elements = _span(spec)
     if _is_floating(spec):
         generator = torch.Generator(spec.device).manual_seed(0)
-        flat = torch.rand(elements, generator=generator, device=spec.device).to(dtype)
+        drawn = torch.rand(min(elements, _DRAWN), generator=generator, device=spec.device)
+        flat = drawn.to(dtype).repeat(-(-elements // _DRAWN))[:elements]
     else:
         flat = torch.zeros(elements, dtype=dtype, device=spec.device)
     return flat.as_strided(spec.shape, spec.stride)
