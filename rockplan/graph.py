@@ -191,11 +191,11 @@ def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
 
 def value_refs(arguments: object) -> Iterator[ValueRef]:
     """Every ValueRef in nested arguments of a call, in order."""
-    if isinstance(arguments, ValueRef):
-        yield arguments
-    elif isinstance(arguments, tuple | list):
-        for item in arguments:
-            yield from value_refs(item)
-    elif isinstance(arguments, dict):
-        for item in arguments.values():
+    if isinstance(arguments, dict):
+        arguments = tuple(arguments.values())
+    for item in arguments if isinstance(arguments, tuple | list) else (arguments,):
+        if isinstance(item, ValueRef):
+            yield item
+        # Most items are literals: no generator for each of them.
+        elif isinstance(item, tuple | list | dict):
             yield from value_refs(item)
