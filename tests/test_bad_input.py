@@ -105,6 +105,23 @@ def hooked() -> nn.Module:
 
 SAMPLE = torch.randn(3, 4)
 
+
+class Classified(nn.Module):
+    """Cross entropy inside the module, of targets some of which are ignored."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+        self.loss = nn.CrossEntropyLoss(**settings)
+        self.register_buffer("targets", torch.tensor([1, -100, 4]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.loss(self.layer(x), self.targets)
+        return found
+
+
+WEIGHTS = torch.tensor([0.1, 0.7, 0.3, 0.9, 0.2])
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str]]] = {
     "reads an activation": (
         ReadsActivation,
@@ -123,6 +140,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         SAMPLE,
         rockplan.DataDependentShape,
         ["test_bad_input.py:", "module '0'", "torch.where"],
+    ),
+    "eager selects targets by value": (
+        lambda: Classified(weight=WEIGHTS, label_smoothing=0.1),
+        SAMPLE,
+        rockplan.DataDependentShape,
+        ["loss", "ignored", "outside"],
     ),
     "nothing to differentiate": (
         frozen,
@@ -211,6 +234,24 @@ def test_refused_with_cause_and_remedy(kind: str) -> None:
         assert word in str(caught.value)
     assert_unchanged(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight": WEIGHTS},
+        {"label_smoothing": 0.1},
+        {"weight": WEIGHTS, "label_smoothing": 0.1, "reduction": "sum"},
+    ],
+)
+def test_other_cross_entropies_are_planned(settings: dict[str, Any]) -> None:
+    model = Classified(**settings)
+    planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "min")
+    for module in (model, planned):
+        module(SAMPLE).backward()
+    for found, expected in zip(planned.parameters(), model.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None
+        assert torch.equal(found.grad, expected.grad)
 
 
 def test_not_a_module() -> None:

@@ -26,13 +26,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import (
     CaptureError,
+    DataDependentShape,
     InvalidInput,
     NothingToDifferentiate,
     RockplanError,
     UnsupportedModel,
     ValueDependentControlFlow,
 )
-from rockplan.graph import Call, Phase, value_refs
+from rockplan.graph import Call, Phase, ValueRef, value_refs
 from rockplan.graph_builder import evaluate, swap
 from rockplan.graph_builder.record import (
     RecordedCall,
@@ -115,6 +116,7 @@ def capture(
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, stand_ins)
+    _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),
         calls=tuple(recorder.calls),
@@ -132,6 +134,36 @@ def capture(
         output_spec=output_spec,
         samples=reader.samples(recorder),
     )
+
+
+def _refuse_other_variants(recorder: Recorder) -> None:
+    """Raise where eager execution calls other operators than it does while they are recorded.
+
+    Composite operators have a second variant for tensor subclasses and dispatch modes
+    (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. The one whose bits
+    differ is cross entropy with class weights and label smoothing: eager sums the weights of the
+    targets that count (masked_select), the variant those of all targets, others set to zero.
+    """
+    values = recorder.values
+    filled: dict[int, ValueRef] = {}
+    gathered: dict[int, ValueRef] = {}
+    for recorded in recorder.calls:
+        call = recorded.call
+        refs = [a for a in call.args if isinstance(a, ValueRef)]
+        if call.op == "aten.masked_fill.Scalar" and call.results[0] is not None:
+            filled[call.results[0]] = refs[1]
+        elif call.op == "aten.gather.default" and refs[1].index in filled:
+            if call.results[0] is not None and len(values[refs[0].index].spec.shape) == 1:
+                gathered[call.results[0]] = filled[refs[1].index]
+        elif call.op == "aten.masked_fill_.Scalar" and gathered.get(refs[0].index) == refs[1]:
+            raise DataDependentShape(
+                f"{where(recorded.module, recorded.source)}: cross entropy with class weights, "
+                "label smoothing and the mean selects the targets that are not ignored, a shape "
+                "that depends on values; a plan needs static shapes. Compute this loss outside "
+                "of the module, or leave out the weights or the smoothing",
+                module_path=recorded.module,
+                source=recorded.source,
+            )
 
 
 class _StandIns:
