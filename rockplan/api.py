@@ -482,7 +482,8 @@ def _too_small(
 def _operation(graph: CDGraph, node: int) -> str:
     found = graph.nodes[node]
     place = f" in '{found.module}'" if found.module else ""
-    return f"{found.phase.value} operation {found.name}{place} ({found.source})"
+    line = f" ({found.source})" if found.source else ""
+    return f"{found.phase.value} operation {found.name}{place}{line}"
 
 
 def _finish(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,99 @@ def test_example_runs(name: str, code: str, tmp_path: Path) -> None:
         torchrun([str(script)], tmp_path)
         return
     exec(compile(code, name, "exec"), {"__name__": name})
+
+
+NET = """
+import torch
+import rockplan
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+layers = [[nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)] for _ in range(3)]
+model = nn.Sequential(*[module for layer in layers for module in layer])
+x = torch.randn(64, 16)
+loader = DataLoader(TensorDataset(x, torch.randn(64, 16)), batch_size=64)
+before = [p.clone() for p in model.parameters()]
+
+def loss(net, batch):
+    return nn.functional.mse_loss(net(batch[0]), batch[1])
+
+def check(net):
+    assert net.plan.overhead > 0
+    assert not any(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+"""
+
+TRAINED = """
+for batch in loader:
+    loss(model, batch).backward()
+    optimizer.step()
+check(model)
+"""
+
+LIGHTNING = """
+class Regression(Module):
+    def training_step(self, batch, number):
+        return loss(self.net, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+trainer = lightning.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+module = Regression(model, x)
+trainer.fit(module, loader)
+check(module.net)
+"""
+
+TRAINER = """
+import transformers
+
+config = transformers.GPT2Config(
+    n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=48, use_cache=False,
+    bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+)
+model = transformers.GPT2LMHeadModel(config).train()
+before = [p.clone() for p in model.parameters()]
+ids = torch.randint(0, 64, (8, 48))
+dataset = [{"input_ids": row, "labels": row} for row in ids]
+arguments = transformers.TrainingArguments(
+    output_dir="out", use_cpu=True, report_to=[], disable_tqdm=True, num_train_epochs=1
+)
+"""
+
+ACCELERATE = """
+import accelerate
+
+accelerator = accelerate.Accelerator(cpu=True)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+AROUND = {
+    "loop": (NET, TRAINED),
+    "trainer": (NET + TRAINER, "trainer.train()\ncheck(model)\n"),
+    "lightning": (f"import pytorch_lightning as lightning\n{NET}", LIGHTNING),
+    "accelerate": (NET + ACCELERATE, TRAINED),
+}
+"""What stands before and after the lines that README shows to people who have a script already."""
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_lines_for_a_training_script(kind: str, tmp_path: Path) -> None:
+    (lines,) = blocks(ROOT / "README.md", f"python {kind}")
+    before, after = AROUND[kind]
+    (tmp_path / "train.py").write_text(f"{before}\n{lines}\n{after}")
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("name", "session"), **named("console"))
