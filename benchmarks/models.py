@@ -140,6 +140,28 @@ def bert(
     )
 
 
+def vit(
+    layers: int = 2, width: int = 64, heads: int = 4, batch: int = 2, size: int = 32, patch: int = 8
+) -> Case:
+    """A vision transformer of transformers with its loss inside."""
+    transformers = _transformers()
+
+    config = transformers.ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=heads,
+        image_size=size,
+        patch_size=patch,
+        num_labels=10,
+        hidden_dropout_prob=0.1,
+    )
+    kwargs = {"pixel_values": torch.randn(batch, 3, size, size)}
+    kwargs["labels"] = torch.randint(0, 10, (batch,))
+    model = transformers.ViTForImageClassification(config).train()
+    return Case(f"vit-{layers}", model, (), kwargs, _of_result)
+
+
 class Bottleneck(nn.Module):
     """Residual bottleneck of ResNet-50 with in-place ReLU (He et al., 2016)."""
 
