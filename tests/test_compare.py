@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import rockplan
+from benchmarks.compare import at_equal_memory, comparison_of
 from benchmarks.models import ResNet, UNet
-from rockplan.compare import measured_series, measured_timelines
+from rockplan.compare import Comparison, Row, measured_series, measured_timelines
 from rockplan.peers import repeated_blocks
 from tests.test_constraints import Model
 
@@ -74,6 +75,24 @@ def test_memory_over_time_is_that_of_both_steps(found: rockplan.Comparison) -> N
     rows = {row.name: row.peak_bytes for row in found.rows}
     assert [f.peak_bytes for f in followed] == [rows["eager"], rows["rockplan 90%"]]
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_benchmark_compares_at_equal_memory() -> None:
+    """Beside each way of PyTorch's that needs less than eager the largest budget within its peak;
+    its results are read as they were written."""
+    rows = (
+        Row("eager", peak_bytes=100),
+        Row("checkpoint per block", peak_bytes=50),
+        Row("checkpoint_sequential", note="does not apply"),
+        Row("compile 0.5", peak_bytes=120),
+        Row("compile 0.2", peak_bytes=9),
+        *(Row(f"rockplan {b}", budget_bytes=b, peak_bytes=b - 1) for b in (10, 50, 60)),
+    )
+    found = Comparison(rows, "here", 1)
+    assert comparison_of(json.loads(found.to_json())) == found
+    assert [(a.name, b.name) for a, b in at_equal_memory(found)] == [
+        ("checkpoint per block", "rockplan 50")
+    ]
 
 
 class Holding(nn.Module):
