@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rockplan import eviction
 from rockplan.available import in_bytes
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget, parse_budget
@@ -20,7 +21,7 @@ from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
 from rockplan.constraints import constrain
-from rockplan.curve import Curve, CurvePoint
+from rockplan.curve import Curve, CurvePoint, useful
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.graph import CDGraph
@@ -38,7 +39,7 @@ from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import fit, is_outline_of, read_plans
 from rockplan.profile import Profile
 from rockplan.progress import report
-from rockplan.schedule import Compute, keep_all, merge_handovers, with_frees
+from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
 from rockplan.version import planner
@@ -183,10 +184,16 @@ def pareto(
     prepared = _prepare(model, args, kwargs, options)
     graph = prepared.graph
     families = _families(prepared.blocks, _cache(options), options)
-    found = ChainSolver(prepared.problem, prepared.blocks, families).curve()
+    solver = ChainSolver(prepared.problem, prepared.blocks, families)
+    found = [simulation for _, simulation in solver.curve()]
+    deadline = time.monotonic() + options.time_limit_s
+    smallest = _smallest(prepared.problem, solver, deadline)
+    minimum_bytes = simulate(prepared.problem, smallest).peak_bytes
+    first = _fastest(prepared.problem, solver, smallest, minimum_bytes, deadline)
+    found.append(simulate(prepared.problem, first))
     return Curve(
-        points=tuple(
-            CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, graph.time_ns) for _, s in found
+        points=useful(
+            CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, graph.time_ns) for s in found
         ),
         graph_digest=graph_digest(graph),
         profile_digest=profile_digest(prepared.profile),
@@ -455,28 +462,56 @@ def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     families = _families(prepared.blocks, _cache(options), options)
     report("combining blocks")
     solver = ChainSolver(graph, prepared.blocks, families)
-    if budget_bytes is None:
-        budget_bytes = solver.minimum_bytes
-    schedule = solver.best_schedule(budget_bytes)
-    if schedule is None:
-        raise _too_small(graph, budget_bytes, solver, options)
     until = deadline - min(options.bound_time_limit_s, options.time_limit_s / 4)
+    smallest = None
+    if budget_bytes is None or budget_bytes < solver.minimum_bytes:
+        smallest = _smallest(graph, solver, until)
+        minimum_bytes = simulate(graph, smallest).peak_bytes
+        budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
+        if budget_bytes < minimum_bytes:
+            raise _too_small(graph, budget_bytes, smallest, options)
+    schedule = _fastest(graph, solver, smallest, budget_bytes, until)
     found = improve(graph, schedule, budget_bytes, deadline=until)
     if any(family.gap_ns is None for family in families):
         found = replace(found, is_complete=False)
     return _finish(prepared, found, budget_bytes, options, deadline)
 
 
+def _smallest(graph: CDGraph, solver: ChainSolver, deadline: float) -> Schedule:
+    """The schedule with the least peak that is found; its peak is the smallest budget."""
+    report("looking for the smallest peak")
+    of_chain = solver.best_schedule(solver.minimum_bytes)
+    assert of_chain is not None
+    return eviction.thriftiest(graph, solver.minimum_bytes, deadline=deadline) or of_chain
+
+
+def _fastest(
+    graph: CDGraph,
+    solver: ChainSolver,
+    smallest: Schedule | None,
+    budget_bytes: int,
+    deadline: float,
+) -> Schedule:
+    """Of the chain, of evictions, and `smallest`, whichever is fastest within the budget; one of
+    the chain and `smallest` is."""
+    known = (
+        solver.best_schedule(budget_bytes),
+        eviction.within(graph, budget_bytes, deadline=deadline),
+        smallest,
+    )
+    fitting = [schedule for schedule in known if schedule is not None]
+    return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns)
+
+
 def _too_small(
-    graph: CDGraph, budget_bytes: int, solver: ChainSolver, options: Options
+    graph: CDGraph, budget_bytes: int, smallest: Schedule, options: Options
 ) -> InfeasibleBudget:
-    smallest = solver.best_schedule(solver.minimum_bytes)
-    assert smallest is not None
-    event = smallest.events[simulate(graph, smallest).peak_event]
+    peak = simulate(graph, smallest)
+    event = smallest.events[peak.peak_event]
     where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
-    return InfeasibleBudget(budget_bytes, solver.minimum_bytes, where)
+    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where)
 
 
 def _operation(graph: CDGraph, node: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rockplan.plan import format_bytes
@@ -20,6 +21,15 @@ class CurvePoint:
     def overhead(self) -> float:
         """Predicted extra time over one execution of every node: 0.05 is 5 %."""
         return self.time_ns / max(self.eager_time_ns, 1) - 1.0
+
+
+def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
+    """By peak, without those that are no faster than one that needs no more."""
+    found: list[CurvePoint] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, p.time_ns)):
+        if not found or point.time_ns < found[-1].time_ns:
+            found.append(point)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rockplan.graph import CDGraph
-from rockplan.ilp.bound import lower_bound_ns
+from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
 from rockplan.ilp.options import option_family
@@ -39,6 +39,19 @@ def test_no_legal_schedule_is_faster() -> None:
             tight += fastest > graph.time_ns and bound == fastest
     assert costly >= 12
     assert tight >= costly // 3
+
+
+def test_no_legal_schedule_has_a_smaller_peak() -> None:
+    above_single = 0
+    for seed in range(40):
+        graph = draw(seed)
+        bound = peak_lower_bound_bytes(graph, time_limit_s=60)
+        single = peak_lower_bound_bytes(graph, time_limit_s=0)
+        assert single <= bound <= peak_bytes(price(graph, keep_all_orders(graph)))
+        below = Exhaustive(graph, bound - 1, None, is_free=True, in_order=True)
+        assert below.fastest_ns() is None
+        above_single += bound > single
+    assert above_single >= 3
 
 
 def test_bound_of_transformer_blocks() -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price
 from rockplan.ilp.formulate import formulate
@@ -88,6 +89,26 @@ def test_a_window_reads_the_schedule_in_hand_and_leaves_the_rest() -> None:
             i for i in others if i >= len(graph.forward)
         ]
         assert price(graph, Orders(start.forward, decided)).time_ns <= price(graph, start).time_ns
+
+
+def test_schedules_by_eviction_can_be_improved() -> None:
+    """Backward nodes that run again there stay as they are."""
+    faster = 0
+    for graph in (mlp_block(), *map(draw, range(24))):
+        high = peak_bytes(price(graph, keep_all_orders(graph)))
+        before = thriftiest(graph, high, deadline=time.monotonic() + 60)
+        if before is None:
+            continue
+        for budget_bytes in budgets(graph):
+            if simulate(graph, before).peak_bytes > budget_bytes:
+                continue
+            found = improve(graph, before, budget_bytes, deadline=time.monotonic() + 60)
+            verify(graph, found.schedule)
+            after = simulate(graph, found.schedule)
+            assert after.peak_bytes <= budget_bytes
+            assert after.time_ns <= simulate(graph, before).time_ns
+            faster += after.time_ns < simulate(graph, before).time_ns
+    assert faster >= 1
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -22,7 +22,9 @@ of +1.2, +4.7, +10.0 %.
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,12 +33,20 @@ from rockplan.graph import CDGraph, DataKind, producers, readers
 from rockplan.ilp.decode import proven_ns
 from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder, SolverStatus, solve
 from rockplan.ilp.units import MAX_UNITS
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
 
 MOST_COLUMNS = 20_000
 """Of a program: with more, moments are left out (their relaxation takes some seconds)."""
 
 GAP = 1e-4
 """Share of the iteration time that the integer program may leave unproven."""
+
+PEAK_UNITS = 1000
+"""Of the peak of keep-all, in which the least peak is counted: large against the tolerances."""
+
+PEAK_TOLERANCE = 1e-4
+"""PEAK_UNITS by which the solver's rows and columns may be off."""
 
 NODE_LIMIT = 1 << 30
 """None: the time limit ends the search."""
@@ -57,6 +67,23 @@ def lower_bound_ns(graph: CDGraph, budget_bytes: int, *, time_limit_s: float) ->
     if bound > 0:
         bound = max(bound, _bound(program, deadline))
     return graph.time_ns + proven_ns(bound, graph.time_ns)
+
+
+def peak_lower_bound_bytes(graph: CDGraph, *, time_limit_s: float) -> int:
+    """No schedule of the class above has a smaller peak.
+
+    Where the limit leaves no time for a better one: what a single node reads and makes.
+    """
+    single = max([*_forward_bytes(graph), *_forced_bytes(graph).values()], default=0)
+    if time_limit_s <= 0 or not graph.backward or single == 0:
+        return single
+    most_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    program = _peak_program(graph, _intervals(graph), most_bytes)
+    relaxed = replace(program, integral=np.zeros_like(program.integral))
+    report = solve(relaxed, time_limit_s=time_limit_s, absolute_gap=0.0, node_limit=NODE_LIMIT)
+    if report.status is not SolverStatus.OPTIMAL:
+        return single
+    return max(single, math.floor((report.bound - PEAK_TOLERANCE) * most_bytes / PEAK_UNITS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +199,17 @@ def _forced_bytes(graph: CDGraph) -> dict[int, int]:
     return found
 
 
+def _forward_bytes(graph: CDGraph) -> list[int]:
+    """Bytes alive for certain at the first execution of each forward node."""
+    producer = producers(graph)
+    found: list[int] = []
+    for node in graph.forward:
+        alive = {d for d in (*node.reads, *node.writes) if not graph.data[d].kind.resident}
+        alive |= {d for d in graph.held if producer.get(d, len(graph.nodes)) <= node.index}
+        found.append(node.workspace_bytes + sum(graph.data[d].size_bytes for d in alive))
+    return found
+
+
 def _within(span: tuple[int, int] | None, index: int) -> bool:
     return span is not None and span[0] <= index <= span[1]
 
@@ -209,11 +247,41 @@ class _Columns:
         return [(column, 1) for column in columns if column is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class _MemoryRow:
+    """Sum of terms, in units rounded down, and alive_bytes: alive at once in every schedule."""
+
+    terms: list[tuple[int, float]]
+    alive_bytes: int
+
+
 def _program(graph: CDGraph, budget_bytes: int, intervals: list[_Interval]) -> LinearProgram:
     """Sizes are rounded down and the budget up, so that no schedule is lost."""
+    unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
+    columns = _columns(graph, intervals)
+    for row in _memory_rows(graph, columns, intervals, unit_bytes):
+        columns.builder.at_most(row.terms, -(-(budget_bytes - row.alive_bytes) // unit_bytes))
+    return columns.builder.build()
+
+
+def _peak_program(graph: CDGraph, intervals: list[_Interval], scale_bytes: int) -> LinearProgram:
+    """Minimises the peak, in 1/PEAK_UNITS of scale_bytes, instead of the time."""
+    unit_bytes = max(-(-scale_bytes // MAX_UNITS), 1)
+    columns = _columns(graph, intervals)
+    builder = columns.builder
+    builder.costs = [0.0] * len(builder.costs)
+    peak = builder.amount(PEAK_UNITS)
+    share = PEAK_UNITS / scale_bytes
+    for row in _memory_rows(graph, columns, intervals, unit_bytes):
+        terms = [(column, weight * unit_bytes * share) for column, weight in row.terms]
+        builder.at_most([*terms, (peak, -1.0)], -row.alive_bytes * share)
+    return builder.build()
+
+
+def _columns(graph: CDGraph, intervals: list[_Interval]) -> _Columns:
+    """Columns, and the rows about what must be there."""
     builder = ProgramBuilder()
     unit_ns = max(graph.time_ns, 1) * TIME_UNIT
-    unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
     producer = producers(graph)
     nodes = graph.nodes
     again = sorted({g for interval in intervals for g in interval.passing})
@@ -229,8 +297,7 @@ def _program(graph: CDGraph, budget_bytes: int, intervals: list[_Interval]) -> L
         again=_again_columns(graph, builder, again, producer, unit_ns),
     )
     _add_needs(graph, columns, intervals, producer)
-    _add_memory(graph, columns, intervals, budget_bytes, unit_bytes)
-    return builder.build()
+    return columns
 
 
 def _again_columns(
@@ -273,30 +340,22 @@ def _add_needs(
                     add([*columns.available(s, d, producer[d]), (column, -1)], 0)
 
 
-def _add_memory(
-    graph: CDGraph,
-    columns: _Columns,
-    intervals: list[_Interval],
-    budget_bytes: int,
-    unit_bytes: int,
-) -> None:
+def _memory_rows(
+    graph: CDGraph, columns: _Columns, intervals: list[_Interval], unit_bytes: int
+) -> Iterator[_MemoryRow]:
     """The start of the backward phase, then each moment: what outlives it was alive at it."""
     sizes = [d.size_bytes for d in graph.data]
-
-    def limit(terms: list[tuple[int, int]], alive_bytes: int) -> None:
-        columns.builder.at_most(terms, -(-(budget_bytes - alive_bytes) // unit_bytes))
-
     made_forward = {d for n in graph.forward for d in n.writes}
     there = {d for d in graph.held if d in made_forward} | set(graph.outputs)
     there |= {d.index for d in graph.data if d.kind is DataKind.TANGENT}
     kept = [d for d in intervals[0].wanted if d not in there]
-    limit(
+    yield _MemoryRow(
         [(columns.keep[0, d], sizes[d] // unit_bytes) for d in kept], sum(sizes[d] for d in there)
     )
     for s, part in enumerate(intervals):
         following = intervals[s + 1].wanted if s + 1 < len(intervals) else ()
         read = set(graph.nodes[part.node].reads)
-        terms = [
+        terms: list[tuple[int, float]] = [
             (columns.keep[s + 1, d], sizes[d] // unit_bytes) for d in following if d not in read
         ]
         alive_bytes = part.alive_bytes
@@ -305,7 +364,7 @@ def _add_memory(
             if g in columns.again:
                 # Rounded away from zero: what a column takes off must not be too little.
                 terms.append((columns.again[g], -sizes[g] // unit_bytes))
-        limit(terms, alive_bytes)
+        yield _MemoryRow(terms, alive_bytes)
 
 
 def _bound(program: LinearProgram, deadline: float) -> float:

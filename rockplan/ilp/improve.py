@@ -1,8 +1,8 @@
 """Improve a schedule of a whole graph: windows of it, relaxed, rounded, decided anew.
 
 takes: a priced CDGraph, a legal schedule within a budget. returns: Improved. guarantees: legal,
-within the budget as `simulate` finds it, no slower; the same on every run unless the deadline
-strikes, which is said.
+within the budget as `simulate` finds it, no slower; the same on every run, however busy the
+machine, unless the deadline strikes, which is said: the work that was done ends a search.
 
 A window (`window`) is solved in the manner of RINS (Danna, Rothberg, Le Pape 2005): where the
 linear relaxation and the schedule in hand agree, columns are fixed, and the rest is a small
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.formulate import StageModel, formulate
-from rockplan.ilp.solve import TIME_UNIT, LinearProgram, solve
+from rockplan.ilp.solve import TIME_UNIT, LinearProgram, SolveReport, solve
 from rockplan.ilp.units import UNLIMITED, Units, in_units
 from rockplan.ilp.window import Window, make_window, read_window, staged, start_values
 from rockplan.progress import report
@@ -43,6 +44,11 @@ NODES = 200
 """Nodes of the search tree of one integer program; most need none."""
 
 
+EFFORT = 20_000
+"""Iterations of the simplex method after which no new program is solved: about 10 s. ResNet-18 at
+the minimum of its chain takes 10,000 to +35.4 % from +56.8 %."""
+
+
 @dataclass(frozen=True, slots=True)
 class Improved:
     """is_complete: nothing was cut short by the deadline."""
@@ -53,10 +59,22 @@ class Improved:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
+    """effort: iterations of each program that was solved."""
+
     graph: CDGraph
     units: Units
     budget_bytes: int
     deadline: float
+    effort: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return sum(self.effort) >= EFFORT or self.remaining_s == 0
+
+    def solve(self, program: LinearProgram, absolute_gap: float, **limits: Any) -> SolveReport:
+        found = solve(program, time_limit_s=self.remaining_s, absolute_gap=absolute_gap, **limits)
+        self.effort.append(found.iterations)
+        return found
 
     @property
     def remaining_s(self) -> float:
@@ -77,7 +95,7 @@ def improve(graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: 
         return Improved(schedule, True)
     windows = _windows(search, orders)
     done = unchanged = 0
-    while unchanged < len(windows) and search.remaining_s > 0:
+    while unchanged < len(windows) and not search.is_over:
         report("improving the plan", done)
         found = _improve_window(search, orders, windows[done % len(windows)])
         unchanged = unchanged + 1 if found == orders else 1
@@ -130,7 +148,7 @@ def _improve_window(search: _Search, orders: Orders, nodes: Collection[int]) -> 
     best_ns = search.simulate(orders).time_ns
     crowded: frozenset[int] = frozenset()
     reserve_bytes = -search.units.reserve_bytes
-    while window is not None and search.remaining_s > 0:
+    while window is not None and not search.is_over:
         model = formulate(window.stages, crowded)
         program = model.within(search.budget_bytes - reserve_bytes, UNLIMITED)
         found = _rounded(search, window, model, program, orders)
@@ -159,21 +177,12 @@ def _rounded(
     start = start_values(window, model, orders)
     current = np.zeros(len(program.costs))
     current[list(start)] = list(start.values())
-    relaxed = solve(
-        replace(program, integral=np.zeros_like(program.integral)),
-        time_limit_s=search.remaining_s,
-        absolute_gap=0.0,
-    )
+    relaxed = search.solve(replace(program, integral=np.zeros_like(program.integral)), 0.0)
     cost = float(program.costs @ current)
     if relaxed.values is None or relaxed.bound > cost - GAP / TIME_UNIT:
         return None
-    found = solve(
-        _agreed(program, current, relaxed.values),
-        time_limit_s=search.remaining_s,
-        absolute_gap=GAP / TIME_UNIT,
-        start=start,
-        node_limit=NODES,
-    )
+    agreed = _agreed(program, current, relaxed.values)
+    found = search.solve(agreed, GAP / TIME_UNIT, start=start, node_limit=NODES)
     if found.values is None or float(program.costs @ found.values) >= cost - 1e-6:
         return None
     rerun = [key for key, column in model.rerun.items() if found.values[column] > 0.5]
