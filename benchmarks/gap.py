@@ -1,0 +1,265 @@
+"""How far plans are above the proven bounds, at ten budgets from the minimum to keep-all.
+
+    python -m benchmarks.gap [gpt2 resnet18 ...] [--limit 20] [--bound-limit 60] [--least-only]
+
+Roofline prices (100 GB/s, 2 Tflop/s), so that anyone can repeat all but the seconds. For each model
+the smallest budget against the proven bound on the peak; for each budget the plan that
+`rockplan.plan` makes of these prices in --limit seconds, against a bound on the time that is given
+--bound-limit seconds, offline. Rows are written as they come: run the command again to go on.
+
+Writes benchmarks/results/gap.jsonl and gap.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from benchmarks import models
+from benchmarks.models import Case
+from benchmarks.timing import machine
+from rockplan import api
+from rockplan.budget import Budget
+from rockplan.codegen import random_state
+from rockplan.graph_builder.canonical import graph_digest
+from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.lower import lower
+from rockplan.graph_builder.measure import price, roofline
+from rockplan.graph_builder.partition import partition
+from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
+
+RESULTS = Path(__file__).parent / "results"
+BUDGETS = 10
+BYTES_PER_S, FLOPS_PER_S = 100e9, 2e12
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt2": lambda: models.gpt2(
+        width=256, heads=8, vocabulary=1024, batch=4, length=256, attention="eager"
+    ),
+    "gpt2-sdpa": lambda: models.gpt2(
+        width=256, heads=8, vocabulary=1024, batch=4, length=256, attention_dropout=0.0
+    ),
+    "llama": lambda: models.llama(
+        width=256, heads=8, key_value_heads=4, vocabulary=1024, batch=4, length=256
+    ),
+    "bert": lambda: models.bert(width=256, heads=8, vocabulary=1024, batch=4, length=256),
+    "resnet18": lambda: models.resnet18(64, 8, 64),
+    "unet": lambda: models.unet(4, 32, 4, 64),
+    "t5": lambda: models.t5(2, width=256, heads=8, vocabulary=1024, batch=4, length=256),
+    "densenet": lambda: models.densenet(4, 3, 12, 8, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The smallest budget of a model, and what no schedule goes below; digest: of its graph."""
+
+    model: str
+    digest: str
+    operations: int
+    keep_all_bytes: int
+    minimum_bytes: int
+    bound_bytes: int
+    cpu_seconds: float
+    where: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.model, self.digest, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The plan for budget `index` of ten; once_ns: of every node once."""
+
+    model: str
+    digest: str
+    index: int
+    budget_bytes: int
+    peak_bytes: int
+    once_ns: int
+    time_ns: int
+    bound_ns: int
+    status: str
+    plan_cpu_seconds: float
+    bound_cpu_seconds: float
+    where: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.model, self.digest, self.index
+
+
+Found = dict[tuple[str, str, int], Least | Row]
+
+
+def prepared(case: Case) -> api._Prepared:
+    """As `rockplan.plan` prepares it, with roofline prices."""
+    captured = capture(case.model, case.args, case.kwargs)
+    lowered = lower(captured, random_state.state_bytes(torch.device("cpu")))
+    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    graph = price(lowered.graph, profile)
+    return api._Prepared(api._Captured(captured, lowered), graph, graph, partition(graph), profile)
+
+
+def where() -> str:
+    """Commit, date, machine and versions of a row."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return (
+        f"{commit}, {time.strftime('%Y-%m-%d')}, {machine()}, HiGHS {version('highspy')}, "
+        f"torch {torch.__version__}"
+    )
+
+
+def least(name: str, made: api._Prepared, minimum_bytes: int, seconds: float) -> Least:
+    start = time.process_time()
+    bound_bytes = peak_lower_bound_bytes(made.graph, time_limit_s=60)
+    seconds += time.process_time() - start
+    return Least(
+        model=name,
+        digest=graph_digest(made.graph)[:16],
+        operations=len(made.graph.nodes),
+        keep_all_bytes=simulate(made.graph, keep_all(made.graph)).peak_bytes,
+        minimum_bytes=minimum_bytes,
+        bound_bytes=bound_bytes,
+        cpu_seconds=round(seconds, 1),
+        where=where(),
+    )
+
+
+def row(
+    name: str, made: api._Prepared, index: int, size: Least, options: api.Options, bound_s: float
+) -> Row:
+    span = size.keep_all_bytes - size.minimum_bytes
+    budget_bytes = size.minimum_bytes + span * index // (BUDGETS - 1)
+    start = time.process_time()
+    plan = api._new_plan(made, Budget(size_bytes=budget_bytes), options)
+    planned = time.process_time()
+    bound_ns = lower_bound_ns(made.graph, budget_bytes, time_limit_s=bound_s)
+    return Row(
+        model=name,
+        digest=size.digest,
+        index=index,
+        budget_bytes=budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        once_ns=made.graph.time_ns,
+        time_ns=plan.time_ns,
+        bound_ns=max(bound_ns, plan.certificate.bound_ns),
+        status=plan.certificate.status.value,
+        plan_cpu_seconds=round(planned - start, 1),
+        bound_cpu_seconds=round(time.process_time() - planned, 1),
+        where=where(),
+    )
+
+
+def smallest_budget(made: api._Prepared, options: api.Options) -> int:
+    """What InfeasibleBudget says of a budget of one byte."""
+    try:
+        api._new_plan(made, Budget(size_bytes=1), options)
+    except api.InfeasibleBudget as error:
+        return error.minimum_bytes
+    raise AssertionError("a plan within one byte")
+
+
+def measure(name: str, found: Found, options: api.Options, arguments: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    made = prepared(CASES[name]())
+    digest = graph_digest(made.graph)[:16]
+    size = found.get((name, digest, -1))
+    if not isinstance(size, Least):
+        start = time.process_time()
+        minimum_bytes = smallest_budget(made, options)
+        size = least(name, made, minimum_bytes, time.process_time() - start)
+        add(found, size)
+    for index in range(0 if arguments.least_only else BUDGETS):
+        if (name, digest, index) not in found:
+            add(found, row(name, made, index, size, options, arguments.bound_limit))
+
+
+def add(found: Found, new: Least | Row) -> None:
+    found[new.key] = new
+    with (RESULTS / "gap.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(new)) + "\n")
+    print(new, flush=True)
+
+
+def read() -> Found:
+    path = RESULTS / "gap.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    made = [Row(**r) if "index" in r else Least(**r) for r in rows]
+    return {r.key: r for r in made}
+
+
+def report(found: Found) -> str:
+    sizes = [r for r in found.values() if isinstance(r, Least)]
+    rows = [r for r in found.values() if isinstance(r, Row)]
+    lines = [
+        "# Plans and proven bounds",
+        "",
+        "`python -m benchmarks.gap`: roofline prices, "
+        f"{BYTES_PER_S:g} B/s and {FLOPS_PER_S:g} flop/s. Where and when: `gap.jsonl`.",
+        "",
+        "Smallest budget, and what no schedule goes below (first executions in the captured "
+        "order), as shares of keep-all's peak; seconds of CPU time with the options of blocks.",
+        "",
+        "| model | operations | smallest budget | bound | above the bound | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.model} | {r.operations} | {r.minimum_bytes / r.keep_all_bytes:.2%} | "
+        f"{r.bound_bytes / r.keep_all_bytes:.2%} | {r.minimum_bytes / r.bound_bytes - 1:.2%} | "
+        f"{r.cpu_seconds} |"
+        for r in sizes
+    ]
+    lines += [
+        "",
+        "Predicted time over one execution of every node, the bound, and the gap between them as "
+        "a share of one execution of every node, at budgets from the smallest (0) to keep-all (9).",
+        "",
+        "| model | budget | of keep-all | plan | bound | gap | status | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    keep_all_bytes = {(r.model, r.digest): r.keep_all_bytes for r in sizes}
+    lines += [
+        f"| {r.model} | {r.index} | {r.budget_bytes / keep_all_bytes[r.model, r.digest]:.1%} | "
+        f"{r.time_ns / r.once_ns - 1:+.2%} | {r.bound_ns / r.once_ns - 1:+.2%} | "
+        f"{(r.time_ns - r.bound_ns) / r.once_ns:.2%} | {r.status} | {r.plan_cpu_seconds} |"
+        for r in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(CASES), metavar="MODEL")
+    parser.add_argument("--limit", type=float, default=20.0)
+    parser.add_argument("--bound-limit", type=float, default=60.0)
+    parser.add_argument("--least-only", action="store_true", help="only the smallest budgets")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    options = api.Options(time_limit_s=arguments.limit, bound_time_limit_s=0.1)
+    found = read()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ROCKPLAN_CACHE_DIR"] = folder
+        for name in arguments.models:
+            measure(name, found, options, arguments)
+            (RESULTS / "gap.md").write_text(report(found))
+
+
+if __name__ == "__main__":
+    main()
