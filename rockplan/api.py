@@ -186,10 +186,9 @@ def pareto(
     families = _families(prepared.blocks, _cache(options), options)
     solver = ChainSolver(prepared.problem, prepared.blocks, families)
     found = [simulation for _, simulation in solver.curve()]
-    deadline = time.monotonic() + options.time_limit_s
-    smallest = _smallest(prepared.problem, solver, deadline)
+    smallest = _smallest(prepared.problem, solver)
     minimum_bytes = simulate(prepared.problem, smallest).peak_bytes
-    first = _fastest(prepared.problem, solver, smallest, minimum_bytes, deadline)
+    first = _fastest(prepared.problem, solver, smallest, minimum_bytes)
     found.append(simulate(prepared.problem, first))
     return Curve(
         points=useful(
@@ -465,24 +464,27 @@ def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     until = deadline - min(options.bound_time_limit_s, options.time_limit_s / 4)
     smallest = None
     if budget_bytes is None or budget_bytes < solver.minimum_bytes:
-        smallest = _smallest(graph, solver, until)
+        smallest = _smallest(graph, solver)
         minimum_bytes = simulate(graph, smallest).peak_bytes
         budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < minimum_bytes:
             raise _too_small(graph, budget_bytes, smallest, options)
-    schedule = _fastest(graph, solver, smallest, budget_bytes, until)
+    schedule = _fastest(graph, solver, smallest, budget_bytes)
     found = improve(graph, schedule, budget_bytes, deadline=until)
     if any(family.gap_ns is None for family in families):
         found = replace(found, is_complete=False)
     return _finish(prepared, found, budget_bytes, options, deadline)
 
 
-def _smallest(graph: CDGraph, solver: ChainSolver, deadline: float) -> Schedule:
+def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget."""
     report("looking for the smallest peak")
+    found = eviction.thriftiest(graph)
+    if simulate(graph, found).peak_bytes <= solver.minimum_bytes:
+        return found
     of_chain = solver.best_schedule(solver.minimum_bytes)
     assert of_chain is not None
-    return eviction.thriftiest(graph, solver.minimum_bytes, deadline=deadline) or of_chain
+    return of_chain
 
 
 def _fastest(
@@ -490,13 +492,12 @@ def _fastest(
     solver: ChainSolver,
     smallest: Schedule | None,
     budget_bytes: int,
-    deadline: float,
 ) -> Schedule:
     """Of the chain, of evictions, and `smallest`, whichever is fastest within the budget; one of
     the chain and `smallest` is."""
     known = (
         solver.best_schedule(budget_bytes),
-        eviction.within(graph, budget_bytes, deadline=deadline),
+        eviction.within(graph, budget_bytes),
         smallest,
     )
     fitting = [schedule for schedule in known if schedule is not None]

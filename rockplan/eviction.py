@@ -3,8 +3,8 @@ again when it is read.
 
 takes: a priced CDGraph, budgets. returns: schedules, or None. guarantees: legal (`verify`), within
 the budget as `simulate` finds it; the forward phase runs every node once, in order, the backward
-phase runs every node for the first time in order; the same on every run unless the deadline
-strikes.
+phase runs every node for the first time in order; the same on every run: effort is counted, not
+seconds.
 source: DTR (Kirisame et al., ICLR 2021) with the future known: its score, what it costs to make a
 storage again over its size and the time it was not used, has here the time until it is read next,
 as in Belady's rule.
@@ -18,15 +18,14 @@ that minimise the peak found .987 (ResNet-18), .972 and 1.000 (GPT-2) in minutes
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.graph import CDGraph, DataKind, producers, readers
-from rockplan.schedule import Schedule, with_frees
-from rockplan.simulate import simulate
+from rockplan.schedule import Schedule, keep_all, with_frees
+from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
 
 STEP = 0.005
@@ -38,11 +37,11 @@ EXECUTIONS = 8
 DEPTH = 200
 """Nodes that may wait for one another; an attempt with more fails."""
 
-LEAST_EFFORT = 2_000_000
-"""Storages weighed for all attempts to find the least peak: some seconds. On 2 layers of a
-transformer one attempt weighs 20,000."""
+LEAST_EFFORT = 800_000
+"""Storages weighed for all attempts to find the least peak: 8 s. On 2 layers of a transformer one
+attempt weighs 20,000, on 2+2 layers of T5 50,000."""
 
-EFFORT = 400_000
+EFFORT = 200_000
 """The same for one budget."""
 
 FAR = 1_000_000
@@ -80,65 +79,55 @@ class _Failed(Exception):
 
 @dataclass
 class _Effort:
-    """left: storages that may still be weighed; deadline: as of time.monotonic."""
+    """left: storages that may still be weighed."""
 
     left: int
-    deadline: float
 
     @property
     def is_spent(self) -> bool:
-        return self.left <= 0 or time.monotonic() > self.deadline
+        return self.left <= 0
 
 
-def thriftiest(graph: CDGraph, most_bytes: int, *, deadline: float) -> Schedule | None:
-    """The schedule with the least peak found, of those below `most_bytes`; None without any.
-    deadline: as of time.monotonic."""
-    effort = _Effort(LEAST_EFFORT, deadline)
-    best: Schedule | None = None
+def thriftiest(graph: CDGraph) -> Schedule:
+    """The schedule with the least peak found, of those with equal ones the fastest; the same on
+    every run, so a budget that is too small always is."""
+    effort = _Effort(LEAST_EFFORT)
+    best = keep_all(graph)
     for rule in RULES:
-        found = _thriftiest_by(graph, most_bytes, rule, effort)
-        if found is not None:
-            best, most_bytes = found, simulate(graph, found).peak_bytes
-    return best if best is None else _settled(graph, best, deadline)
-
-
-def _settled(graph: CDGraph, schedule: Schedule, deadline: float) -> Schedule:
-    """The fastest schedule that `within` and `schedule` give at a peak at which there is none
-    with a smaller peak."""
+        best = _thriftiest_by(graph, best, rule, effort)
     while True:
-        before = simulate(graph, schedule)
-        found = within(graph, before.peak_bytes, deadline=deadline)
-        if found is None:
-            return schedule
-        after = simulate(graph, found)
-        if (after.peak_bytes, after.time_ns) >= (before.peak_bytes, before.time_ns):
-            return schedule
-        schedule = found
+        before = simulate(graph, best)
+        found = within(graph, before.peak_bytes)
+        after = None if found is None else simulate(graph, found)
+        if found is None or after is None or not _is_better(after, before):
+            return best
+        best = found
 
 
-def _thriftiest_by(
-    graph: CDGraph, most_bytes: int, rule: _Rule, effort: _Effort
-) -> Schedule | None:
-    """Bisection; a rule that does not gain one step is not asked again."""
-    best: Schedule | None = None
+def _is_better(a: Simulation, b: Simulation) -> bool:
+    return (a.peak_bytes, a.time_ns) < (b.peak_bytes, b.time_ns)
+
+
+def _thriftiest_by(graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort) -> Schedule:
+    """Bisection below the peak of `best`; a rule that does not gain one step is not asked again."""
+    most_bytes = simulate(graph, best).peak_bytes
     low, high = _floor_bytes(graph) - 1, most_bytes
     budget_bytes = min(int(most_bytes * (1 - STEP)), most_bytes - 1)
     while high - low > max(most_bytes * STEP, 1):
         found = _attempt(graph, budget_bytes, rule, effort)
         if found is not None:
             best, high = found, simulate(graph, found).peak_bytes
-        elif best is None:
-            return None
+        elif high == most_bytes:
+            break
         else:
             low = budget_bytes
         budget_bytes = (low + high) // 2
     return best
 
 
-def within(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Schedule | None:
-    """The fastest schedule found whose peak is within `budget_bytes`; None without any.
-    deadline: as of time.monotonic."""
-    effort = _Effort(EFFORT, deadline)
+def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
+    """The fastest schedule found whose peak is within `budget_bytes`; None without any."""
+    effort = _Effort(EFFORT)
     found = [_attempt(graph, budget_bytes, rule, effort) for rule in RULES]
     fitting = [schedule for schedule in found if schedule is not None]
     return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns, default=None)

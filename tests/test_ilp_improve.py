@@ -95,10 +95,7 @@ def test_schedules_by_eviction_can_be_improved() -> None:
     """Backward nodes that run again there stay as they are."""
     faster = 0
     for graph in (mlp_block(), *map(draw, range(24))):
-        high = peak_bytes(price(graph, keep_all_orders(graph)))
-        before = thriftiest(graph, high, deadline=time.monotonic() + 60)
-        if before is None:
-            continue
+        before = thriftiest(graph)
         for budget_bytes in budgets(graph):
             if simulate(graph, before).peak_bytes > budget_bytes:
                 continue
