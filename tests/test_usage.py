@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks.models import Case
+from benchmarks.zoo_cases import loss_of
 from tests.training import (
     assert_equal_trees,
     assert_same_state,
@@ -748,6 +749,35 @@ def test_results_that_are_inputs() -> None:
     result = planned(SAMPLE)
     assert result["x"].data_ptr() == SAMPLE.data_ptr()
     assert result["part"].data_ptr() == SAMPLE.view(-1)[3:].data_ptr()
+
+
+class TwoInputs(nn.Module):
+    """The gradient of the second input is there long before the backward pass ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        self.late = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.tanh(self.layers(x)) + self.late(y)
+        return found
+
+
+@pytest.mark.parametrize("budget", ["min", "70%", "100%"])
+def test_gradients_of_inputs_count_to_the_end(budget: str) -> None:
+    """The engine holds them: what made the inputs runs backward after all of the module."""
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(64, 32, requires_grad=True).clone() for _ in range(2))
+    planned = rockplan.solve(TwoInputs(), inputs, budget)
+
+    def step() -> None:
+        result = planned(*inputs)
+        loss_of(result).backward()
+
+    plan = planned.plan
+    peak_bytes, _ = rockplan.peak_live_bytes(step)
+    assert 0.98 * plan.peak_bytes <= peak_bytes <= plan.peak_bytes <= plan.budget_bytes
 
 
 class ChangesInput(nn.Module):

@@ -415,11 +415,12 @@ def _assemble(
     held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
     owned = tuple(sorted(d for d in held if not data[d].kind.resident))
     handed = {numbering.data_of[storages.of[g]] for _, found in gradients for g in found}
+    held |= _input_gradients(capture, numbering, gradients)
     graph = CDGraph(
         data=data,
         nodes=tuple(nodes),
         outputs=owned,
-        held=tuple(sorted({*owned, *held_tangents})),
+        held=tuple(sorted(d for d in held | held_tangents if not data[d].kind.resident)),
         handed=tuple(sorted(d for d in handed - held if not data[d].kind.resident)),
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
@@ -457,6 +458,19 @@ def _keep_until_last(
     last = nodes[max(makers)]
     reads = {*last.reads, *contributions} - set(last.writes)
     nodes[last.index] = replace(last, reads=tuple(sorted(reads)))
+
+
+def _input_gradients(capture: Capture, numbering: _Numbering, gradients: Gradients) -> set[int]:
+    """Storages of the gradients of all that is no parameter. They are alive to the end of the
+    backward pass: as `.grad` of a leaf, or in the engine, which goes on beyond the module only
+    when all of the module is done."""
+    parameters = {value for _, value in capture.parameters}
+    return {
+        numbering.values[numbering.value(g)].data
+        for target, found in gradients
+        for g in found
+        if target not in parameters
+    }
 
 
 def _allocated_bytes(size_bytes: int, device: str) -> int:
