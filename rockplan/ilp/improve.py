@@ -28,7 +28,14 @@ from rockplan.ilp.decode import Orders
 from rockplan.ilp.formulate import StageModel, formulate
 from rockplan.ilp.solve import TIME_UNIT, LinearProgram, SolveReport, solve
 from rockplan.ilp.units import UNLIMITED, Units, in_units
-from rockplan.ilp.window import Window, make_window, read_window, staged, start_values
+from rockplan.ilp.window import (
+    Window,
+    has_more_columns,
+    make_window,
+    read_window,
+    staged,
+    start_values,
+)
 from rockplan.progress import report
 from rockplan.schedule import Compute, Schedule, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
@@ -119,23 +126,20 @@ def _windows(search: _Search, orders: Orders) -> list[range]:
     """All forward nodes, if one program holds them; else slices that overlap by half, the last
     ones first: their memory is what all others wait for."""
     count = len(search.graph.forward)
-    if _columns(search, orders, range(count)) <= WINDOW_COLUMNS:
+
+    def is_too_large(nodes: range) -> bool:
+        return has_more_columns(search.units, orders, nodes, WINDOW_COLUMNS)
+
+    if not is_too_large(range(count)):
         return [range(count)]
     size = count
-    while size > 1:
+    while size > 1 and search.remaining_s > 0:
         starts = range(0, max(count - size // 2, 1), max(size // 2, 1))
         windows = [range(start, min(start + size, count)) for start in starts]
-        if all(_columns(search, orders, nodes) <= WINDOW_COLUMNS for nodes in windows):
+        if not any(map(is_too_large, windows)):
             return windows[::-1]
         size = size * 2 // 3
     return []
-
-
-def _columns(search: _Search, orders: Orders, nodes: Collection[int]) -> int:
-    window = make_window(search.graph, search.units, orders, nodes)
-    if window is None:
-        return 0
-    return sum(len(s.wanted) + len(s.movable) for s in window.stages.stages)
 
 
 def _improve_window(search: _Search, orders: Orders, nodes: Collection[int]) -> Orders:

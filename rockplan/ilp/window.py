@@ -57,17 +57,10 @@ def make_window(
     units: of the problem. Tiny storages weigh what they weigh, save those that the nodes touch.
     """
     graph = units.graph
-    own = frozenset(i for i in nodes if graph.nodes[i].recomputable)
-    fixed = tuple(i for i in orders.backward if i not in own)
-    touched = {d for i in own for d in (*graph.nodes[i].reads, *graph.nodes[i].writes)}
-    free = _free(units, touched)
-    beside = _beside(problem, free | (touched & units.tiny), orders.forward, fixed)
-    positions = [
-        t
-        for t, i in enumerate(fixed)
-        if not free.isdisjoint(graph.nodes[i].reads) or not free.isdisjoint(graph.nodes[i].writes)
-    ]
-    stages = _stages(graph, free, own, fixed, positions, beside)
+    outline = _outline(units, orders, nodes)
+    own, free, fixed, positions = outline.own, outline.free, outline.fixed, outline.positions
+    beside = _beside(problem, free | (outline.touched & units.tiny), orders.forward, fixed)
+    stages = _stages(graph, outline, beside)
     if not any(stage.movable for stage in stages):
         return None
     last = positions[-1] + 1
@@ -91,8 +84,47 @@ def make_window(
         ),
         nodes=own,
         fixed=fixed,
-        positions=tuple(positions),
+        positions=positions,
     )
+
+
+def has_more_columns(
+    units: Units, orders: Orders, nodes: Collection[int], most_columns: int
+) -> bool:
+    """Whether the program of the window of `nodes` needs more than `most_columns`, found without
+    making the window."""
+    columns = 0
+    for need in _needs(units.graph, _outline(units, orders, nodes)):
+        columns += len(need.wanted) + len(need.movable)
+        if columns > most_columns:
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """own: nodes that may run again; touched: what they read and make; free: what of it is decided
+    about; fixed, positions: as in Window."""
+
+    own: frozenset[int]
+    touched: frozenset[int]
+    free: frozenset[int]
+    fixed: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+def _outline(units: Units, orders: Orders, nodes: Collection[int]) -> _Outline:
+    graph = units.graph
+    own = frozenset(i for i in nodes if graph.nodes[i].recomputable)
+    touched = frozenset(d for i in own for d in (*graph.nodes[i].reads, *graph.nodes[i].writes))
+    free = _free(units, touched)
+    fixed = tuple(i for i in orders.backward if i not in own)
+    positions = tuple(
+        t
+        for t, i in enumerate(fixed)
+        if not free.isdisjoint(graph.nodes[i].reads) or not free.isdisjoint(graph.nodes[i].writes)
+    )
+    return _Outline(own, touched, free, fixed, positions)
 
 
 def _free(units: Units, touched: Collection[int]) -> frozenset[int]:
@@ -145,57 +177,68 @@ def _forward_during(
     return tuple(during)
 
 
-def _stages(
-    graph: CDGraph,
-    free: frozenset[int],
-    own: frozenset[int],
-    fixed: Sequence[int],
-    positions: Sequence[int],
-    beside: _Fixed,
-) -> tuple[Stage, ...]:
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Of one `Stage`: storages and nodes; position: of its node in `fixed`."""
+
+    position: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    wanted: frozenset[int]
+    movable: frozenset[int]
+
+
+def _needs(graph: CDGraph, outline: _Outline) -> Iterator[_Need]:
+    """Of each stage, last one first."""
     producer = producers(graph)
-    made = {d for i in own for d in graph.nodes[i].writes}
-    starts = [0, *(t + 1 for t in positions)]
-    found: list[Stage] = []
+    made = {d for i in outline.own for d in graph.nodes[i].writes}
     wanted: set[int] = set()
-    for start, t in reversed(list(zip(starts, positions, strict=False))):
-        node = graph.nodes[fixed[t]]
-        reads = tuple(d for d in node.reads if d in free)
-        makes = tuple(d for d in node.writes if d in free)
-        wanted = _closure(graph, free, own, producer, wanted.difference(makes).union(reads))
-        can_move = not made.isdisjoint(reads)
-        found.append(
-            Stage(
-                node=node.index,
-                reads=reads,
-                makes=makes,
-                wanted=tuple(sorted(wanted)),
-                movable=tuple(sorted({producer[d] for d in wanted} & own)) if can_move else (),
-                before=beside.before[t],
-                during=beside.during[t],
-                gap=max(beside.during[start:t], default=0),
-            )
-        )
-    return tuple(found[::-1])
+    for t in reversed(outline.positions):
+        node = graph.nodes[outline.fixed[t]]
+        reads = tuple(d for d in node.reads if d in outline.free)
+        makes = tuple(d for d in node.writes if d in outline.free)
+        seeds: Iterable[int] = reads
+        if makes:
+            seeds, wanted = wanted.difference(makes).union(reads), set()
+        _close(graph, outline, producer, wanted, seeds)
+        movable = {producer[d] for d in wanted} & outline.own if made & set(reads) else ()
+        yield _Need(t, reads, makes, frozenset(wanted), frozenset(movable))
 
 
-def _closure(
+def _close(
     graph: CDGraph,
-    free: frozenset[int],
-    own: frozenset[int],
+    outline: _Outline,
     producer: dict[int, int],
+    closed: set[int],
     seeds: Iterable[int],
-) -> set[int]:
-    """`seeds` and every free storage that the window's nodes may read to make them."""
-    found: set[int] = set()
+) -> None:
+    """Adds to `closed` the `seeds` and every free storage that the window's nodes may read to
+    make them."""
     pending = list(seeds)
     while pending:
         d = pending.pop()
-        if d not in found:
-            found.add(d)
-            if producer[d] in own:
-                pending += [r for r in graph.nodes[producer[d]].reads if r in free]
-    return found
+        if d not in closed:
+            closed.add(d)
+            if producer[d] in outline.own:
+                pending += [r for r in graph.nodes[producer[d]].reads if r in outline.free]
+
+
+def _stages(graph: CDGraph, outline: _Outline, beside: _Fixed) -> tuple[Stage, ...]:
+    starts = [0, *(t + 1 for t in outline.positions)]
+    needs = list(_needs(graph, outline))[::-1]
+    return tuple(
+        Stage(
+            node=outline.fixed[need.position],
+            reads=need.reads,
+            makes=need.makes,
+            wanted=tuple(sorted(need.wanted)),
+            movable=tuple(sorted(need.movable)),
+            before=beside.before[need.position],
+            during=beside.during[need.position],
+            gap=max(beside.during[start : need.position], default=0),
+        )
+        for start, need in zip(starts, needs, strict=False)
+    )
 
 
 def start_values(window: Window, model: StageModel, orders: Orders) -> dict[int, float]:
