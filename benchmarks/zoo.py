@@ -12,7 +12,7 @@ steps beside eager execution; then its peak is measured. It ends as
 
 Dropout is on. Off are SpecAugment and LayerDrop of transformers (`zoo_cases.OFF`).
 
-Command: OMP_NUM_THREADS=1 python -m benchmarks.zoo [--jobs 2] [--retry] [--recheck 50]
+Command: OMP_NUM_THREADS=1 python -m benchmarks.zoo [--jobs 2] [--retry wrong] [--recheck 50]
 Results: benchmarks/results/zoo.jsonl, one line a case with the commit that it was examined at,
 kept and continued; zoo.md, the table.
 """
@@ -479,17 +479,16 @@ def _equal_line(row: dict[str, Any]) -> str:
 
 
 def choose(
-    listed: list[str], rows: dict[str, dict[str, Any]], retry: bool, recheck: int
+    listed: list[str], rows: dict[str, dict[str, Any]], retry: list[str], recheck: int
 ) -> list[str]:
-    """What to examine: what was not, with `retry` what did not end equal, and `recheck` random
-    ones of those that did, at other commits first. Mixed, so that a sweep that is cut short is a
+    """What to examine: what was not, what ended as one of `retry`, and `recheck` random equal
+    ones, those of other commits first. Mixed, so that a sweep that is cut short is a
     fair sample; what is examined again first, bodies without a head last."""
     equal = [n for n in listed if n in rows and rows[n]["outcome"] == "equal"]
     here = package_commit()
     shuffled = random.Random(len(equal)).sample(equal, len(equal))
     again = set(sorted(shuffled, key=lambda n: rows[n]["package"] == here)[:recheck])
-    if retry:
-        again |= {n for n in listed if n in rows} - set(equal)
+    again |= {n for n in listed if n in rows and rows[n]["outcome"] in retry}
     names = [n for n in listed if n not in rows or n in again]
     return sorted(names, key=lambda n: (n not in again, "/base/" in n, seed_of(n)))
 
@@ -498,7 +497,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--retry", action="store_true", help="examine again what is not equal")
+    parser.add_argument(
+        "--retry", nargs="+", choices=OUTCOMES[1:], default=[], help="outcomes to examine again"
+    )
     parser.add_argument("--recheck", type=int, default=0, help="equal ones to examine again")
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
