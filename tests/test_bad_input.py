@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import rockplan
+from rockplan.graph_builder.operators import Layouts
+from tests.usage import NormOfTransposed
 
 
 class ReadsActivation(nn.Module):
@@ -91,6 +93,21 @@ class FailsHalfWay(nn.Module):
         self.extra = 1
         self.bn(x)
         raise RuntimeError("half way")
+
+
+class InPlainList(nn.Module):
+    """Layers that the module does not know, one in the middle of the result or as the result."""
+
+    def __init__(self, returned: bool) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+        self.head = nn.Linear(4, 4)
+        self.returned = returned
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.returned:
+            return self.head(x), self.layers[0].bias
+        return self.head(self.layers[0](x))
 
 
 def frozen() -> nn.Module:
@@ -177,6 +194,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.UnsupportedModel,
         ["self.last", "Return it"],
     ),
+    "layers in a plain list": (
+        lambda: InPlainList(False),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["shape (4,", "nn.ParameterList", "detach"],
+    ),
+    "foreign parameter in the result": (
+        lambda: InPlainList(True),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["shape (4,", "nn.ParameterList", "detach"],
+    ),
     "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
     "lazy": (lambda: nn.LazyLinear(4), SAMPLE, rockplan.InvalidInput, ["lazy", "run"]),
@@ -252,6 +281,15 @@ def test_other_cross_entropies_are_planned(settings: dict[str, Any]) -> None:
     for found, expected in zip(planned.parameters(), model.parameters(), strict=True):
         assert found.grad is not None and expected.grad is not None
         assert torch.equal(found.grad, expected.grad)
+
+
+def test_views_of_results_in_other_strides_than_captured_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The strides of batch normalization as PyTorch's shape rule says, not as they are."""
+    monkeypatch.setattr(Layouts, "corrected", lambda self, operator, args, kwargs, result: result)
+    with pytest.raises(rockplan.UnsupportedModel, match="native_batch_norm.*contiguous"):
+        rockplan.solve(NormOfTransposed(), torch.randn(2, 32, 16), "min")
 
 
 def test_not_a_module() -> None:

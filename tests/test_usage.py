@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -33,6 +34,7 @@ from tests.usage import (
     BUDGET,
     SAMPLE,
     Net,
+    NormOfTransposed,
     both,
     count_programs,
     encoder_without_dropout,
@@ -536,6 +538,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "shape changed in place": (ShapeInPlace, vectors),
     "late shortcut": (LateShortcut, vectors),
     "transposed gradients": (TransposedGradients, lambda: torch.randn(2, 16, 8)),
+    "batch norm of a transposed tensor": (NormOfTransposed, lambda: torch.randn(2, 32, 16)),
     "expanded integer input": (
         lambda: nn.Embedding(4, 16),
         lambda: torch.arange(64).remainder(4).expand(7, 64),
@@ -778,6 +781,34 @@ def test_gradients_of_inputs_count_to_the_end(budget: str) -> None:
     plan = planned.plan
     peak_bytes, _ = rockplan.peak_live_bytes(step)
     assert 0.98 * plan.peak_bytes <= peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+
+
+@functools.cache
+def table() -> torch.Tensor:
+    return torch.arange(4.0).sin()
+
+
+class Tabled(nn.Module):
+    """Returns a table that outlives the call, with and without anything having read it."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.b(torch.tanh(self.a(x)))
+        return {"y": y + table() if self.read else y, "table": table(), "rows": table()[1:]}
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_results_that_outlive_the_call(read: bool) -> None:
+    torch.manual_seed(0)
+    table()
+    case = Case("tabled", Tabled(read).train(), (SAMPLE,), {}, lambda r: mean_square(r["y"]))
+    planned, eager = pair(case)
+    train_side_by_side(case, planned, eager, steps=2)
+    assert planned(SAMPLE)["table"].data_ptr() == table().data_ptr()
 
 
 class ChangesInput(nn.Module):

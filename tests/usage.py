@@ -40,6 +40,19 @@ class Net(nn.Module):
         return self.head(x + self.second(self.norm(self.first(x))))
 
 
+class NormOfTransposed(nn.Module):
+    """Batch normalization, which writes statistics, of a transposed tensor: its result is
+    contiguous, where PyTorch's shape rule says that it is transposed, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.norm(self.a(x).transpose(1, 2)).transpose(1, 2))
+        return y
+
+
 def mean_square(result: torch.Tensor) -> torch.Tensor:
     return result.pow(2).mean()
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -111,8 +111,10 @@ def capture(
         with _as_in_eager(recorder), fake_mode:
             with recorder, _module_paths(module, recorder), _no_python_randomness():
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
-            outputs, output_spec = pytree.tree_flatten(result)
+            leaves_of_result, output_spec = pytree.tree_flatten(result)
+            outputs = [_known_output(recorder, leaf) for leaf in leaves_of_result]
             starts = _starts(outputs, incoming)
+            _refuse_foreign_gradients([outputs[i] for i in starts])
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, stand_ins)
@@ -359,6 +361,40 @@ def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[in
             f"gradient are {tuple(candidates)}"
         )
     return {i: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+
+
+def _known_output(recorder: Recorder, leaf: Any) -> Any:
+    """A leaf of the result; a real tensor that no call has read (a cached table) is a constant."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.requires_grad and not isinstance(leaf, FakeTensor):
+        raise _foreign_gradient(leaf)
+    return recorder.known_tensor(leaf)
+
+
+def _refuse_foreign_gradients(roots: Sequence[torch.Tensor]) -> None:
+    """Raise where the backward pass reaches a tensor that requires a gradient and is neither a
+    parameter of the module nor an argument: eager would accumulate into it, a plan would not."""
+    waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
+            if not isinstance(leaf, FakeTensor):
+                raise _foreign_gradient(leaf)
+        followers = dict.fromkeys(n for n, _ in node.next_functions if n is not None)
+        waiting += [n for n in followers if n not in seen]
+        seen |= set(followers)
+
+
+def _foreign_gradient(tensor: torch.Tensor) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the result depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient "
+        "and is neither a parameter of the module nor an argument, so a planned step would not "
+        "compute its gradient; register it as a parameter (nn.Parameter, nn.ParameterList), pass "
+        "it as an argument, or detach it"
+    )
 
 
 def _backward(

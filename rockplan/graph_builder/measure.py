@@ -143,10 +143,12 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
     found: set[int | None] = set()
     for value in graph.values:
-        view = value.view
-        while view is not None and view.op in _LAYOUT_VIEWS:
+        view, by_layout = value.view, False
+        while view is not None:
+            by_layout |= view.op in _LAYOUT_VIEWS
             base = next(value_refs(view.args)).index
-            found.add(base)
+            if by_layout:
+                found.add(base)
             view = graph.values[base].view
     return found
 

@@ -199,7 +199,7 @@ class Layouts:
             return result
         storages = {t.untyped_storage()._cdata for t in given}
         fresh = [t for t in tensors(result) if t.untyped_storage()._cdata not in storages]
-        if len(fresh) != len(list(tensors(result))) or written(operator, args, kwargs):
+        if not fresh or len(fresh) != len(list(tensors(result))):
             return result
         strides = iter(self._strides(operator, args, kwargs))
 

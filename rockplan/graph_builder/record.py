@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         module, source = self.place()
         self._refuse_unsupported(func, module, source)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._known_tensor, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
         if operators.operator_name(func) in operators.VALUE_READS:
             return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
         view = operators.out_of_place_view(func)
@@ -198,8 +198,9 @@ class Recorder(TorchDispatchMode):
                 source=source,
             )
 
-    def _known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tensors of the model that are neither parameters nor buffers are constants."""
+    def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as a fake one; those of the model that are neither parameters nor buffers (a
+        table that a library keeps) are constants."""
         if isinstance(tensor, FakeTensor):
             self.value(tensor)
             return tensor
