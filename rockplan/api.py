@@ -464,7 +464,7 @@ def _new_plan(prepared: _Prepared, budget: Budget, options: Options) -> Plan:
     solver = ChainSolver(graph, prepared.blocks, families)
     until = deadline - min(options.bound_time_limit_s, options.time_limit_s / 4)
     smallest = None
-    if budget_bytes is None or budget_bytes < solver.minimum_bytes:
+    if budget_bytes is None or solver.best_schedule(budget_bytes) is None:
         smallest = _smallest(graph, solver)
         minimum_bytes = simulate(graph, smallest).peak_bytes
         budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
