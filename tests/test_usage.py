@@ -811,6 +811,31 @@ def test_results_that_outlive_the_call(read: bool) -> None:
     assert planned(SAMPLE)["table"].data_ptr() == table().data_ptr()
 
 
+@functools.lru_cache
+def bounded_table(size: int) -> dict[str, torch.Tensor]:
+    return {"table": torch.linspace(0, 1, size)}
+
+
+@functools.cache
+def unbounded_table(size: int) -> torch.Tensor:
+    return torch.linspace(1, 2, size)
+
+
+class CachesTables(Net):
+    """Tables that functions keep for the next call are real after planning, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x * bounded_table(16)["table"] + unbounded_table(16))
+
+
+def test_functions_that_cache_what_the_forward_computes() -> None:
+    torch.manual_seed(0)
+    case = Case("caches", CachesTables().train(), (SAMPLE,), {}, mean_square)
+    planned, eager = pair(case)
+    assert type(bounded_table(16)["table"]) is type(unbounded_table(16)) is torch.Tensor
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "step")
+
+
 class ChangesInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,12 +7,15 @@ dictionaries of parameters and buffers are exchanged directly.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import checkpoint
 
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
@@ -40,6 +43,32 @@ def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
                 del m.__dict__[name]
             for name, content in contents[id(m)].items():
                 _refill(m.__dict__[name], content)
+
+
+@contextlib.contextmanager
+def function_caches(mode: FakeTensorMode) -> Iterator[None]:
+    """On exit, empty each functools.lru_cache that holds a fake tensor of `mode`: a forward that
+    keeps a table in one would hand it to eager execution for ever."""
+    try:
+        yield
+    finally:
+        for found in gc.get_objects():
+            if type(found) is functools._lru_cache_wrapper and _keeps_fakes(found, mode):
+                found.cache_clear()
+
+
+def _keeps_fakes(cache: Any, mode: FakeTensorMode) -> bool:
+    """Looks at the results that `cache` keeps, also in their tuples, lists and dictionaries."""
+    pending: list[object] = gc.get_referents(cache) if cache.cache_info().currsize else []
+    seen: set[int] = set()
+    while pending:
+        found = pending.pop()
+        if isinstance(found, FakeTensor) and found.fake_mode is mode:
+            return True
+        if isinstance(found, tuple | list | dict) and id(found) not in seen:
+            seen.add(id(found))
+            pending += gc.get_referents(found)
+    return False
 
 
 def _copy(container: Any) -> Any:
