@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import rockplan
 from rockplan import progress
 from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph import (
@@ -23,6 +26,7 @@ from rockplan.graph import (
     Value,
     ValueRef,
 )
+from rockplan.graph_builder import operators
 from rockplan.graph_builder.canonical import profile_digest
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lower import Lowered, lower
@@ -480,6 +484,78 @@ def test_predicted_peak_is_the_measured_one(name: str) -> None:
     measured, final = peak_live_bytes(step)
     assert final == 0
     assert abs(predicted - measured) <= 0.02 * measured
+
+
+class Positions(nn.Module):
+    """A grid of positions for images of any size, resized as vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid = nn.Parameter(torch.rand(1, 32 * 32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = self.grid.view(1, 32, 32, 8).permute(0, 3, 1, 2)
+        resized = nn.functional.interpolate(grid, size=(4, 4), mode="bilinear")
+        return (x + resized.view(1, 8, 16).permute(0, 2, 1)).pow(2).mean()
+
+
+class Pyramid(nn.Module):
+    """Starts from one pixel whose channels come last, as the deepest features of a pyramid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pixel = torch.relu(x.view(2, 1, 1, 8).permute(0, 3, 1, 2))
+        wide = nn.functional.interpolate(self.convolution(pixel), scale_factor=8.0)
+        return self.convolution(wide).tanh().mean()
+
+
+class _Strides(TorchDispatchMode):
+    """What every call of a real run returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found.append((str(func), tuple(t.stride() for t in operators.tensors(result))))
+        return result
+
+
+SIZE_1 = {
+    "views": (Positions, torch.rand(2, 16, 8)),
+    "elementwise": (Pyramid, torch.rand(2, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", SIZE_1)
+def test_recorded_strides_are_those_of_eager_execution(kind: str) -> None:
+    """Of dimensions of size 1 too: kernels guess the memory format from them."""
+    make, sample = SIZE_1[kind]
+    model = make()
+    recorded = capture(model, (sample,), {})
+    with _Strides() as real:
+        loss = model(sample)
+        torch.autograd.grad(loss, list(model.parameters()), torch.ones_like(loss))
+    values = recorded.values
+    found = [
+        (c.call.op, tuple(values[r].spec.stride for r in c.call.results if r is not None))
+        for c in recorded.calls
+    ]
+    assert found == [call for call in real.found if call[0] != "aten.ones_like.default"]
+
+
+@pytest.mark.parametrize("kind", SIZE_1)
+def test_the_peak_is_met_where_dimensions_have_size_1(kind: str) -> None:
+    make, sample = SIZE_1[kind]
+    planned = rockplan.solve(make(), (sample,), "min")
+    measured, final = peak_live_bytes(lambda: planned(sample).backward())
+    assert final == 0
+    assert measured <= planned.plan.budget_bytes
+    assert abs(measured - planned.plan.peak_bytes) <= 0.02 * measured
 
 
 def test_equal_layers_share_costs_and_blocks() -> None:

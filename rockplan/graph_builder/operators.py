@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import make_contiguous_strides_for
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -181,9 +182,11 @@ class Layouts:
     """Strides of real results, where they may differ from what PyTorch's shape rules say.
 
     The rules of many backward operators ignore that kernels follow the strides of transposed
-    arguments; what the capture records after them (a copy or a view) would then differ from
-    eager. So a call with an argument that is not contiguous runs once for real, on tensors of
-    zeros, one call at a time.
+    arguments, and those of views and of elementwise operators give other strides to dimensions of
+    size 1, from which kernels guess the memory format; what the capture records after them (a
+    copy or a view) would then differ from eager, and so would workspaces. So a view is made once
+    more by the real code, on tensors without memory, and another call with an argument that does
+    not have the strides of a new tensor runs once for real, on zeros, one call at a time.
     """
 
     def __init__(self) -> None:
@@ -194,25 +197,32 @@ class Layouts:
     ) -> Any:
         """`result` of a fake call with the strides that the real call gives."""
         given = list(tensors((args, kwargs)))
-        plain = all(t.is_floating_point() or t.dtype is torch.bool for t in given)
-        if not plain or all(t.is_contiguous() for t in given) or is_random(operator, args, kwargs):
+        made = list(tensors(result))
+        if any(t.layout is not torch.strided for t in made):
             return result
         storages = {t.untyped_storage()._cdata for t in given}
-        fresh = [t for t in tensors(result) if t.untyped_storage()._cdata not in storages]
-        if not fresh or len(fresh) != len(list(tensors(result))):
+        shared = {t.untyped_storage()._cdata in storages for t in made}
+        if len(shared) != 1:
             return result
-        strides = iter(self._strides(operator, args, kwargs))
+        (is_view,) = shared
+        if is_view and written(operator, args, kwargs):
+            return result
+        if not is_view and not _may_follow_strides(operator, args, kwargs):
+            return result
+        strides = iter(self._strides(operator, args, kwargs, is_view))
 
         def correct(leaf: torch.Tensor) -> torch.Tensor:
             real = next(strides, None)
             if real is None or len(real) != leaf.ndim or real == leaf.stride():
                 return leaf
+            if is_view:
+                return leaf.as_strided(leaf.shape, real, leaf.storage_offset())
             return torch.empty_strided(leaf.shape, real, dtype=leaf.dtype, device=leaf.device)
 
         return pytree.tree_map_only(torch.Tensor, correct, result)
 
     def _strides(
-        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
     ) -> tuple[tuple[int, ...] | None, ...]:
         def described(leaf: Any) -> object:
             if isinstance(leaf, torch.Tensor):
@@ -222,19 +232,29 @@ class Layouts:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
         if key not in self._known:
-            self._known[key] = _real_strides(operator, args, kwargs)
+            self._known[key] = _real_strides(operator, args, kwargs, is_view)
         return self._known[key]
 
 
-def _real_strides(
+def _may_follow_strides(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """True for a call that is not random, on floating-point tensors and masks of which one does
+    not have the strides of a new tensor."""
+    given = list(tensors((args, kwargs)))
+    plain = all(t.is_floating_point() or t.dtype is torch.bool for t in given)
+    as_new = all(t.stride() == make_contiguous_strides_for(t.shape) for t in given)
+    return plain and not as_new and not is_random(operator, args, kwargs)
+
+
+def _real_strides(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
 ) -> tuple[tuple[int, ...] | None, ...]:
     """Strides of the tensors that the real call returns; none if it refuses zeros."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+        device = "meta" if is_view else tensor.device
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.zero_()
 
     with _disable_current_modes(), torch.no_grad():
