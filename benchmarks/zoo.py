@@ -6,6 +6,7 @@ steps beside eager execution; then its peak is measured. It ends as
     equal        same bits (results, gradients, parameters, buffers, generator), within budget,
                  measured peak within 2 % of the prediction, at both budgets
     refused      a rockplan.RockplanError
+    unfinished   the time limit of a case struck (the body of a large model, on one core)
     unrepeated   two eager runs from the same seed differ from one another
     not built    no small configuration or no input was found that eager execution accepts
     wrong        anything else
@@ -55,7 +56,7 @@ STEPS = 3
 ADDRESS_SPACE_BYTES = 10 * 2**30
 TOLERANCE = 0.02
 BUDGETS = ("min", "60%")
-OUTCOMES = ("equal", "refused", "wrong", "unrepeated", "not built")
+OUTCOMES = ("equal", "refused", "wrong", "unfinished", "unrepeated", "not built")
 SOURCES = ("modules", "transformers", "timm")
 
 
@@ -317,7 +318,8 @@ class Worker:
     def _lost(self, name: str, stage: str) -> dict[str, Any]:
         code = self.process.poll()
         what = "time limit" if code is None else f"the process ended with {code}"
-        outcome = {"build": "not built", "eager": "not built"}.get(stage, "wrong")
+        late = "unfinished" if code is None else "wrong"
+        outcome = {"build": "not built", "eager": "not built"}.get(stage, late)
         row = {"name": name, "outcome": outcome, "stage": stage, "error": what, "message": what}
         return {**row, "package": package_commit()}
 
