@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -384,3 +385,33 @@ def test_live_bytes_stay_constant_over_many_steps() -> None:
 
         left.append(rockplan.peak_live_bytes(steps, warmup=1))
     assert len(set(left)) == 1 and left[0][1] == 0
+
+
+class OfExtreme(nn.Module):
+    def __init__(self, extreme: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.extreme = extreme
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        return hidden - self.extreme(hidden)
+
+
+@pytest.mark.parametrize("extreme", [torch.max, torch.min, torch.median, torch.nanmedian])
+@pytest.mark.parametrize("last", [1.0, float("inf")])
+def test_gradients_of_extremes_also_where_they_overflow(
+    extreme: Callable[[torch.Tensor], torch.Tensor], last: float
+) -> None:
+    """Eager fills zeros; recorded under a mode it would multiply, and infinity makes NaN."""
+    eager = OfExtreme(extreme)
+    x = torch.randn(4, 8, requires_grad=True)
+    planned = rockplan.solve(copy.deepcopy(eager), (x,), "min")
+    tangent = torch.full((4, 8), -1.0)
+    tangent[-1, -1] = last
+    expected, found = (
+        torch.autograd.grad(module(x), [x, *module.parameters()], tangent)
+        for module in (eager, planned)
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))

@@ -142,9 +142,10 @@ def _refuse_other_variants(recorder: Recorder) -> None:
     """Raise where eager execution calls other operators than it does while they are recorded.
 
     Composite operators have a second variant for tensor subclasses and dispatch modes
-    (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. The one whose bits
-    differ is cross entropy with class weights and label smoothing: eager sums the weights of the
-    targets that count (masked_select), the variant those of all targets, others set to zero.
+    (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. One whose bits
+    differ is cross entropy with class weights, label smoothing and the mean: eager sums the
+    weights of the targets that count (masked_select), the variant those of all targets, others
+    set to zero. (The other one known is recorded as eager computes it: `record._as_unwatched`.)
     """
     values = recorder.values
     filled: dict[int, ValueRef] = {}

@@ -66,6 +66,24 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 ReadValue = Callable[["Recorder", OpOverload, Call, str, str], object]
 
 
+# Their gradient goes to the elements that are equal to the result, in equal parts.
+_OF_ALL_ELEMENTS = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+
+
+def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The call whose bits are those of eager execution when no dispatch mode watches.
+
+    On CPU eager fills zeros where the mask is set; under a mode, as on CUDA, it multiplies by the
+    mask, which makes NaN of an infinite gradient (evenly_distribute_backward in PyTorch).
+    """
+    if func is not torch.ops.aten.mul.Tensor or args[0].dtype is not torch.bool:
+        return func, args
+    node = torch._C._current_autograd_node()
+    if args[0].device.type != "cpu" or node is None or node.name() not in _OF_ALL_ELEMENTS:
+        return func, args
+    return torch.ops.aten.where.ScalarOther, (*args, 0.0)
+
+
 class Recorder(TorchDispatchMode):
     """Records calls; `read_value` decides what happens where Python reads a tensor's value."""
 
@@ -127,6 +145,8 @@ class Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
         if operators.operator_name(func) in operators.VALUE_READS:
             return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
+        if self.phase is Phase.BACKWARD:
+            func, args = _as_unwatched(func, args)
         view = operators.out_of_place_view(func)
         if view is not None:
             return self._change_shape(func, view, args, kwargs, module, source)
