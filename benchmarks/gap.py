@@ -28,15 +28,16 @@ import torch
 from benchmarks import models
 from benchmarks.models import Case
 from benchmarks.timing import machine
-from rockplan import api
+from rockplan import planning
 from rockplan.budget import Budget
 from rockplan.codegen import random_state
+from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.canonical import graph_digest
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import price, roofline
-from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.measure import roofline
 from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.options import Options
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 
@@ -105,13 +106,12 @@ class Row:
 Found = dict[tuple[str, str, int], Least | Row]
 
 
-def prepared(case: Case) -> api._Prepared:
+def prepared(case: Case, options: Options) -> planning.Problem:
     """As `rockplan.plan` prepares it, with roofline prices."""
     captured = capture(case.model, case.args, case.kwargs)
     lowered = lower(captured, random_state.state_bytes(torch.device("cpu")))
     profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
-    graph = price(lowered.graph, profile)
-    return api._Prepared(api._Captured(captured, lowered), graph, graph, partition(graph), profile)
+    return planning.problem_of(lowered.graph, profile, options)
 
 
 def where() -> str:
@@ -125,7 +125,7 @@ def where() -> str:
     )
 
 
-def least(name: str, made: api._Prepared, minimum_bytes: int, seconds: float) -> Least:
+def least(name: str, made: planning.Problem, minimum_bytes: int, seconds: float) -> Least:
     start = time.process_time()
     bound_bytes = peak_lower_bound_bytes(made.graph, time_limit_s=60)
     seconds += time.process_time() - start
@@ -142,12 +142,12 @@ def least(name: str, made: api._Prepared, minimum_bytes: int, seconds: float) ->
 
 
 def row(
-    name: str, made: api._Prepared, index: int, size: Least, options: api.Options, bound_s: float
+    name: str, made: planning.Problem, index: int, size: Least, options: Options, bound_s: float
 ) -> Row:
     span = size.keep_all_bytes - size.minimum_bytes
     budget_bytes = size.minimum_bytes + span * index // (BUDGETS - 1)
     start = time.process_time()
-    plan = api._new_plan(made, Budget(size_bytes=budget_bytes), options)
+    plan = planning.plan_anew(made, Budget(size_bytes=budget_bytes), options)
     planned = time.process_time()
     bound_ns = lower_bound_ns(made.graph, budget_bytes, time_limit_s=bound_s)
     return Row(
@@ -166,18 +166,18 @@ def row(
     )
 
 
-def smallest_budget(made: api._Prepared, options: api.Options) -> int:
+def smallest_budget(made: planning.Problem, options: Options) -> int:
     """What InfeasibleBudget says of a budget of one byte."""
     try:
-        api._new_plan(made, Budget(size_bytes=1), options)
-    except api.InfeasibleBudget as error:
+        planning.plan_anew(made, Budget(size_bytes=1), options)
+    except InfeasibleBudget as error:
         return error.minimum_bytes
     raise AssertionError("a plan within one byte")
 
 
-def measure(name: str, found: Found, options: api.Options, arguments: argparse.Namespace) -> None:
+def measure(name: str, found: Found, options: Options, arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    made = prepared(CASES[name]())
+    made = prepared(CASES[name](), options)
     digest = graph_digest(made.graph)[:16]
     size = found.get((name, digest, -1))
     if not isinstance(size, Least):
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--least-only", action="store_true", help="only the smallest budgets")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    options = api.Options(time_limit_s=arguments.limit, bound_time_limit_s=0.1)
+    options = Options(time_limit_s=arguments.limit, bound_time_limit_s=0.1)
     found = read()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ROCKPLAN_CACHE_DIR"] = folder

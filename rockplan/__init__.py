@@ -31,12 +31,13 @@ from rockplan.errors import (
     ValueDependentControlFlow,
 )
 from rockplan.explain import Explanation, explain
+from rockplan.options import Options
 from rockplan.plan import Plan
 from rockplan.plan_file import read_plans, save_plan
 from rockplan.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from rockplan.api import Options, load, pareto, plan, solve
+    from rockplan.api import load, pareto, plan, solve
     from rockplan.codegen.module import code_of, plan_of
     from rockplan.compare import Comparison, compare
     from rockplan.export import as_checkpoint_code
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 _LATE = {
     "Comparison": "rockplan.compare",
-    "Options": "rockplan.api",
     "as_checkpoint_code": "rockplan.export",
     "code_of": "rockplan.codegen.module",
     "compare": "rockplan.compare",

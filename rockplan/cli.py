@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -32,11 +32,9 @@ from rockplan.errors import (
     RockplanError,
 )
 from rockplan.factory import Subject, make_subject
+from rockplan.options import Options
 from rockplan.plan import Plan, format_bytes
 from rockplan.plan_file import write_whole
-
-if TYPE_CHECKING:
-    from rockplan.api import Options
 
 
 class ExitCode(IntEnum):
@@ -171,8 +169,6 @@ def _autocast(subject: Subject, dtype: str | None) -> AbstractContextManager[obj
 
 
 def _options(no_cache: bool, time_limit: float | None, check: bool = False) -> Options:
-    from rockplan.api import Options
-
     options = Options(cache=not no_cache, check=check)
     if time_limit is None:
         return options

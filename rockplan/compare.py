@@ -23,12 +23,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rockplan import peers
-from rockplan.api import DEFAULT_OPTIONS, Options, arguments, solve
+from rockplan.api import arguments, solve
 from rockplan.budget import Budget
 from rockplan.codegen.module import plan_of
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
 from rockplan.memory import MeasuredTimeline
+from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import format_bytes
 from rockplan.progress import report
 from rockplan.render import Series

@@ -63,9 +63,9 @@ def test_the_second_plan_measures_and_solves_nothing(
     first = make_plan()
     assert {p.parent.name for p in entries(folder)} == set(KINDS)
     monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
-    monkeypatch.setattr("rockplan.api.option_families", forbidden)
-    monkeypatch.setattr("rockplan.api.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.api.lower_bound_ns", forbidden)
+    monkeypatch.setattr("rockplan.planning.option_families", forbidden)
+    monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.planning.lower_bound_ns", forbidden)
     assert make_plan() == first
 
 
@@ -92,7 +92,7 @@ def test_a_plan_is_not_used_where_something_differs_that_it_depends_on(
         case "option":
             make_plan(bound_time_limit_s=4.0)
         case "planner":
-            monkeypatch.setattr("rockplan.api.planner", lambda: "rockplan 99")
+            monkeypatch.setattr("rockplan.planning.planner", lambda: "rockplan 99")
             make_plan()
         case "threads":
             monkeypatch.setattr("torch.get_num_threads", lambda: 7)
@@ -107,7 +107,7 @@ def test_options_beside_the_plan_do_not_matter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.api.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
     assert make_plan(on_mismatch="error") == first
 
 

@@ -72,10 +72,10 @@ def forbidden(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rockplan.api.measure", forbidden)
-    monkeypatch.setattr("rockplan.api.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.api.option_families", forbidden)
-    monkeypatch.setattr("rockplan.api.Cache", forbidden)
+    monkeypatch.setattr("rockplan.planning.measure", forbidden)
+    monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.planning.option_families", forbidden)
+    monkeypatch.setattr("rockplan.planning.Cache", forbidden)
 
 
 def test_a_loaded_plan_runs_without_measuring_or_solving(

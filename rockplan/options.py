@@ -1,0 +1,59 @@
+"""How to plan: the options of `solve`, `plan` and `pareto`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rockplan.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to plan.
+
+    on_mismatch: what a planned module does where a call differs from everything that was
+    planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
+    the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    differentiated: leaves of the result that backward starts from, by position among all leaves;
+    None: the scalars that require a gradient (a loss), or if there are none, all that do. A
+    backward that starts elsewhere is planned again when it comes; name all leaves that are ever
+    differentiated where different steps use different ones.
+    time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
+    is returned, and its status says that time was short. At least half of it is for the plan as
+    a whole, the rest for options of blocks. A search for the smallest budget, where it is asked
+    for or might not be met, is not cut short: what fits does not depend on the clock.
+    check: run one step of the original and of the planned module on the sample, compare bit for
+    bit, and raise CheckFailed if they differ; needs the memory of both.
+    cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
+    platform's cache folder), so that planning again measures and solves nothing.
+    bound_time_limit_s: how much of time_limit_s is left for the lower bound that the certificate
+    states.
+    keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
+    must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
+    ('layers.*.attn/softmax') as `rockplan.names` names them (see `rockplan.constraints`).
+    """
+
+    on_mismatch: Literal["replan", "original", "error"] = "replan"
+    differentiated: tuple[int, ...] | None = None
+    time_limit_s: float = 20.0
+    check: bool = False
+    cache: bool = True
+    bound_time_limit_s: float = 5.0
+    keep: Sequence[str] = ()
+    recompute: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "recompute"):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+                raise InvalidInput(f"{name} is {patterns!r}; pass a sequence of patterns")
+            object.__setattr__(self, name, tuple(patterns))
+        if self.on_mismatch not in ("replan", "original", "error"):
+            raise InvalidInput(
+                f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
+            )
+
+
+DEFAULT_OPTIONS = Options()

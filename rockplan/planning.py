@@ -1,0 +1,314 @@
+"""A plan for a budget: the passes from a priced graph to a certified schedule.
+
+takes: a Problem, a Budget, Options. returns: Plan. guarantees: the schedule is legal under the
+constraints of the options and within the budget as `simulate` finds it; what the cache holds is
+not solved again, and the cache never changes which plan is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from rockplan import eviction
+from rockplan.block import Block, BlockOption, OptionFamily
+from rockplan.budget import Budget
+from rockplan.cache import Cache, default_folder
+from rockplan.constraints import constrain
+from rockplan.curve import Curve, CurvePoint, useful
+from rockplan.dp.search import ChainSolver
+from rockplan.errors import IllegalSchedule, InfeasibleBudget
+from rockplan.graph import CDGraph
+from rockplan.graph_builder.canonical import graph_digest, profile_digest
+from rockplan.graph_builder.lower import Lowered
+from rockplan.graph_builder.measure import measure, price, profile_key
+from rockplan.graph_builder.partition import partition
+from rockplan.ilp.bound import lower_bound_ns
+from rockplan.ilp.corners import Settings
+from rockplan.ilp.improve import Improved, improve
+from rockplan.ilp.options import option_families
+from rockplan.options import Options
+from rockplan.plan import BlockSummary, Certificate, Plan, Status
+from rockplan.plan_file import is_outline_of
+from rockplan.profile import Profile
+from rockplan.progress import report
+from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
+from rockplan.simulate import Simulation, simulate, timeline
+from rockplan.verify import verify
+from rockplan.version import planner
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is planned, before a budget is known.
+
+    graph: with the prices of `profile`; constrained: the same under the constraints of the
+    options, of which `blocks` are the blocks.
+    """
+
+    graph: CDGraph
+    constrained: CDGraph
+    blocks: tuple[Block, ...]
+    profile: Profile
+
+
+def measured(lowered: Lowered, options: Options) -> Problem:
+    """The problem of a captured graph under costs that are measured here, or were."""
+    return problem_of(lowered.graph, _profile(lowered, _cache(options)), options)
+
+
+def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
+    """The problem of a graph under a profile of its calls."""
+    report("finding blocks")
+    priced = price(graph, profile)
+    constrained = constrain(priced, options.keep, options.recompute)
+    return Problem(priced, constrained, partition(constrained), profile)
+
+
+def plan_within(problem: Problem, budget: Budget, options: Options) -> Plan:
+    """The plan of the cache, or else a new one. Raises InfeasibleBudget."""
+    cache = _cache(options)
+    if cache is None:
+        return plan_anew(problem, budget, options)
+    key = _plan_key(problem, budget, options)
+    graph = problem.graph
+    found = cache.plan(
+        key, lambda p: p.graph_digest == key["graph"] and is_outline_of(p.graph, graph)
+    )
+    if found is not None:
+        return replace(found, graph=graph)
+    made = plan_anew(problem, budget, options)
+    cache.put_plan(key, made)
+    return made
+
+
+def curve_of(problem: Problem, options: Options) -> Curve:
+    """Predicted time at every useful peak."""
+    families = _families(problem.blocks, _cache(options), options)
+    solver = ChainSolver(problem.constrained, problem.blocks, families)
+    found = [simulation for _, simulation in solver.curve()]
+    smallest = _smallest(problem.constrained, solver)
+    minimum_bytes = simulate(problem.constrained, smallest).peak_bytes
+    first = _fastest(problem.constrained, solver, smallest, minimum_bytes)
+    found.append(simulate(problem.constrained, first))
+    return Curve(
+        points=useful(
+            CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
+        ),
+        graph_digest=graph_digest(problem.graph),
+        profile_digest=profile_digest(problem.profile),
+        profile_source=_profile_source(problem.profile),
+    )
+
+
+def _cache(options: Options) -> Cache | None:
+    return Cache(default_folder()) if options.cache else None
+
+
+def _profile_source(profile: Profile) -> str:
+    return f"{profile.source} on {profile.device}, torch {profile.torch_version}"
+
+
+def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
+    """Measured costs of every call; what is in the cache is not measured again."""
+    key = {"profile": profile_key(lowered.graph)}
+    known = cache.profile(key) if cache else None
+    profile = measure(lowered.graph, lowered.samples, known=known)
+    before = frozenset(known.costs) if known else frozenset()
+    new = tuple(cost for cost in profile.costs if cost not in before)
+    if cache and new:
+        cache.put_profile(key, replace(profile, costs=new))
+    return profile
+
+
+def _families(
+    blocks: tuple[Block, ...], cache: Cache | None, options: Options
+) -> list[OptionFamily]:
+    """Options of each block; equal blocks are solved once, and not if they are in the cache."""
+    settings = Settings(time_limit_s=options.time_limit_s * _BLOCKS_SHARE)
+    problems = {b.digest: b.problem for b in blocks}
+    known: dict[str, OptionFamily] = {}
+    for digest, problem in problems.items():
+        is_legal = functools.partial(_is_legal, problem)
+        found = cache.family(_family_key(digest, settings), is_legal) if cache else None
+        if found is not None:
+            known[digest] = found
+    missing = {d: p for d, p in problems.items() if d not in known}
+    solved = option_families(list(missing.values()), settings=settings)
+    for digest, family in zip(missing, solved, strict=True):
+        known[digest] = family
+        if cache:
+            cache.put_family(_family_key(digest, settings), family)
+    return [known[b.digest] for b in blocks]
+
+
+def _family_key(digest: str, settings: Settings) -> dict[str, str]:
+    return {"block": digest, "settings": repr(settings), "planner": planner()}
+
+
+def _is_legal(problem: CDGraph, option: BlockOption) -> bool:
+    """True if the option is a schedule of `problem` with the bytes and time that it states."""
+    if any(i >= len(problem.nodes) for i in (*option.forward, *option.backward)):
+        return False
+    schedule = with_frees(problem, option.forward, option.backward)
+    try:
+        verify(problem, schedule)
+    except IllegalSchedule:
+        return False
+    found = simulate(problem, schedule)
+    return (found.forward_peak_bytes, found.backward_peak_bytes, found.time_ns) == (
+        option.forward_peak_bytes,
+        option.backward_peak_bytes,
+        option.time_ns,
+    )
+
+
+# Options that do not decide which plan is found.
+_BESIDE_THE_PLAN = frozenset({"on_mismatch", "check", "cache"})
+
+
+def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:
+    """All that a plan depends on. The graph stands for the model, shapes, dtypes, autocast and
+    device; an option that is new counts until it is named beside the plan."""
+    deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
+    return {
+        "graph": graph_digest(problem.graph),
+        "profile": profile_digest(problem.profile),
+        "device": problem.profile.device,
+        "torch": str(torch.__version__),
+        "budget": str(budget),
+        "planner": planner(),
+        **{f"option {name}": repr(getattr(options, name)) for name in deciding},
+    }
+
+
+# Of the time limit, for the options of blocks.
+_BLOCKS_SHARE = 0.5
+
+
+def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
+    deadline = time.monotonic() + options.time_limit_s
+    graph = problem.constrained
+    unplanned = simulate(problem.graph, keep_all(problem.graph))
+    budget_bytes = budget.within(unplanned.peak_bytes)
+    fastest = keep_all(graph)
+    if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
+        found = Improved(fastest, is_complete=True)
+        return _finish(problem, found, budget_bytes, options, deadline)
+    families = _families(problem.blocks, _cache(options), options)
+    report("combining blocks")
+    solver = ChainSolver(graph, problem.blocks, families)
+    until = deadline - min(options.bound_time_limit_s, options.time_limit_s / 4)
+    smallest = None
+    if budget_bytes is None or solver.best_schedule(budget_bytes) is None:
+        smallest = _smallest(graph, solver)
+        minimum_bytes = simulate(graph, smallest).peak_bytes
+        budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
+        if budget_bytes < minimum_bytes:
+            raise _too_small(graph, budget_bytes, smallest, options)
+    schedule = _fastest(graph, solver, smallest, budget_bytes)
+    found = improve(graph, schedule, budget_bytes, deadline=until)
+    if any(family.gap_ns is None for family in families):
+        found = replace(found, is_complete=False)
+    return _finish(problem, found, budget_bytes, options, deadline)
+
+
+def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
+    """The schedule with the least peak that is found; its peak is the smallest budget."""
+    report("looking for the smallest peak")
+    found = eviction.thriftiest(graph)
+    if simulate(graph, found).peak_bytes <= solver.minimum_bytes:
+        return found
+    of_chain = solver.best_schedule(solver.minimum_bytes)
+    assert of_chain is not None
+    return of_chain
+
+
+def _fastest(
+    graph: CDGraph,
+    solver: ChainSolver,
+    smallest: Schedule | None,
+    budget_bytes: int,
+) -> Schedule:
+    """Of the chain, of evictions, and `smallest`, whichever is fastest within the budget; one of
+    the chain and `smallest` is."""
+    known = (
+        solver.best_schedule(budget_bytes),
+        eviction.within(graph, budget_bytes),
+        smallest,
+    )
+    fitting = [schedule for schedule in known if schedule is not None]
+    return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns)
+
+
+def _too_small(
+    graph: CDGraph, budget_bytes: int, smallest: Schedule, options: Options
+) -> InfeasibleBudget:
+    peak = simulate(graph, smallest)
+    event = smallest.events[peak.peak_event]
+    where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
+    asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
+    where += f" (under {', '.join(asked)})" if asked else ""
+    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where)
+
+
+def _operation(graph: CDGraph, node: int) -> str:
+    found = graph.nodes[node]
+    place = f" in '{found.module}'" if found.module else ""
+    line = f" ({found.source})" if found.source else ""
+    return f"{found.phase.value} operation {found.name}{place}{line}"
+
+
+def _finish(
+    problem: Problem,
+    best: Improved,
+    budget_bytes: int,
+    options: Options,
+    deadline: float,
+) -> Plan:
+    graph = problem.graph
+    unplanned = simulate(graph, keep_all(graph))
+    ends = frozenset(b.backward[-1] for b in problem.blocks if b.backward)
+    during = [step.during_bytes for step in timeline(graph, best.schedule)]
+    merged = merge_handovers(graph, best.schedule, during, ends)
+    verify(problem.constrained, merged)
+    found = simulate(graph, merged)
+    limit_s = min(options.bound_time_limit_s, max(deadline - time.monotonic(), 0.0))
+    certificate = _certificate(problem.constrained, found, budget_bytes, limit_s)
+    if not best.is_complete and certificate.status is not Status.OPTIMAL:
+        certificate = replace(certificate, status=Status.TIME_LIMIT)
+    return Plan(
+        graph=graph,
+        schedule=merged,
+        blocks=tuple(BlockSummary(b.name, b.digest, b.forward, b.backward) for b in problem.blocks),
+        budget_bytes=budget_bytes,
+        peak_bytes=found.peak_bytes,
+        saved_bytes=found.saved_bytes,
+        time_ns=found.time_ns,
+        eager_peak_bytes=unplanned.peak_bytes,
+        eager_time_ns=unplanned.time_ns,
+        certificate=certificate,
+        graph_digest=graph_digest(graph),
+        profile_digest=profile_digest(problem.profile),
+        profile_source=_profile_source(problem.profile),
+        torch_version=str(torch.__version__),
+    )
+
+
+def _certificate(
+    graph: CDGraph,
+    found: Simulation,
+    budget_bytes: int,
+    time_limit_s: float,
+) -> Certificate:
+    fastest = simulate(graph, keep_all(graph))
+    if found.time_ns == fastest.time_ns:
+        return Certificate(Status.OPTIMAL, found.time_ns, found.time_ns)
+    report("proving a bound")
+    bound = lower_bound_ns(graph, budget_bytes, time_limit_s=time_limit_s)
+    bound = min(max(bound, fastest.time_ns), found.time_ns)
+    status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
+    return Certificate(status, found.time_ns, bound)
