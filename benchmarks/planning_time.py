@@ -1,83 +1,217 @@
-"""Seconds of each stage of planning GPT-2, by number of layers, without a cache.
+"""Seconds and memory of planning through `rockplan.solve`, by stage: cold, and with a warm cache.
 
-Equal blocks are solved once, so the options do not depend on the number of layers.
-Command: python -m benchmarks.planning_time 12 48
+    python -m benchmarks.planning_time [gpt2-12 gpt2-48 ...]
+
+Each row is a process of its own. The first one of a model starts from an empty cache; the second
+finds profile and options there and is asked for another budget. Imports and the model are made
+before the clock starts. Stages are those that the pipeline reports (`rockplan.progress`).
+CPU time beside wall time, because machines are shared; two threads solve blocks.
+
+Writes benchmarks/results/planning_time.jsonl and planning_time.md.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import resource
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
-from benchmarks.models import gpt2
+import rockplan
+from benchmarks import models
+from benchmarks.models import Case
 from benchmarks.timing import machine
-from rockplan.codegen import random_state
-from rockplan.codegen.executable import build
-from rockplan.dp.search import ChainSolver
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import measure, price
-from rockplan.graph_builder.partition import partition
-from rockplan.ilp.options import option_families
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
+from rockplan import progress
 
-SHARE = 0.4
+RESULTS = Path(__file__).parent / "results"
+COLD, WARM = "40%", "50%"
 
 
-def stages(layers: int) -> tuple[dict[str, float], str]:
-    """Seconds of each stage, and one line about what was found."""
+def _gpt2(layers: int) -> Callable[[], Case]:
+    return lambda: models.gpt2(
+        layers=layers, width=256, heads=4, vocabulary=1024, batch=4, length=256
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt2-12": _gpt2(12),
+    "gpt2-48": _gpt2(48),
+    "gpt2-200": _gpt2(200),
+    "densenet-4x60": lambda: models.densenet(layers=60, groups=4, growth=8, batch=2, size=32),
+}
+"""GPT-2: attention written out, since its dropout has no fused kernel on CPU. The DenseNet has
+no two layers alike."""
+
+
+@dataclass
+class Clock:
+    """Wall and CPU seconds of each stage, in order of first appearance."""
+
+    wall: dict[str, float] = field(default_factory=dict)
+    cpu: dict[str, float] = field(default_factory=dict)
+    stage: str = "start"
+    since: tuple[float, float] = (0.0, 0.0)
+
+    def enter(self, stage: str) -> None:
+        now = time.perf_counter(), time.process_time()
+        for seconds, end, start in zip((self.wall, self.cpu), now, self.since, strict=True):
+            seconds[self.stage] = seconds.get(self.stage, 0.0) + end - start
+        self.stage, self.since = stage, now
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Seconds of one call of `solve`; bytes of the process's largest resident set, and of the one
+    before planning, when the model was there."""
+
+    model: str
+    cache: str
+    budget: str
+    operations: int
+    blocks: int
+    kinds: int
+    wall_s: float
+    cpu_s: float
+    wall_by_stage_s: dict[str, float]
+    cpu_by_stage_s: dict[str, float]
+    before_bytes: int
+    most_bytes: int
+    overhead: float
+    status: str
+    gap: float
+    where: str
+
+
+def resident_bytes() -> int:
+    """The largest resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measured(name: str, cache: str, budget: str) -> Row:
+    """Plan a model in this process."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    case = gpt2(layers=layers, width=256, heads=4, vocabulary=1024, batch=4, length=256)
-    seconds: dict[str, float] = {}
-    clock = [time.perf_counter()]
-
-    def note(stage: str) -> None:
-        clock.append(time.perf_counter())
-        seconds[stage] = clock[-1] - clock[-2]
-
-    captured = capture(case.model, case.args, case.kwargs)
-    note("capture")
-    lowered = lower(captured, random_state.state_bytes(torch.device("cpu")))
-    note("lower")
-    profile = measure(lowered.graph, lowered.samples)
-    graph = price(lowered.graph, profile)
-    note("measure")
-    blocks = partition(graph)
-    note("partition")
-    families = option_families([b.problem for b in blocks])
-    note("options")
-    everything = simulate(graph, keep_all(graph))
-    schedule = ChainSolver(graph, blocks, families).best_schedule(
-        int(SHARE * everything.peak_bytes)
+    case = CASES[name]()
+    with suppress(rockplan.RockplanError):  # what imports itself at the first use
+        rockplan.solve(torch.nn.Linear(2, 2), torch.randn(2, 2), "50%", options=_no_cache())
+    before_bytes = resident_bytes()
+    clock = Clock(since=(time.perf_counter(), time.process_time()))
+    with progress.listening(lambda step: clock.enter(step.stage)):
+        planned = rockplan.solve(case.model, case.args, budget, sample_kwargs=case.kwargs)
+    clock.enter("end")
+    plan = rockplan.plan_of(planned)
+    return Row(
+        model=name,
+        cache=cache,
+        budget=budget,
+        operations=len(plan.graph.nodes),
+        blocks=len(plan.blocks),
+        kinds=len({b.digest for b in plan.blocks}),
+        wall_s=round(sum(clock.wall.values()), 2),
+        cpu_s=round(sum(clock.cpu.values()), 2),
+        wall_by_stage_s={k: round(v, 2) for k, v in clock.wall.items()},
+        cpu_by_stage_s={k: round(v, 2) for k, v in clock.cpu.items()},
+        before_bytes=before_bytes,
+        most_bytes=resident_bytes(),
+        overhead=plan.overhead,
+        status=plan.certificate.status.value,
+        gap=plan.certificate.gap,
+        where=where(),
     )
-    note("chain")
-    assert schedule is not None
-    build(graph, lowered.interface, schedule, "benchmark")
-    note("code")
-    overhead = simulate(graph, schedule).time_ns / everything.time_ns - 1
-    solved = {b.digest: f for b, f in zip(blocks, families, strict=True)}
-    text = (
-        f"{len(graph.nodes)} operations, {len(blocks)} blocks of {len(solved)} kinds, "
-        f"{sum(f.solves for f in solved.values())} solves, overhead {overhead:+.1%}"
+
+
+def _no_cache() -> rockplan.Options:
+    return rockplan.Options(cache=False)
+
+
+def where() -> str:
+    """Commit, date, machine and versions of a row."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return (
+        f"{commit}, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {machine()}, "
+        f"HiGHS {version('highspy')}"
     )
-    return seconds, text
+
+
+def in_own_process(name: str, cache: str, budget: str, folder: str) -> Row:
+    command = [sys.executable, "-m", "benchmarks.planning_time", "--here", name, cache, budget]
+    environment = {**os.environ, "ROCKPLAN_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return Row(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def report(rows: list[Row]) -> str:
+    lines = [
+        "# Planning time",
+        "",
+        "`python -m benchmarks.planning_time`: `rockplan.solve` in a process of its own, without "
+        "imports and without making the model. Cold: from an empty cache. Warm: another budget, "
+        "profile and options in the cache. Memory: the largest resident set, and what planning "
+        "added to the one before it (torch, libraries, the model).",
+        "",
+        "| model | operations | blocks, kinds | cache | budget | wall s | CPU s | memory MB | "
+        "added MB | overhead | gap at most | status |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.model} | {r.operations} | {r.blocks}, {r.kinds} | {r.cache} | {r.budget} | "
+        f"{r.wall_s:.1f} | {r.cpu_s:.1f} | {r.most_bytes / 1e6:.0f} | "
+        f"{(r.most_bytes - r.before_bytes) / 1e6:.0f} | {r.overhead:+.1%} | {r.gap:.1%} | "
+        f"{r.status} |"
+        for r in rows
+    ]
+    stages = list(dict.fromkeys(stage for r in rows for stage in r.wall_by_stage_s))
+    lines += ["", "Seconds of each stage, wall (CPU):", ""]
+    lines += [f"| model | cache | {' | '.join(stages)} |", "|---" * (2 + len(stages)) + "|"]
+    lines += [f"| {r.model} | {r.cache} | {' | '.join(_cells(r, stages))} |" for r in rows]
+    lines += ["", "Where and when:", "", *dict.fromkeys(f"- {r.where}" for r in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row, stages: list[str]) -> list[str]:
+    return [
+        f"{row.wall_by_stage_s[s]:.1f} ({row.cpu_by_stage_s[s]:.1f})"
+        if s in row.wall_by_stage_s
+        else ""
+        for s in stages
+    ]
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    gpt2()  # the first import of the library is not part of planning
-    print(f"{machine()}; GPT-2, width 256, batch 4 x 256, {SHARE:.0%} of keep-all, no cache")
-    for layers in [int(a) for a in sys.argv[1:]] or [12, 48]:
-        seconds, text = stages(layers)
-        total = sum(seconds.values())
-        listing = "  ".join(f"{stage} {value:.2f}" for stage, value in seconds.items())
-        print(f"{layers:3} layers: {listing}  total {total:.2f} s; {text}", flush=True)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(f"peak resident memory of the process {peak_mb:.0f} MB (with torch and the models)")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(CASES), metavar="MODEL")
+    parser.add_argument("--here", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.here:
+        print(json.dumps(asdict(measured(*arguments.here))))
+        return
+    path = RESULTS / "planning_time.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = {(r.model, r.cache): r for r in (Row(**json.loads(line)) for line in lines)}
+    for name in arguments.models:
+        with tempfile.TemporaryDirectory() as folder:
+            for cache, budget in (("cold", COLD), ("warm", WARM)):
+                row = in_own_process(name, cache, budget, folder)
+                print(json.dumps(asdict(row), indent=1), flush=True)
+                found[name, cache] = row
+        rows = [r for n in CASES for c in ("cold", "warm") if (r := found.get((n, c)))]
+        path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
+        (RESULTS / "planning_time.md").write_text(report(rows))
 
 
 if __name__ == "__main__":

@@ -292,6 +292,7 @@ def _built(
     kwargs: dict[str, Any],
     options: Options,
 ) -> planned_modules.Program:
+    report("writing the code")
     constants = tuple(t for _, t in source.captured.constants)
     program = planned_modules.build_program(
         made, source.lowered.interface, constants, source.captured.output_spec

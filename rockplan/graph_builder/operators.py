@@ -6,6 +6,7 @@ effects, and which operators read values or make shapes that depend on values.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ _STORAGE_SURGERY = frozenset(
 _UNTAGGED_RANDOM = {"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"}
 
 
+@functools.cache
 def operator_name(operator: OpOverload) -> str:
     """'aten.addmm.default' for torch.ops.aten.addmm.default."""
     return str(operator)
@@ -66,9 +68,13 @@ def resolve(name: str) -> OpOverload:
 
 def tensors(arguments: object) -> Iterator[torch.Tensor]:
     """Every tensor in nested arguments, in order."""
-    for leaf in pytree.tree_iter(arguments):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, dict):
+        yield from tensors(tuple(arguments.values()))
+    elif isinstance(arguments, list | tuple):
+        for argument in arguments:
+            yield from tensors(argument)
 
 
 def written(
@@ -76,13 +82,11 @@ def written(
 ) -> tuple[torch.Tensor, ...]:
     """The tensors that this call mutates."""
     found: list[torch.Tensor] = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
+    for position, name in _declared_writes(operator):
         if position < len(args):
             found += tensors(args[position])
-        elif argument.name in kwargs:
-            found += tensors(kwargs[argument.name])
+        elif name in kwargs:
+            found += tensors(kwargs[name])
     statistics = _BATCH_NORM_STATISTICS.get(operator_name(operator))
     if statistics is not None and args[statistics[2]]:
         found += tensors(args[statistics[0]])
@@ -90,11 +94,23 @@ def written(
     return tuple(found)
 
 
+@functools.cache
+def _declared_writes(operator: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that the schema marks as written."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@functools.cache
 def changes_storage(operator: OpOverload) -> bool:
     """True if the call exchanges or resizes the storage of an argument."""
     return operator._schema.name.split("::")[-1] in _STORAGE_SURGERY
 
 
+@functools.cache
 def out_of_place_view(operator: OpOverload) -> OpOverload | None:
     """`squeeze` for `squeeze_`: what makes a view where `operator` changes the shape or strides of
     its argument in place, without touching its elements; None for other operators."""
@@ -114,8 +130,7 @@ def _takes(operator: OpOverload) -> list[tuple[str, str]]:
 
 def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the call may draw from a generator; attention and RNNs only with dropout > 0."""
-    tagged = torch.Tag.nondeterministic_seeded in operator.tags
-    if not tagged and operator_name(operator) not in _UNTAGGED_RANDOM:
+    if not _may_be_random(operator):
         return False
     for position, argument in enumerate(operator._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -125,6 +140,12 @@ def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         if argument.name == "train" and operator_name(operator) == "aten.native_dropout.default":
             return value is not False
     return True
+
+
+@functools.cache
+def _may_be_random(operator: OpOverload) -> bool:
+    tagged = torch.Tag.nondeterministic_seeded in operator.tags
+    return tagged or operator_name(operator) in _UNTAGGED_RANDOM
 
 
 def without_statistics(
@@ -154,6 +175,19 @@ def unread_statistics(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
     if without_statistics(name, args) is None:
         return ()
     return (_BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED[name])[:2]
+
+
+@functools.cache
+def follows_shapes(operator: OpOverload) -> bool:
+    """True if the shape rule of the operator looks at nothing but shapes, strides, dtypes, devices
+    and literals, and changes none of them in its arguments."""
+    tags = {
+        torch.Tag.data_dependent_output,
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.inplace_view,
+    }
+    is_lift = operator._schema.name.startswith("aten::lift")
+    return operator.namespace == "aten" and not is_lift and tags.isdisjoint(operator.tags)
 
 
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

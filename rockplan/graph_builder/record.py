@@ -22,10 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rockplan.errors import DataDependentShape, UnsupportedModel
 from rockplan.graph import Call, Phase, TensorSpec, ValueRef
 from rockplan.graph_builder import operators
+from rockplan.graph_builder.results import Results
 from rockplan.interface import Guard
 
 _TORCH_FOLDER = torch.__path__[0]
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
+# What C++ asks of a fake tensor more often than anything else.
+_DEVICE = torch.ops.prim.device.default
 # The models in it are read as a user's; what calls the command line is nobody's model.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = f"{_OWN_FOLDER}cli.py"
@@ -99,12 +102,17 @@ class Recorder(TorchDispatchMode):
         self.module_stack: list[str] = [""]
         self.leaf_storages: frozenset[int] = frozenset()
         self.given_values = 0
-        self._layouts = operators.Layouts()
+        self._results = Results(fake_mode)
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
         self._storages: dict[int, int] = {}
         self._sequence: list[int] = []
         self._sequence_place: list[tuple[str, str]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under the recorder; the guard against it costs as much as a call."""
+        return False
 
     def value(self, tensor: torch.Tensor) -> int:
         """Index of `tensor`; a tensor never seen before becomes a new value."""
@@ -139,10 +147,11 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace == "prim":
-            return func(*args, **kwargs)
+            is_device = func is _DEVICE and isinstance(args[0], FakeTensor)
+            return args[0].fake_device if is_device else func(*args, **kwargs)
         module, source = self.place()
         self._refuse_unsupported(func, module, source)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
+        args, kwargs = self._known(args, kwargs)
         if operators.operator_name(func) in operators.VALUE_READS:
             return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
         if self.phase is Phase.BACKWARD:
@@ -153,8 +162,7 @@ class Recorder(TorchDispatchMode):
         writes = tuple(self.value(t) for t in operators.written(func, args, kwargs))
         call = self._call(func, args, kwargs, ())
         try:
-            result = operators.fake_result(func, args, kwargs)
-            result = self._layouts.corrected(func, args, kwargs, result)
+            result = self._results.of(func, args, kwargs)
         except DynamicOutputShapeException as error:
             raise DataDependentShape(
                 f"{where(module, source)}: the shape of the result of {func} depends on the "
@@ -218,6 +226,19 @@ class Recorder(TorchDispatchMode):
                 source=source,
             )
 
+    def _known(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with fake tensors only, each of them a value."""
+        given = list(operators.tensors((args, kwargs)))
+        if not all(isinstance(tensor, FakeTensor) for tensor in given):
+            known: tuple[tuple[Any, ...], dict[str, Any]]
+            known = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
+            return known
+        for tensor in given:
+            self.value(tensor)
+        return args, kwargs
+
     def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` as a fake one; those of the model that are neither parameters nor buffers (a
         table that a library keeps) are constants."""
@@ -249,12 +270,10 @@ class Recorder(TorchDispatchMode):
         def reference(tensor: torch.Tensor) -> ValueRef:
             return ValueRef(self.value(tensor))
 
-        symbolic_args = _plain(pytree.tree_map_only(torch.Tensor, reference, args))
-        symbolic_kwargs = pytree.tree_map_only(torch.Tensor, reference, kwargs)
         return Call(
             operators.operator_name(func),
-            tuple(symbolic_args),
-            tuple((name, _plain(value)) for name, value in symbolic_kwargs.items()),
+            tuple(_symbolic(argument, reference) for argument in args),
+            tuple((name, _symbolic(argument, reference)) for name, argument in kwargs.items()),
             results,
         )
 
@@ -272,11 +291,13 @@ class Recorder(TorchDispatchMode):
         return self._sequence_place[min(position, len(self._sequence) - 1)]
 
 
-def _plain(arguments: Any) -> Any:
-    """Immutable form of nested arguments: lists and tuples become tuples."""
-    if isinstance(arguments, list | tuple):
-        return tuple(_plain(item) for item in arguments)
-    return arguments
+def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:
+    """Immutable form of a nested argument: references for tensors, tuples for lists."""
+    if isinstance(argument, torch.Tensor):
+        return reference(argument)
+    if isinstance(argument, list | tuple):
+        return tuple(_symbolic(item, reference) for item in argument)
+    return argument
 
 
 def _result_leaves(result: Any) -> list[Any]:

@@ -1,0 +1,107 @@
+"""Fake results that are remembered are those that FakeTensorMode gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rockplan.graph_builder import operators
+from rockplan.graph_builder.results import Results
+
+aten = torch.ops.aten
+Arguments = tuple[Any, ...]
+
+CALLS: dict[str, tuple[OpOverload, Callable[[], Arguments]]] = {
+    "new": (aten.mm.default, lambda: (torch.randn(3, 4), torch.randn(4, 5))),
+    "promoted": (aten.mul.Tensor, lambda: (torch.ones(3, dtype=torch.int32), 1.0)),
+    "several": (aten.native_layer_norm.default, lambda: (torch.randn(2, 8), [8], None, None, 1e-5)),
+    "view": (aten.transpose.int, lambda: (torch.randn(3, 4, 5)[1:], 0, 2)),
+    "views": (aten.split.Tensor, lambda: (torch.randn(6, 4), 2)),
+    "unsafe view": (aten._unsafe_view.default, lambda: (torch.randn(6, 4), [4, 6])),
+    "in place": (aten.add_.Tensor, lambda: (torch.randn(3), torch.randn(3))),
+    "no elements": (aten.mm.default, lambda: (torch.randn(0, 4), torch.randn(4, 5))),
+    "some": (
+        aten.native_layer_norm_backward.default,
+        lambda: (
+            *(torch.randn(2, 8), torch.randn(2, 8), [8], torch.randn(2, 1), torch.randn(2, 1)),
+            *(torch.randn(8), None, [True, True, False]),
+        ),
+    ),
+}
+
+
+def described(result: Any, given: list[torch.Tensor]) -> list[object]:
+    """Of each tensor: what it looks like, which argument it is, whose storage it has."""
+    leaves = result if isinstance(result, tuple | list) else [result]
+    return [
+        leaf
+        if leaf is None
+        else (
+            *(tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device),
+            leaf.untyped_storage().nbytes(),
+            [leaf is t for t in given],
+            [leaf.untyped_storage()._cdata == t.untyped_storage()._cdata for t in given],
+        )
+        for leaf in leaves
+    ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_remembered_result_is_that_of_the_fake_mode(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, arguments = CALLS[name]
+    asked: list[OpOverload] = []
+    fake_result = operators.fake_result
+
+    def counted(operator: OpOverload, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        asked.append(operator)
+        return fake_result(operator, args, kwargs)
+
+    monkeypatch.setattr(operators, "fake_result", counted)
+    with FakeTensorMode() as mode:
+        results = Results(mode)
+        found = []
+        for _ in range(3):
+            args = arguments()
+            given = list(operators.tensors(args))
+            result = results.of(operator, args, {})
+            assert type(result) is type(operator(*args))
+            found.append(described(result, given))
+    assert found[0] == found[1] == found[2]
+    assert len(asked) == 1
+
+
+def test_what_differs_in_anything_that_matters_is_another_call() -> None:
+    with FakeTensorMode() as mode:
+        results = Results(mode)
+        ones = torch.ones(3, dtype=torch.int32)
+        dtypes = [results.of(aten.mul.Tensor, (ones, x), {}).dtype for x in (1, 1.0, 1, 1.0)]
+        assert dtypes == [torch.int32, torch.float32] * 2
+        flat = torch.randn(24)
+        kinds = [flat.view(4, 6), flat.view(4, 6).t().contiguous().t(), flat.view(4, 6)]
+        strides = [results.of(aten.relu.default, (x,), {}).stride() for x in kinds]
+        assert strides == [torch.relu(x).stride() for x in kinds]
+        assert len(set(strides)) == 2
+
+
+def test_sharing_of_arguments_is_part_of_a_call() -> None:
+    with FakeTensorMode() as mode:
+        results = Results(mode)
+        for _ in range(2):
+            base = torch.randn(4)
+            for other in (base, base[:], torch.randn(4)):
+                assert results.of(aten.add_.Tensor, (base, other), {}) is base
+                assert results.of(aten.copy_.default, (other, base), {}) is other
+
+
+def test_values_and_shapes_that_depend_on_them_are_not_remembered() -> None:
+    assert not operators.follows_shapes(aten.nonzero.default)
+    assert not operators.follows_shapes(aten._local_scalar_dense.default)
+    assert not operators.follows_shapes(aten.squeeze_.dim)
+    assert operators.follows_shapes(aten.bernoulli_.float)
