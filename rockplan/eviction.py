@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.graph import CDGraph, DataKind, producers, readers
-from rockplan.schedule import Schedule, keep_all, with_frees
+from rockplan.schedule import Schedule, keep_all, with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
 
@@ -155,8 +155,7 @@ def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) ->
         run.execute_all()
     except _Failed:
         return None
-    forward, backward = _needed(graph, run.forward, run.backward)
-    schedule = with_frees(graph, forward, backward)
+    schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
     if simulate(graph, schedule).peak_bytes > budget_bytes:
         return None
     verify(graph, schedule)
@@ -313,23 +312,3 @@ class _Run:
             return float("inf")
         node = self.graph.nodes[self.producer[d]]
         return 1.0 + node.time_ns + sum(self._cost(r, known) for r in node.reads)
-
-
-def _needed(
-    graph: CDGraph, forward: Sequence[int], backward: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Without re-executions of which nothing is read before it is made again."""
-    executed = set(forward)
-    is_first: list[bool] = []
-    for i in backward:
-        is_first.append(i not in executed)
-        executed.add(i)
-    kept: list[int] = []
-    read_next: set[int] = set()
-    for i, first in zip(reversed(backward), reversed(is_first), strict=True):
-        node = graph.nodes[i]
-        if first or not read_next.isdisjoint(node.writes):
-            kept.append(i)
-            read_next.difference_update(node.writes)
-            read_next.update(node.reads)
-    return list(forward), kept[::-1]

@@ -28,13 +28,14 @@ from rockplan.graph_builder.measure import measure, price, profile_key
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
-from rockplan.ilp.improve import Improved, improve
+from rockplan.ilp.improve import EFFORT, Improved, improve
 from rockplan.ilp.options import option_families
 from rockplan.options import Options
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import is_outline_of
 from rockplan.profile import Profile
 from rockplan.progress import report
+from rockplan.prune import pruned
 from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
@@ -92,7 +93,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     found = [simulation for _, simulation in solver.curve()]
     smallest = _smallest(problem.constrained, solver)
     minimum_bytes = simulate(problem.constrained, smallest).peak_bytes
-    first = _fastest(problem.constrained, solver, smallest, minimum_bytes)
+    first = _starts(problem.constrained, solver, smallest, minimum_bytes)[0]
     found.append(simulate(problem.constrained, first))
     return Curve(
         points=useful(
@@ -209,8 +210,8 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
         budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < minimum_bytes:
             raise _too_small(graph, budget_bytes, smallest, options)
-    schedule = _fastest(graph, solver, smallest, budget_bytes)
-    found = improve(graph, schedule, budget_bytes, deadline=until)
+    starts = _starts(graph, solver, smallest, budget_bytes)
+    found = _improved(graph, starts, budget_bytes, deadline=until)
     if any(family.gap_ns is None for family in families):
         found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, options, deadline)
@@ -227,21 +228,36 @@ def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
     return of_chain
 
 
-def _fastest(
+def _starts(
     graph: CDGraph,
     solver: ChainSolver,
     smallest: Schedule | None,
     budget_bytes: int,
-) -> Schedule:
-    """Of the chain, of evictions, and `smallest`, whichever is fastest within the budget; one of
+) -> list[Schedule]:
+    """Of the chain, of evictions, and `smallest`, those within the budget, fastest first; one of
     the chain and `smallest` is."""
     known = (
         solver.best_schedule(budget_bytes),
         eviction.within(graph, budget_bytes),
         smallest,
     )
-    fitting = [schedule for schedule in known if schedule is not None]
-    return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns)
+    found = {pruned(graph, schedule, budget_bytes): None for schedule in known if schedule}
+    return sorted(found, key=lambda schedule: simulate(graph, schedule).time_ns)
+
+
+def _improved(
+    graph: CDGraph, starts: list[Schedule], budget_bytes: int, *, deadline: float
+) -> Improved:
+    """The fastest of what becomes of the starts: which one leads further is not known before."""
+    found = [
+        improve(graph, start, budget_bytes, deadline=deadline, effort=EFFORT // len(starts))
+        for start in starts
+    ]
+    best = min(found, key=lambda improved: simulate(graph, improved.schedule).time_ns)
+    return Improved(
+        pruned(graph, best.schedule, budget_bytes),
+        is_complete=all(improved.is_complete for improved in found),
+    )
 
 
 def _too_small(

@@ -6,6 +6,7 @@ next event that concerns it is a use. `with_frees` writes the frees out from tha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,12 @@ class Schedule:
     @property
     def computes(self) -> tuple[int, ...]:
         return tuple(e.node for e in self.events if isinstance(e, Compute))
+
+    @property
+    def phases(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The computations of the forward and of the backward phase."""
+        forward = sum(isinstance(e, Compute) for e in self.events[: self.forward_length])
+        return self.computes[:forward], self.computes[forward:]
 
 
 def keep_all(graph: CDGraph) -> Schedule:
@@ -140,3 +147,35 @@ def merge_handovers(
         merged.append(event)
         due = due or (isinstance(event, Compute) and event.node in ends)
     return Schedule((*merged, *waiting), schedule.forward_length)
+
+
+def without_idle(
+    graph: CDGraph, forward: Sequence[int], backward: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both orders without re-executions of which nothing is read before it is made again; without
+    these a schedule needs no more of anything."""
+    order = (*forward, *backward)
+    kept = needed(graph, forward, backward)
+    n_forward = bisect_left(kept, len(forward))
+    return tuple(order[p] for p in kept[:n_forward]), tuple(order[p] for p in kept[n_forward:])
+
+
+def needed(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
+    """Positions, in `forward` followed by `backward`, of what `without_idle` keeps."""
+    order = (*forward, *backward)
+    executed: set[int] = set()
+    is_first: list[bool] = []
+    for i in order:
+        is_first.append(i not in executed)
+        executed.add(i)
+    used_next: set[int] = set()
+    kept: list[int] = []
+    for position in reversed(range(len(order))):
+        if position == len(forward) - 1:
+            used_next.update(graph.outputs)
+        node = graph.nodes[order[position]]
+        if is_first[position] or not used_next.isdisjoint(node.writes):
+            kept.append(position)
+            used_next.difference_update(node.writes)
+            used_next.update(node.reads)
+    return kept[::-1]

@@ -15,8 +15,8 @@ from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
 from rockplan.graph import CDGraph, ComputeNode, DataKind, Phase, readers
-from rockplan.ilp.decode import Orders, without_idle
-from rockplan.schedule import with_frees
+from rockplan.ilp.decode import Orders
+from rockplan.schedule import with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
 
@@ -34,7 +34,7 @@ def stage_schedules(graph: CDGraph) -> Iterator[tuple[Orders, Simulation]]:
             (*extra, n.index) for extra, n in zip(chosen, graph.backward, strict=True)
         )
         orders = Orders(tuple(range(n_forward)), tuple(backward))
-        if without_idle(graph, orders) != orders:
+        if Orders(*without_idle(graph, orders.forward, orders.backward)) != orders:
             continue
         schedule = with_frees(graph, orders.forward, orders.backward)
         try:

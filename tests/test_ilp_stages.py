@@ -16,12 +16,12 @@ from rockplan.ilp.decode import (
     peak_bytes,
     price,
     solve_stages,
-    without_idle,
 )
 from rockplan.ilp.formulate import StageModel, formulate
 from rockplan.ilp.solve import SolverStatus
 from rockplan.ilp.stages import find_stages
 from rockplan.ilp.units import UNLIMITED, in_units
+from rockplan.schedule import without_idle
 from tests.exhaustive import stage_schedules
 from tests.graphs import (
     Ranges,
@@ -189,4 +189,5 @@ def test_idle_reexecutions_are_dropped() -> None:
     orders = keep_all_orders(problem)
     backward = (0, 1, *orders.backward[:4], 5, *orders.backward[4:])
     idle = replace(orders, backward=backward)
-    assert without_idle(problem, idle) == replace(orders, backward=(0, 1, *orders.backward))
+    found = without_idle(problem, idle.forward, idle.backward)
+    assert found == (orders.forward, (0, 1, *orders.backward))

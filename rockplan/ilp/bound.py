@@ -7,12 +7,11 @@ whatever order.
 
 Look at some moments: the start of the backward phase, and first executions of backward nodes.
 Between two of them, what backward nodes read for the first time is alive from before, or made
-again; what is made again needs its own inputs in the same way; what is alive after a moment was
-alive before it or made again since the last one. At each moment there is the memory of what is
-alive; a gradient that is read again later counts unless its producer runs again. These are
-necessary conditions: the stage formulation (`formulate`) without memory during re-executions, and
-with all that may run again. Its relaxation is solved first, then the integer program for as long
-as the limit allows.
+again, or made for the first time; what is made again needs its own inputs in the same way; what is
+alive after a moment was alive before it or made since the last one. At each moment there is the
+memory of what is alive. These are necessary conditions: the stage formulation (`formulate`) without
+memory during re-executions, and with all that may run again. Its relaxation is solved first, then
+the integer program for as long as the limit allows.
 
 Measured against the relaxation at single moments (roofline prices, 2 layers of GPT-2, at 84, 68
 and 44 % of keep-all's peak, bound over one execution of every node): +2.7, +6.5, +12.4 % instead
@@ -88,19 +87,18 @@ def peak_lower_bound_bytes(graph: CDGraph, *, time_limit_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """Backward nodes from after one moment up to and with the next, the first execution of
-    `node`, the last of them.
+    """Backward nodes from `first` up to and with `node`, whose first execution is a moment.
 
-    wanted: open storages (forward ones that may be dead) that these or later nodes read, or that
-    are read to make those; reads: of these nodes. alive_bytes: at the moment besides open ones
-    and gradients in `passing`; passing: gradients made before the node and read only after it.
+    wanted: open storages (not held, made before `first`) that these or later nodes read, or that
+    are read to make those again; reads: of these nodes. alive_bytes: at the moment, besides open
+    storages that `node` neither reads nor makes.
     """
 
+    first: int
     node: int
     reads: tuple[int, ...]
     wanted: tuple[int, ...]
     alive_bytes: int
-    passing: tuple[int, ...]
 
 
 def _intervals(graph: CDGraph) -> list[_Interval]:
@@ -117,27 +115,26 @@ def _split(graph: CDGraph, forced: dict[int, int], count: int) -> list[_Interval
     those are too many for the program."""
     is_open = _open(graph)
     producer = producers(graph)
-    passed_on = _passed_on(graph)
     found: list[_Interval] = []
     wanted: set[int] = set()
-    later: set[int] = set()
     columns = 0
     for start, end in reversed(_parts(graph, forced, count)):
-        passing = {d for d in later if producer[d] < end} - set(graph.nodes[end].reads)
-        nodes = graph.nodes[start : end + 1]
-        reads = {d for n in nodes for d in n.reads if d in is_open}
-        _close(graph, is_open, producer, wanted, reads)
-        later |= {d for n in nodes for d in n.reads if d in passed_on}
+        read = {d for n in graph.nodes[start : end + 1] for d in n.reads if d in is_open}
+        wanted |= read
+        # What is made for the first time from here on is there for what comes after it.
+        seeds = {d for d in wanted if producer[d] < start}
+        wanted = set()
+        _close(graph, is_open, producer, wanted, seeds)
         columns += 2 * len(wanted)
         if columns > MOST_COLUMNS and count > 1:
             return None
         found.append(
             _Interval(
+                first=start,
                 node=end,
-                reads=tuple(sorted(reads)),
+                reads=tuple(sorted(d for d in read if producer[d] < start)),
                 wanted=tuple(sorted(wanted)),
                 alive_bytes=forced[end],
-                passing=tuple(sorted(passing)),
             )
         )
     return found[::-1]
@@ -158,18 +155,15 @@ def _parts(graph: CDGraph, forced: dict[int, int], count: int) -> list[tuple[int
 
 
 def _open(graph: CDGraph) -> frozenset[int]:
+    """Storages that may be dropped after they were made."""
     held = set(graph.held)
-    return frozenset(
-        d.index for d in graph.data if d.kind is DataKind.ACTIVATION and d.index not in held
-    )
+    kinds = (DataKind.ACTIVATION, DataKind.GRADIENT)
+    return frozenset(d.index for d in graph.data if d.kind in kinds and d.index not in held)
 
 
-def _passed_on(graph: CDGraph) -> frozenset[int]:
-    """Gradients that nobody holds."""
-    held = set(graph.held)
-    return frozenset(
-        d.index for d in graph.data if d.kind is DataKind.GRADIENT and d.index not in held
-    )
+def _may_run_again(graph: CDGraph) -> list[bool]:
+    handed = set(graph.handed)
+    return [n.recomputable and handed.isdisjoint(n.writes) for n in graph.nodes]
 
 
 def _forced_bytes(graph: CDGraph) -> dict[int, int]:
@@ -222,25 +216,24 @@ def _close(
     seeds: set[int],
 ) -> None:
     """Adds to `closed` the `seeds` and every open storage that making them again may read."""
+    again = _may_run_again(graph)
     pending = list(seeds)
     while pending:
         d = pending.pop()
         if d not in closed:
             closed.add(d)
             node = graph.nodes[producer[d]]
-            if node.recomputable:
+            if again[node.index]:
                 pending += [r for r in node.reads if r in is_open]
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """keep[s, d]: d is alive when interval s starts. rerun[s, i]: i runs again in it. again[g]:
-    the producer of gradient g runs again."""
+    """keep[s, d]: d is alive when interval s starts. rerun[s, i]: i runs again in it."""
 
     builder: ProgramBuilder
     keep: dict[tuple[int, int], int]
     rerun: dict[tuple[int, int], int]
-    again: dict[int, int]
 
     def available(self, s: int, d: int, made_by: int) -> list[tuple[int, int]]:
         columns = (self.keep.get((s, d)), self.rerun.get((s, made_by)))
@@ -251,7 +244,7 @@ class _Columns:
 class _MemoryRow:
     """Sum of terms, in units rounded down, and alive_bytes: alive at once in every schedule."""
 
-    terms: list[tuple[int, float]]
+    terms: list[tuple[int, int]]
     alive_bytes: int
 
 
@@ -284,7 +277,7 @@ def _columns(graph: CDGraph, intervals: list[_Interval]) -> _Columns:
     unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     producer = producers(graph)
     nodes = graph.nodes
-    again = sorted({g for interval in intervals for g in interval.passing})
+    again = _may_run_again(graph)
     columns = _Columns(
         builder=builder,
         keep={(s, d): builder.binary() for s, part in enumerate(intervals) for d in part.wanted},
@@ -292,32 +285,11 @@ def _columns(graph: CDGraph, intervals: list[_Interval]) -> _Columns:
             (s, i): builder.binary(nodes[i].time_ns / unit_ns)
             for s, part in enumerate(intervals)
             for i in sorted({producer[d] for d in part.wanted})
-            if nodes[i].recomputable
+            if again[i]
         },
-        again=_again_columns(graph, builder, again, producer, unit_ns),
     )
     _add_needs(graph, columns, intervals, producer)
     return columns
-
-
-def _again_columns(
-    graph: CDGraph,
-    builder: ProgramBuilder,
-    gradients: list[int],
-    producer: dict[int, int],
-    unit_ns: float,
-) -> dict[int, int]:
-    """One column for all gradients of a node; none where it may run only once."""
-    handed = set(graph.handed)
-    of_node: dict[int, int] = {}
-    found: dict[int, int] = {}
-    for g in gradients:
-        node = graph.nodes[producer[g]]
-        if node.recomputable and handed.isdisjoint(node.writes):
-            if node.index not in of_node:
-                of_node[node.index] = builder.binary(node.time_ns / unit_ns)
-            found[g] = of_node[node.index]
-    return found
 
 
 def _add_needs(
@@ -354,17 +326,13 @@ def _memory_rows(
     )
     for s, part in enumerate(intervals):
         following = intervals[s + 1].wanted if s + 1 < len(intervals) else ()
-        read = set(graph.nodes[part.node].reads)
-        terms: list[tuple[int, float]] = [
-            (columns.keep[s + 1, d], sizes[d] // unit_bytes) for d in following if d not in read
+        node = graph.nodes[part.node]
+        terms = [
+            (columns.keep[s + 1, d], sizes[d] // unit_bytes)
+            for d in following
+            if d not in node.reads and d not in node.writes
         ]
-        alive_bytes = part.alive_bytes
-        for g in part.passing:
-            alive_bytes += sizes[g]
-            if g in columns.again:
-                # Rounded away from zero: what a column takes off must not be too little.
-                terms.append((columns.again[g], -sizes[g] // unit_bytes))
-        yield _MemoryRow(terms, alive_bytes)
+        yield _MemoryRow(terms, part.alive_bytes)
 
 
 def _bound(program: LinearProgram, deadline: float) -> float:

@@ -18,7 +18,7 @@ from rockplan.block import BlockOption
 from rockplan.graph import CDGraph
 from rockplan.ilp.formulate import StageModel
 from rockplan.ilp.solve import INFINITY, TIME_UNIT, SolveReport, SolverStatus, solve
-from rockplan.schedule import keep_all_order, with_frees
+from rockplan.schedule import keep_all_order, with_frees, without_idle
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 
@@ -88,35 +88,8 @@ def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
         backward.append(stage.node)
         start = stage.node + 1
     backward += range(start, len(graph.nodes))
-    return without_idle(graph, Orders(tuple(range(n_forward)), tuple(backward)))
-
-
-def without_idle(graph: CDGraph, orders: Orders) -> Orders:
-    """Drop re-executions of which nothing is read before it is made again.
-
-    A solution within the gap may hold some; without them it needs no more of anything.
-    """
-    first_seen: set[int] = set()
-    is_first: list[bool] = []
-    everything = (*orders.forward, *orders.backward)
-    for i in everything:
-        is_first.append(i not in first_seen)
-        first_seen.add(i)
-    used_next: set[int] = set()
-    kept: list[int] = []
-    n_backward = 0
-    for position in reversed(range(len(everything))):
-        if position == len(orders.forward) - 1:
-            n_backward = len(kept)
-            used_next.update(graph.outputs)
-        node = graph.nodes[everything[position]]
-        if is_first[position] or not used_next.isdisjoint(node.writes):
-            kept.append(node.index)
-            used_next.difference_update(node.writes)
-            used_next.update(node.reads)
-    kept.reverse()
-    n_forward = len(kept) - n_backward
-    return Orders(tuple(kept[:n_forward]), tuple(kept[n_forward:]))
+    # A solution within the gap may hold idle ones.
+    return Orders(*without_idle(graph, range(n_forward), backward))
 
 
 def price(problem: CDGraph, orders: Orders) -> BlockOption:

@@ -23,9 +23,10 @@ import numpy as np
 import pulp
 
 from rockplan.graph import ComputeNode, DataKind, producers
-from rockplan.ilp.decode import Orders, Solution, solution, without_idle
+from rockplan.ilp.decode import Orders, Solution, solution
 from rockplan.ilp.solve import TIME_UNIT, in_own_thread, report
 from rockplan.ilp.units import UNLIMITED, Units
+from rockplan.schedule import without_idle
 
 Expression: TypeAlias = Any
 """A pulp.LpAffineExpression; PuLP has no types."""
@@ -100,7 +101,7 @@ class _Model:
             order = forward if t < self.n_forward else backward
             order += [i for i in range(t) if pulp.value(self.rerun.get((t, i), 0)) > 0.5]
             order.append(t)
-        return without_idle(self.graph, Orders(tuple(forward), tuple(backward)))
+        return Orders(*without_idle(self.graph, forward, backward))
 
     def _binary(self, name: str) -> pulp.LpVariable:
         return self.program.add_variable(name, cat=pulp.LpBinary)

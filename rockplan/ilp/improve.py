@@ -72,11 +72,12 @@ class _Search:
     units: Units
     budget_bytes: int
     deadline: float
+    most_effort: int
     effort: list[int] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
-        return sum(self.effort) >= EFFORT or self.remaining_s == 0
+        return sum(self.effort) >= self.most_effort or self.remaining_s == 0
 
     def solve(self, program: LinearProgram, absolute_gap: float, **limits: Any) -> SolveReport:
         found = solve(program, time_limit_s=self.remaining_s, absolute_gap=absolute_gap, **limits)
@@ -93,11 +94,18 @@ class _Search:
         return simulate(self.graph, schedule)
 
 
-def improve(graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float) -> Improved:
+def improve(
+    graph: CDGraph,
+    schedule: Schedule,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    effort: int = EFFORT,
+) -> Improved:
     """A schedule within `budget_bytes` that is no slower than `schedule`, whose forward phase
     executes every node once, in order; deadline: as of time.monotonic."""
-    search = _Search(graph, in_units(graph), budget_bytes, deadline)
-    orders = _orders(schedule)
+    search = _Search(graph, in_units(graph), budget_bytes, deadline, effort)
+    orders = Orders(*schedule.phases)
     if orders.forward != tuple(range(len(graph.forward))):
         return Improved(schedule, True)
     windows = _windows(search, orders)
@@ -109,17 +117,6 @@ def improve(graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: 
         orders, done = found, done + 1
     best = with_frees(graph, orders.forward, orders.backward)
     return Improved(best, search.remaining_s > 0)
-
-
-def _orders(schedule: Schedule) -> Orders:
-    computes = [
-        [e.node for e in events if isinstance(e, Compute)]
-        for events in (
-            schedule.events[: schedule.forward_length],
-            schedule.events[schedule.forward_length :],
-        )
-    ]
-    return Orders(tuple(computes[0]), tuple(computes[1]))
 
 
 def _windows(search: _Search, orders: Orders) -> list[range]:

@@ -7,7 +7,8 @@ of a search, and all the answers for a problem that is too large for the solver.
 from __future__ import annotations
 
 from rockplan.graph import CDGraph, DataKind, producers
-from rockplan.ilp.decode import Orders, keep_all_orders, without_idle
+from rockplan.ilp.decode import Orders, keep_all_orders
+from rockplan.schedule import without_idle
 
 PREFIXES = 16
 """How many sets of dropped storages are tried between keep-all and keep-nothing."""
@@ -53,7 +54,7 @@ def _dropping(problem: CDGraph, dropped: frozenset[int], *, forget: bool) -> Ord
         backward += [*sorted(again), node.index]
         if not forget:
             there.update(d for i in again for d in problem.nodes[i].writes)
-    return without_idle(problem, Orders(keep_all_orders(problem).forward, tuple(backward)))
+    return Orders(*without_idle(problem, keep_all_orders(problem).forward, backward))
 
 
 def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:

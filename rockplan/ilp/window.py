@@ -17,11 +17,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rockplan.graph import CDGraph, DataKind, producers
-from rockplan.ilp.decode import Orders, without_idle
+from rockplan.ilp.decode import Orders
 from rockplan.ilp.formulate import StageModel
 from rockplan.ilp.stages import Stage, Stages, last_forward_use, transient, without
 from rockplan.ilp.units import Units
-from rockplan.schedule import Compute, with_frees
+from rockplan.schedule import Compute, with_frees, without_idle
 from rockplan.simulate import timeline
 
 
@@ -294,4 +294,4 @@ def read_window(
     backward: list[int] = []
     for t, i in enumerate(window.fixed):
         backward += [*again.get(t, ()), i]
-    return without_idle(window.stages.units.graph, Orders(tuple(forward), tuple(backward)))
+    return Orders(*without_idle(window.stages.units.graph, forward, backward))

@@ -1,0 +1,70 @@
+"""Leave out re-executions one by one, where what they make may as well have stayed alive.
+
+takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule. guarantees: legal,
+within the budget as `simulate` finds it, no slower; the same on every run: effort is counted.
+
+What eviction drops for want of memory at one moment is often made again where it would by then
+have fitted in between. Over one execution of every node, at the smallest budgets (roofline
+prices): 2 layers of GPT-2 with fused attention +128 -> +99 %, ResNet-18 +116 -> +97 %, UNet with 4
+skips +29 -> +25 %, and at 42 % of keep-all's peak, from its chain, UNet +265 -> +17 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rockplan.graph import CDGraph
+from rockplan.schedule import Schedule, needed, with_frees
+from rockplan.simulate import simulate
+
+EFFORT = 400_000
+"""Computations simulated for one schedule: about 4 s. 2 layers of a transformer at the smallest
+budget take 100,000."""
+
+
+def pruned(graph: CDGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """`schedule` without re-executions that the budget does not ask for, most expensive first."""
+    forward, backward = schedule.phases
+    effort = EFFORT
+    best_ns = simulate(graph, schedule).time_ns
+    is_done = False
+    while not is_done:
+        is_done = True
+        alive = list(enumerate(backward))
+        for tag in _reruns(graph, forward, backward):
+            shorter = _without(graph, forward, alive, tag)
+            if len(shorter) == len(alive):
+                continue
+            effort -= len(forward) + len(shorter)
+            if effort < 0:
+                return schedule
+            tried = with_frees(graph, forward, [i for _, i in shorter])
+            found = simulate(graph, tried)
+            if found.peak_bytes <= budget_bytes and found.time_ns <= best_ns:
+                schedule, alive, best_ns, is_done = tried, shorter, found.time_ns, False
+        backward = tuple(i for _, i in alive)
+    return schedule
+
+
+def _reruns(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
+    """Positions in `backward` of what runs again, most expensive first, without those that make
+    what must not be kept between the phases."""
+    executed = set(forward)
+    dropped = set(graph.dropped)
+    found: list[int] = []
+    for position, i in enumerate(backward):
+        if i in executed and dropped.isdisjoint(graph.nodes[i].writes):
+            found.append(position)
+        executed.add(i)
+        dropped.difference_update(graph.nodes[i].writes)
+    return sorted(found, key=lambda p: (-graph.nodes[backward[p]].time_ns, p))
+
+
+def _without(
+    graph: CDGraph, forward: Sequence[int], alive: Sequence[tuple[int, int]], tag: int
+) -> list[tuple[int, int]]:
+    """`alive`, computations of the backward phase with their tags, without one and without what
+    is idle then."""
+    rest = [item for item in alive if item[0] != tag]
+    kept = needed(graph, forward, [i for _, i in rest])
+    return [rest[p - len(forward)] for p in kept if p >= len(forward)]

@@ -1,0 +1,75 @@
+"""Pruned schedules: legal, within budget, no slower, and nothing left that could stay out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rockplan.eviction import thriftiest, within
+from rockplan.graph import CDGraph
+from rockplan.prune import pruned
+from rockplan.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
+from rockplan.simulate import simulate
+from rockplan.verify import verify
+from tests.graphs import Ranges, mlp_block, random_chain, random_graph
+
+RANGES = Ranges(pinned_percent=15)
+
+
+def draw(seed: int) -> CDGraph:
+    rng = random.Random(seed)
+    return random_graph(rng, 5, RANGES) if seed % 2 else random_chain(rng, (2, 3), RANGES)[0]
+
+
+def shorter_ones(graph: CDGraph, schedule: Schedule) -> list[Schedule]:
+    """Every schedule with one re-execution of the backward phase less."""
+    forward, backward = schedule.phases
+    executed = set(forward)
+    found: list[Schedule] = []
+    for position, i in enumerate(backward):
+        if i in executed:
+            rest = (*backward[:position], *backward[position + 1 :])
+            found.append(with_frees(graph, *without_idle(graph, forward, rest)))
+        executed.add(i)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_single_reexecution_can_be_left_out(seed: int) -> None:
+    graph = draw(seed)
+    least = thriftiest(graph)
+    low = simulate(graph, least).peak_bytes
+    for budget_bytes in (low, low + low // 20, low + low // 5):
+        before = within(graph, budget_bytes) or least
+        after = pruned(graph, before, budget_bytes)
+        verify(graph, after)
+        found = simulate(graph, after)
+        assert found.peak_bytes <= budget_bytes
+        assert found.time_ns <= simulate(graph, before).time_ns
+        for shorter in shorter_ones(graph, after):
+            assert simulate(graph, shorter).peak_bytes > budget_bytes
+
+
+def test_what_runs_again_for_nothing_is_left_out() -> None:
+    graph = mlp_block()
+    forward, backward = keep_all_order(graph)
+    last = len(graph.nodes) - 1
+    everything = (*(i for i in forward if graph.nodes[i].recomputable), *backward[:-1])
+    wasteful = with_frees(graph, forward, (*everything, last))
+    verify(graph, wasteful)
+    peak_bytes = max(simulate(graph, s).peak_bytes for s in (wasteful, keep_all(graph)))
+    assert pruned(graph, wasteful, peak_bytes) == keep_all(graph)
+
+
+def test_what_must_not_be_kept_is_made_again() -> None:
+    graph = mlp_block()
+    read = {d for node in graph.backward for d in node.reads}
+    made = [n for n in graph.forward if n.recomputable and not read.isdisjoint(n.writes)]
+    inner = [d for d in made[0].writes if d in read and d not in (*graph.outputs, *graph.held)]
+    assert inner
+    graph = replace(graph, dropped=tuple(inner))
+    schedule = keep_all(graph)
+    verify(graph, schedule)
+    assert pruned(graph, schedule, simulate(graph, schedule).peak_bytes) == schedule
