@@ -93,8 +93,11 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     found = [simulation for _, simulation in solver.curve()]
     smallest = _smallest(problem.constrained, solver)
     minimum_bytes = simulate(problem.constrained, smallest).peak_bytes
-    first = _starts(problem.constrained, solver, smallest, minimum_bytes)[0]
-    found.append(simulate(problem.constrained, first))
+    first = simulate(
+        problem.constrained, _starts(problem.constrained, solver, smallest, minimum_bytes)[0]
+    )
+    # No smaller budget is accepted, even if this needs a little less.
+    found.append(replace(first, peak_bytes=minimum_bytes))
     return Curve(
         points=useful(
             CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
@@ -221,11 +224,14 @@ def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget."""
     report("looking for the smallest peak")
     found = eviction.thriftiest(graph)
-    if simulate(graph, found).peak_bytes <= solver.minimum_bytes:
-        return found
-    of_chain = solver.best_schedule(solver.minimum_bytes)
-    assert of_chain is not None
-    return of_chain
+    if simulate(graph, found).peak_bytes > solver.minimum_bytes:
+        of_chain = solver.best_schedule(solver.minimum_bytes)
+        assert of_chain is not None
+        found = of_chain
+    # Leaving something out may lower the peak as well.
+    while (shorter := pruned(graph, found, simulate(graph, found).peak_bytes)) != found:
+        found = shorter
+    return found
 
 
 def _starts(
