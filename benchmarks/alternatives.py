@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +23,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import models
-from benchmarks.models import Case
 from benchmarks.peers.chen import all_segment_schedules, segment_schedule, sqrt_segments
 from benchmarks.peers.dtr import SCORES, dtr
 from benchmarks.peers.exact import exact, whole_graph_model
@@ -30,42 +30,31 @@ from benchmarks.peers.orders import fastest_within
 from benchmarks.peers.per_tensor import per_tensor_schedules
 from benchmarks.peers.rockmate import grid_families, rockmate
 from benchmarks.peers.rotor import rotor
+from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import machine
+from rockplan import planning
 from rockplan.block import Block
-from rockplan.codegen import random_state
+from rockplan.budget import Budget
 from rockplan.dp.search import ChainSolver
+from rockplan.errors import InfeasibleBudget
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import price, roofline
-from rockplan.graph_builder.partition import partition
 from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.formulate import entries
 from rockplan.ilp.options import option_families
 from rockplan.ilp.stages import find_stages
 from rockplan.ilp.units import in_units
+from rockplan.options import Options
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 
 RESULTS = Path(__file__).parent / "results"
-BYTES_PER_S, FLOPS_PER_S = 10e9, 50e9
 SHARES = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GAP = 1e-3
 MOST_ENTRIES = 500_000
 """Matrix entries of the largest whole-graph program that is given to the solver."""
-
-CASES: dict[str, Callable[[], Case]] = {
-    "gpt2-eager": partial(models.gpt2, width=256, batch=4, length=256, attention="eager"),
-    "gpt2-sdpa": partial(models.gpt2, width=256, batch=4, length=256, attention_dropout=0.0),
-    "llama": partial(models.llama, width=256, batch=4, length=256),
-    "bert": partial(models.bert, width=256, batch=4, length=256),
-    "resnet-18": partial(models.resnet18, width=32, batch=8, size=96),
-    "unet": partial(models.unet, width=16, batch=4, size=96),
-    "t5": partial(models.t5, width=256, batch=4, length=256),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +95,15 @@ class Problem:
     """One model, captured and priced."""
 
     name: str
-    graph: CDGraph
-    blocks: tuple[Block, ...]
+    prepared: planning.Problem
+
+    @property
+    def graph(self) -> CDGraph:
+        return self.prepared.graph
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.prepared.blocks
 
     @cached_property
     def digest(self) -> str:
@@ -118,19 +114,24 @@ class Problem:
         return simulate(self.graph, keep_all(self.graph)).peak_bytes
 
 
-def problem(name: str) -> Problem:
-    torch.manual_seed(0)
-    case = CASES[name]()
-    captured = capture(case.model, case.args, case.kwargs)
-    graph = lower(captured, random_state.state_bytes(torch.device("cpu"))).graph
-    graph = price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S))
-    return Problem(name, graph, partition(graph))
-
-
 # Methods: each prepares for a problem and then answers budgets
 
 
 def _rockplan(problem: Problem) -> Planner:
+    """What `rockplan.plan` makes of these prices; the time limit does not strike."""
+    options = Options(time_limit_s=600.0, bound_time_limit_s=0.0)
+
+    def answer(budget_bytes: int) -> Answer:
+        try:
+            plan = planning.plan_anew(problem.prepared, Budget(size_bytes=budget_bytes), options)
+        except InfeasibleBudget:
+            return Answer(None)
+        return Answer(plan.schedule)
+
+    return answer
+
+
+def _chain(problem: Problem) -> Planner:
     problems = [b.problem for b in problem.blocks]
     families = option_families(problems, settings=Settings(time_limit_s=600.0))
     solver = ChainSolver(problem.graph, problem.blocks, families)
@@ -195,6 +196,7 @@ def _bound(problem: Problem) -> Planner:
 def methods(exact_limit_s: float) -> dict[str, Callable[[Problem], Planner]]:
     return {
         "rockplan": _rockplan,
+        "rockplan, its chain alone": _chain,
         "proven bound": _bound,
         "Rockmate (20 x 20, slots)": _rockmate,
         "Rotor": _rotor,
@@ -259,14 +261,19 @@ def main() -> None:
     parser.add_argument("--exact-limit", type=float, default=60.0, help="seconds for each budget")
     parser.add_argument("--methods", nargs="+", default=None, help="only these")
     parser.add_argument("--redo", nargs="+", default=[], help="methods to run again")
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ROCKPLAN_CACHE_DIR"] = folder
+        sweep(parser.parse_args())
+
+
+def sweep(arguments: argparse.Namespace) -> None:
     path = RESULTS / "alternatives.json"
     found = {k: r for k, r in read_rows(path).items() if r.method not in arguments.redo}
     table = methods(arguments.exact_limit)
     problems: list[Problem] = []
     for model in arguments.models:
-        made = problem(model)
+        made = Problem(model, prepared(model, Options()))
         problems.append(made)
         found = {k: r for k, r in found.items() if r.model != model or r.digest == made.digest}
         for name, prepare in table.items():

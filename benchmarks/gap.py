@@ -18,24 +18,18 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from benchmarks import models
-from benchmarks.models import Case
+from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import machine
 from rockplan import planning
 from rockplan.budget import Budget
-from rockplan.codegen import random_state
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import roofline
 from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.options import Options
 from rockplan.schedule import keep_all
@@ -43,24 +37,6 @@ from rockplan.simulate import simulate
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = 10
-BYTES_PER_S, FLOPS_PER_S = 100e9, 2e12
-
-CASES: dict[str, Callable[[], Case]] = {
-    "gpt2": lambda: models.gpt2(
-        width=256, heads=8, vocabulary=1024, batch=4, length=256, attention="eager"
-    ),
-    "gpt2-sdpa": lambda: models.gpt2(
-        width=256, heads=8, vocabulary=1024, batch=4, length=256, attention_dropout=0.0
-    ),
-    "llama": lambda: models.llama(
-        width=256, heads=8, key_value_heads=4, vocabulary=1024, batch=4, length=256
-    ),
-    "bert": lambda: models.bert(width=256, heads=8, vocabulary=1024, batch=4, length=256),
-    "resnet18": lambda: models.resnet18(64, 8, 64),
-    "unet": lambda: models.unet(4, 32, 4, 64),
-    "t5": lambda: models.t5(2, width=256, heads=8, vocabulary=1024, batch=4, length=256),
-    "densenet": lambda: models.densenet(4, 3, 12, 8, 32),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +80,6 @@ class Row:
 
 
 Found = dict[tuple[str, str, int], Least | Row]
-
-
-def prepared(case: Case, options: Options) -> planning.Problem:
-    """As `rockplan.plan` prepares it, with roofline prices."""
-    captured = capture(case.model, case.args, case.kwargs)
-    lowered = lower(captured, random_state.state_bytes(torch.device("cpu")))
-    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
-    return planning.problem_of(lowered.graph, profile, options)
 
 
 def where() -> str:
@@ -176,8 +144,7 @@ def smallest_budget(made: planning.Problem, options: Options) -> int:
 
 
 def measure(name: str, found: Found, options: Options, arguments: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    made = prepared(CASES[name](), options)
+    made = prepared(name, options)
     digest = graph_digest(made.graph)[:16]
     size = found.get((name, digest, -1))
     if not isinstance(size, Least):
