@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from rockplan.block import Block
 from rockplan.budget import Budget
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import InfeasibleBudget
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, without_takes
 from rockplan.graph_builder.canonical import graph_digest
 from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
@@ -112,6 +112,13 @@ class Problem:
     @cached_property
     def keep_all_bytes(self) -> int:
         return simulate(self.graph, keep_all(self.graph)).peak_bytes
+
+
+def with_own_storages(made: planning.Problem) -> planning.Problem:
+    """Published algorithms and the exact program give every result a storage of its own."""
+    return replace(
+        made, graph=without_takes(made.graph), constrained=without_takes(made.constrained)
+    )
 
 
 # Methods: each prepares for a problem and then answers budgets
@@ -273,7 +280,7 @@ def sweep(arguments: argparse.Namespace) -> None:
     table = methods(arguments.exact_limit)
     problems: list[Problem] = []
     for model in arguments.models:
-        made = Problem(model, prepared(model, Options()))
+        made = Problem(model, with_own_storages(prepared(model, Options())))
         problems.append(made)
         found = {k: r for k, r in found.items() if r.model != model or r.digest == made.digest}
         for name, prepare in table.items():

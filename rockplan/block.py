@@ -17,7 +17,8 @@ class Block:
     problem: the block as a graph of its own. problem.nodes[i] stands for
     (forward + backward)[i]. The input, pinned storages, parameters and the like are resident in
     it; its output is in `problem.outputs` (free to drop in the backward phase); incoming
-    gradients are tangents, outgoing gradients are `held`.
+    gradients are tangents, outgoing gradients are `held`. Nothing takes over a storage in it: what
+    the whole graph needs can only be less.
     digest: equal for blocks whose problems are equal in everything that a solver sees.
     incoming_gradient_bytes: all gradients that cross from the next block into this one.
     background_bytes: storages outside the problem that are alive while this block runs forward,

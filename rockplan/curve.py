@@ -39,9 +39,12 @@ class Curve:
 
     Bytes follow the convention of the ruler: alive during forward and backward beyond
     parameters, buffers, the caller's inputs and the parameters' `.grad`.
+    unplanned_bytes: what every node once needs, each result in a storage of its own, as eager does;
+    shares ('40%') are shares of it. The last point may need less.
     """
 
     points: tuple[CurvePoint, ...]
+    unplanned_bytes: int
     graph_digest: str
     profile_digest: str
     profile_source: str
@@ -50,11 +53,6 @@ class Curve:
     def minimum_bytes(self) -> int:
         """The smallest budget that works."""
         return self.points[0].peak_bytes
-
-    @property
-    def unplanned_bytes(self) -> int:
-        """The budget from which on nothing is recomputed."""
-        return self.points[-1].peak_bytes
 
     def at(self, budget_bytes: int) -> CurvePoint | None:
         """The fastest point within budget_bytes; None below the minimum."""

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rockplan.graph import CDGraph, DataKind, producers, readers
+from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
 from rockplan.schedule import Schedule, keep_all, with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
@@ -134,10 +134,16 @@ def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
 
 
 def _floor_bytes(graph: CDGraph) -> int:
-    """No schedule needs less: what a node reads and makes is alive with its workspace."""
+    """No schedule needs less: what a node reads and makes is alive with its workspace, save a
+    result that takes over a storage that it reads."""
     sizes = _sizes(graph)
     return max(
-        (n.workspace_bytes + sum(sizes[d] for d in {*n.reads, *n.writes}) for n in graph.nodes),
+        (
+            n.workspace_bytes
+            + sum(sizes[d] for d in {*n.reads, *n.writes})
+            - max((sizes[d] for d in n.takes), default=0)
+            for n in graph.nodes
+        ),
         default=0,
     )
 
@@ -202,6 +208,15 @@ class _Run:
                 if d not in self.stay and self._next_use(d) is None:
                     self._remove(d)
 
+    def _take_over(self, node: ComputeNode) -> None:
+        """Drops an operand whose storage the result may take, though it might serve to make
+        others again."""
+        for d in node.takes:
+            later = (u for u in self.readers[d] if u >= self.position and u != node.index)
+            if self.locks[d] == 1 and next(later, None) is None:
+                self._remove(d)
+                return
+
     def _start_backward(self) -> None:
         for d in self.graph.dropped:
             self._remove(d)
@@ -227,7 +242,10 @@ class _Run:
                 if depth >= DEPTH or len(order) >= limit:
                     raise _Failed
                 self._execute(again, depth + 1)
-        self._make_room(node.workspace_bytes + sum(self.sizes[d] for d in node.writes))
+        needed_bytes = node.workspace_bytes + sum(self.sizes[d] for d in node.writes)
+        if self.live_bytes + needed_bytes > self.budget_bytes:
+            self._take_over(node)
+        self._make_room(needed_bytes)
         order.append(index)
         for d in node.writes:
             self._add(d)

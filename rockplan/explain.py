@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
-from rockplan.graph import CDGraph, DataKind, Phase, producers
+from rockplan.graph import CDGraph, DataKind, Phase, producers, without_takes
 from rockplan.lifetimes import (
     Lifetime,
     Owner,
@@ -134,8 +134,10 @@ def explain(plan: Plan, *, unplanned: bool = False) -> Explanation:
     when a model does not fit. Each price and each recomputation is one replay of the schedule:
     a second or so for a thousand operations.
     """
-    schedule = keep_all(plan.graph) if unplanned else plan.schedule
-    return explain_schedule(plan.graph, schedule)
+    if unplanned:
+        graph = without_takes(plan.graph)
+        return explain_schedule(graph, keep_all(graph))
+    return explain_schedule(plan.graph, plan.schedule)
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:

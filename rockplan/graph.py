@@ -11,8 +11,8 @@ These are values: nothing here imports torch, and no pass changes a graph in pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -113,6 +113,8 @@ class ComputeNode:
     recomputable: False if it may execute only once (its effect or its inputs cannot be had
     again); then whatever it writes is kept until its last use.
     random: draws from a generator; a re-execution replays the generator's state.
+    takes: of `reads`, those in whose storage the only result may be written where they die at this
+    node, best first; taking: the call that does so, for each of `takes`.
     time_ns, workspace_bytes: from the Profile; workspace is the peak of temporaries inside the
     node, beyond its inputs and `writes`.
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
@@ -129,6 +131,8 @@ class ComputeNode:
     recomputable: bool = True
     calls: tuple[Call, ...] = ()
     recalls: tuple[Call, ...] = ()
+    takes: tuple[int, ...] = ()
+    taking: tuple[Call, ...] = ()
     module: str = ""
     source: str = ""
 
@@ -173,6 +177,21 @@ class CDGraph:
     def time_ns(self) -> int:
         """Time of one execution of every node: the iteration without recomputation."""
         return sum(n.time_ns for n in self.nodes)
+
+
+def without_takes(graph: CDGraph) -> CDGraph:
+    """`graph` as eager executes it: every result has a storage of its own."""
+    return replace(graph, nodes=tuple(with_takes(n, ()) for n in graph.nodes))
+
+
+def with_takes(node: ComputeNode, allowed: Collection[int]) -> ComputeNode:
+    """`node`, which takes nothing but storages of `allowed`."""
+    if set(node.takes).issubset(allowed):
+        return node
+    # An outline has `takes` only.
+    calls = [c for d, c in zip(node.takes, node.taking, strict=False) if d in allowed]
+    takes = tuple(d for d in node.takes if d in allowed)
+    return replace(node, takes=takes, taking=tuple(calls))
 
 
 def producers(graph: CDGraph) -> dict[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rockplan.graph import CDGraph, DataKind
-from rockplan.schedule import Compute, Schedule
+from rockplan.schedule import Compute, Schedule, taken_over
 
 
 class Owner(Enum):
@@ -29,6 +29,9 @@ class Owner(Enum):
 @dataclass(frozen=True, slots=True)
 class Lifetime:
     """Bytes that are alive during the events start..stop-1 of a schedule, their free included.
+
+    Where a result takes over the storage of an operand, the bytes are the operand's up to that
+    computation and with it, and the result's from the next event on.
 
     index: of the data (STORAGE, COPY) or of the node (WORKSPACE, GENERATOR).
     """
@@ -74,6 +77,8 @@ def start_times_ns(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
 def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
     found: list[Lifetime] = []
     born: dict[int, int] = {}
+    taken = taken_over(graph, schedule)
+    passed_on: set[int] = set()
 
     def end(data: int, position: int) -> None:
         size_bytes = graph.data[data].size_bytes
@@ -84,8 +89,15 @@ def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
         if position == schedule.forward_length:
             born.update(dict.fromkeys(tangents, position))
         if isinstance(event, Compute):
+            start = position
+            if position in taken:
+                start += 1
+                end(taken[position], start)
+                passed_on.add(taken[position])
             for data in graph.nodes[event.node].writes:
-                born.setdefault(data, position)
+                born.setdefault(data, start)
+        elif event.data in passed_on:
+            passed_on.discard(event.data)
         else:
             end(event.data, position + 1)
     for data in sorted(born):

@@ -53,7 +53,8 @@ class Plan:
     Bytes follow the convention of the ruler: alive during forward and backward beyond
     parameters, buffers, the caller's inputs and the parameters' `.grad`.
     eager_peak_bytes, eager_time_ns: predicted for executing every node once and freeing each
-    storage after its last use; local variables of the original's forward may hold more.
+    storage after its last use, every result in a storage of its own; local variables of the
+    original's forward may hold more.
     torch_version: under which the graph was captured and planned.
     checked: what a comparison of one step with eager execution found, '' if there was none.
     origin: where a plan that was read from a file was made, '' for one that was made here.

@@ -21,7 +21,15 @@ from typing import Any
 
 from rockplan import serial
 from rockplan.errors import IllegalSchedule, InvalidInput, PlanFormatError, PlanMismatch
-from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
+from rockplan.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    with_takes,
+    without_takes,
+)
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.schedule import Compute, Event, Free, Schedule, keep_all
 from rockplan.serial import flag, list_of, natural, naturals, text_of
@@ -116,7 +124,8 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
 def outline(graph: CDGraph) -> CDGraph:
     """What a document keeps of `graph`: no calls, no values, source lines without folders."""
     nodes = tuple(
-        replace(n, calls=(), recalls=(), source=PurePath(n.source).name) for n in graph.nodes
+        replace(n, calls=(), recalls=(), taking=(), source=PurePath(n.source).name)
+        for n in graph.nodes
     )
     return replace(graph, nodes=nodes, values=())
 
@@ -146,7 +155,7 @@ def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
             for d, p in zip(graph.data, prices.data, strict=True)
         ),
         nodes=tuple(
-            replace(n, time_ns=p.time_ns, workspace_bytes=p.workspace_bytes)
+            replace(with_takes(n, p.takes), time_ns=p.time_ns, workspace_bytes=p.workspace_bytes)
             for n, p in zip(graph.nodes, prices.nodes, strict=True)
         ),
         rng_state_bytes=prices.rng_state_bytes,
@@ -229,6 +238,7 @@ def _graph_row(graph: CDGraph) -> dict[str, object]:
                 "source": n.source,
                 "reads": list(n.reads),
                 "writes": list(n.writes),
+                "takes": list(n.takes),
                 "time_ns": n.time_ns,
                 "workspace_bytes": n.workspace_bytes,
                 "random": n.random,
@@ -284,12 +294,17 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
 
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
+    # Plans of before anything was taken over say nothing of it, and hold as they are.
+    takes = _below(row.get("takes", []), data)
+    if not set(takes).issubset(row["reads"]):
+        raise ValueError("an operation takes over what it does not read")
     return ComputeNode(
         index=index,
         name=text_of(row["name"]),
         phase=Phase(row["phase"]),
         reads=_below(row["reads"], data),
         writes=_below(row["writes"], data),
+        takes=takes,
         time_ns=natural(row["time_ns"]),
         workspace_bytes=natural(row["workspace_bytes"]),
         random=flag(row["random"]),
@@ -339,7 +354,7 @@ def _check_promises(plan: Plan) -> None:
     except IllegalSchedule as error:
         raise ValueError(f"the schedule is not legal: {error}") from error
     found = simulate(plan.graph, plan.schedule)
-    everything = simulate(plan.graph, keep_all(plan.graph))
+    everything = simulate(without_takes(plan.graph), keep_all(plan.graph))
     needed = (found.peak_bytes, found.saved_bytes, found.time_ns)
     eager = (everything.peak_bytes, everything.time_ns)
     if needed != (plan.peak_bytes, plan.saved_bytes, plan.time_ns) or eager != (

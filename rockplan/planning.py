@@ -21,7 +21,7 @@ from rockplan.constraints import constrain
 from rockplan.curve import Curve, CurvePoint, useful
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, without_takes
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key
@@ -102,6 +102,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
         points=useful(
             CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
         ),
+        unplanned_bytes=_unplanned(problem.graph).peak_bytes,
         graph_digest=graph_digest(problem.graph),
         profile_digest=profile_digest(problem.profile),
         profile_source=_profile_source(problem.profile),
@@ -196,7 +197,7 @@ _BLOCKS_SHARE = 0.5
 def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
     deadline = time.monotonic() + options.time_limit_s
     graph = problem.constrained
-    unplanned = simulate(problem.graph, keep_all(problem.graph))
+    unplanned = _unplanned(problem.graph)
     budget_bytes = budget.within(unplanned.peak_bytes)
     fastest = keep_all(graph)
     if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
@@ -292,7 +293,7 @@ def _finish(
     deadline: float,
 ) -> Plan:
     graph = problem.graph
-    unplanned = simulate(graph, keep_all(graph))
+    unplanned = _unplanned(graph)
     ends = frozenset(b.backward[-1] for b in problem.blocks if b.backward)
     during = [step.during_bytes for step in timeline(graph, best.schedule)]
     merged = merge_handovers(graph, best.schedule, during, ends)
@@ -318,6 +319,11 @@ def _finish(
         profile_source=_profile_source(problem.profile),
         torch_version=str(torch.__version__),
     )
+
+
+def _unplanned(graph: CDGraph) -> Simulation:
+    """Every node once, as eager does: each result in a storage of its own."""
+    return simulate(without_takes(graph), keep_all(graph))
 
 
 def _certificate(

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rockplan.graph import CDGraph, DataKind, producers
+from rockplan.graph import CDGraph, ComputeNode, DataKind, producers
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,46 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
     for index, frees in zip(backward, backward_frees, strict=True):
         events += [Compute(index), *map(Free, frees)]
     return Schedule(tuple(events), forward_length)
+
+
+def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
+    """Position of a computation -> the data in whose storage it writes its result.
+
+    The first of the node's `takes` that is freed directly after it, before anything else runs or
+    the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
+    """
+    found: dict[int, int] = {}
+    alive: set[int] = set()
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Free):
+            alive.discard(event.data)
+            continue
+        node = graph.nodes[event.node]
+        if node.takes and alive.isdisjoint(node.writes):
+            dying = _freed_after(schedule, position)
+            for d in node.takes:
+                if d in dying and _is_as_large(graph, d, node):
+                    found[position] = d
+                    break
+        alive.update(node.writes)
+    return found
+
+
+def _freed_after(schedule: Schedule, position: int) -> set[int]:
+    """What is freed directly after the computation at `position`, in the same phase."""
+    events, boundary = schedule.events, schedule.forward_length
+    end = boundary if position < boundary else len(events)
+    found: set[int] = set()
+    for following in range(position + 1, end):
+        event = events[following]
+        if isinstance(event, Compute):
+            break
+        found.add(event.data)
+    return found
+
+
+def _is_as_large(graph: CDGraph, data: int, node: ComputeNode) -> bool:
+    return graph.data[data].size_bytes == sum(graph.data[d].size_bytes for d in node.writes)
 
 
 def merge_handovers(

@@ -2,7 +2,8 @@
 
 takes: a priced CDGraph and a legal Schedule. returns: Simulation. guarantees: the peak counts
 every non-resident storage from its computation to its free, the workspace of the running node,
-copies that a re-execution makes of storages that are alive, and saved generator states.
+copies that a re-execution makes of storages that are alive, and saved generator states; a result
+that takes over the storage of an operand (`schedule.taken_over`) costs nothing beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rockplan.graph import CDGraph, DataKind
-from rockplan.schedule import Compute, Schedule
+from rockplan.schedule import Compute, Schedule, taken_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[Step]:
     executions = Counter(schedule.computes)
     remaining = dict(executions)
     alive: set[int] = set()
+    taken = taken_over(graph, schedule)
+    passed_on: set[int] = set()
     for position, event in enumerate(schedule.events):
         if position == schedule.forward_length:
             alive.update(d.index for d in data if d.kind is DataKind.TANGENT)
@@ -80,7 +83,9 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[Step]:
         if not isinstance(event, Compute):
             alive.discard(event.data)
             before_bytes = live_bytes
-            live_bytes -= data[event.data].size_bytes
+            if event.data not in passed_on:
+                live_bytes -= data[event.data].size_bytes
+            passed_on.discard(event.data)
             yield Step(before_bytes, live_bytes, 0)
             continue
         node = graph.nodes[event.node]
@@ -92,6 +97,11 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[Step]:
         during = live_bytes + made + node.workspace_bytes
         if is_replay:
             during += graph.rng_state_bytes
+        if position in taken:
+            taken_bytes = data[taken[position]].size_bytes
+            during -= taken_bytes
+            live_bytes -= taken_bytes
+            passed_on.add(taken[position])
         new = [d for d in node.writes if d not in alive]
         alive.update(new)
         live_bytes += sum(data[d].size_bytes for d in new)

@@ -137,14 +137,24 @@ class Exhaustive:
         for keeps_state in (False, True) if node.random and is_first else (False,):
             states = before.states | ({node.index} if keeps_state else set())
             wanted = replace(before, states=states)
-            for fitting in self._fit(wanted, extra, set(node.reads), {node.index}):
-                after = replace(
-                    fitting,
-                    ran=fitting.ran | {node.index},
-                    again=-1 if is_first else node.index,
-                    alive=fitting.alive | set(node.writes),
-                )
-                yield self._without_dead(after)
+            for taken in self._takeovers(before, node):
+                rest = extra - sum(graph.data[d].size_bytes for d in taken)
+                for fitting in self._fit(wanted, rest, set(node.reads), {node.index}):
+                    after = replace(
+                        fitting,
+                        ran=fitting.ran | {node.index},
+                        again=-1 if is_first else node.index,
+                        alive=(fitting.alive - taken) | set(node.writes),
+                    )
+                    yield self._without_dead(after)
+
+    def _takeovers(self, state: State, node: ComputeNode) -> Iterator[frozenset[int]]:
+        """What the result may be written over, which dies then: nothing, or one storage."""
+        yield frozenset()
+        sizes = [d.size_bytes for d in self.graph.data]
+        made_bytes = sum(sizes[d] for d in node.writes)
+        if state.alive.isdisjoint(node.writes):
+            yield from (frozenset({d}) for d in node.takes if sizes[d] == made_bytes)
 
     def _fit(self, state: State, extra: int, reads: set[int], running: set[int]) -> Iterator[State]:
         """States with as few frees as let `extra` bytes fit; to free more later is as good."""

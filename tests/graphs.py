@@ -112,6 +112,23 @@ def random_graph(rng: random.Random, forward_nodes: int = 4, ranges: Ranges = DE
     )
 
 
+def with_random_takes(rng: random.Random, graph: CDGraph) -> CDGraph:
+    """`graph` where some results may take over one or two operands, which are as large."""
+    outside = {*graph.outputs, *graph.held, *graph.handed}
+    ours = {DataKind.ACTIVATION, DataKind.GRADIENT}
+    data, nodes = list(graph.data), list(graph.nodes)
+    for node in graph.nodes:
+        found = [d for d in node.reads if data[d].kind in ours and d not in outside]
+        if len(node.writes) != 1 or node.random or outside & set(node.writes) or not found:
+            continue
+        (written,) = node.writes
+        best = rng.choice(found)
+        data[written] = replace(data[written], size_bytes=data[best].size_bytes)
+        takes = [best, *(d for d in found if d != best and _chance(rng, 50))]
+        nodes[node.index] = replace(node, takes=tuple(takes))
+    return replace(graph, data=tuple(data), nodes=tuple(nodes))
+
+
 def random_chain(
     rng: random.Random, lengths: tuple[int, ...] = (2, 3, 2), ranges: Ranges = DEFAULT
 ) -> tuple[CDGraph, tuple[Block, ...]]:

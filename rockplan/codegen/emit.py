@@ -1,9 +1,10 @@
 """Emit: a schedule -> straight-line Python with explicit `del`s.
 
 takes: CDGraph with calls, Interface, Schedule. returns: Code. guarantees: the text executes the
-schedule event by event; each line names the place in the user's model; views are derived where
-they are read and cost no memory; one function for the forward phase, one for each slice of the
-backward phase, a slice ending where gradients are handed to autograd. source: DESIGN, section 4.
+schedule event by event, a result in the storage of an operand where `schedule.taken_over` says so;
+each line names the place in the user's model; views are derived where they are read and cost no
+memory; one function for the forward phase, one for each slice of the backward phase, a slice ending
+where gradients are handed to autograd. source: DESIGN, section 4.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
 from rockplan.interface import Guard, Interface
-from rockplan.schedule import Compute, Free, Schedule
+from rockplan.schedule import Compute, Free, Schedule, taken_over
 
 _INDENT = "    "
 
@@ -117,6 +118,7 @@ class _Emitter:
                 self._targets[graph.values[gradient].data].append((target, gradient))
         self._unhanded = [(t, g) for t, found in interface.gradients for g in found]
         self._executions = Counter(schedule.computes)
+        self._taken = taken_over(graph, schedule)
         self._done: Counter[int] = Counter()
         self._last_read = {
             d: position
@@ -133,16 +135,16 @@ class _Emitter:
         events = self._schedule.events
         boundary = self._schedule.forward_length
         self._begin("forward")
-        for event in events[:boundary]:
-            self._event(event)
+        for position in range(boundary):
+            self._event(position)
         self._end_forward()
         slices = self._merged_slices()
         for number, (first, last) in enumerate(slices):
             self._begin(f"backward_{number}")
             if number == 0:
                 self._take_tangents()
-            for event in events[first:last]:
-                self._event(event)
+            for position in range(first, last):
+                self._event(position)
             frees = [e for e in events[first:last] if isinstance(e, Free)]
             handed = [e.data for e in frees if self._is_handed(e)]
             self._end_slice(handed, last, is_last=number == len(slices) - 1)
@@ -241,9 +243,10 @@ class _Emitter:
 
     # -- events ----------------------------------------------------------------------------
 
-    def _event(self, event: Compute | Free) -> None:
+    def _event(self, position: int) -> None:
+        event = self._schedule.events[position]
         if isinstance(event, Compute):
-            self._compute(self._graph.nodes[event.node])
+            self._compute(self._graph.nodes[event.node], self._taken.get(position))
         elif event.data not in self._graph.handed:
             self._drop(event.data)
 
@@ -254,7 +257,7 @@ class _Emitter:
             self._line(f"del {', '.join(map(self._name, self._live[data]))}")
         self._live[data] = []
 
-    def _compute(self, node: ComputeNode) -> None:
+    def _compute(self, node: ComputeNode, taken: int | None) -> None:
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         if self._again and not node.recomputable:
@@ -268,7 +271,10 @@ class _Emitter:
         replayed = node.random and self._executions[node.index] > 1
         if replayed:
             self._before_random(node, again)
-        self._calls(node, node.recalls if again or self._again else node.calls)
+        calls = node.recalls if again or self._again else node.calls
+        if taken is not None:
+            calls = (node.taking[node.takes.index(taken)],)
+        self._calls(node, calls)
         if replayed and again:
             self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:

@@ -56,8 +56,8 @@ def problem_digest(problem: CDGraph) -> str:
 def graph_digest(graph: CDGraph) -> str:
     """Digest of the captured program: storages, nodes, calls, literals, specs of values, names.
 
-    Left out: prices (sizes, times, workspaces), which the digest of the profile covers, and
-    source lines, which name files.
+    Left out: prices (sizes, times, workspaces), which the digest of the profile covers, source
+    lines, which name files, and what may be taken over, which follows from the rest.
     """
     return digest(
         [

@@ -29,7 +29,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from rockplan.errors import InvalidInput, PlanFormatError, UnsupportedModel
-from rockplan.graph import Call, CDGraph, ComputeNode, TensorSpec, ValueRef, value_refs
+from rockplan.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    TensorSpec,
+    ValueRef,
+    value_refs,
+    with_takes,
+)
 from rockplan.graph_builder import operators
 from rockplan.graph_builder.canonical import canonical_literal, digest
 from rockplan.graph_builder.evaluate import substitute
@@ -195,7 +203,8 @@ def price(graph: CDGraph, profile: Profile) -> CDGraph:
     """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
 
     A node of several calls takes the sum of their times; its workspace is found by replaying
-    them, intermediate results freed at once. Raises PlanFormatError if a cost is missing.
+    them, intermediate results freed at once. Where an operator turned out to return (a view of)
+    what it was given, nothing takes over its result. Raises PlanFormatError if a cost is missing.
     """
     costs = dict(profile.costs)
     sizes: dict[int, int] = {}
@@ -208,10 +217,11 @@ def price(graph: CDGraph, profile: Profile) -> CDGraph:
         for step in steps:
             for made, size_bytes in step.made.items():
                 sizes[made] = max(sizes.get(made, 0), size_bytes)
+    distinct = sizes.keys()
     data = tuple(replace(d, size_bytes=sizes.get(d.index, d.size_bytes)) for d in graph.data)
     nodes = tuple(
         replace(
-            node,
+            with_takes(node, distinct),
             time_ns=times[node.index],
             workspace_bytes=max(
                 0, peaks[node.index] - sum(data[d].size_bytes for d in node.writes)

@@ -475,6 +475,8 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
                 workspace_bytes=node.workspace_bytes + _copies_bytes(chain, node),
                 calls=(),
                 recalls=(),
+                takes=(),
+                taking=(),
             )
             for i, node in enumerate(nodes)
         ),

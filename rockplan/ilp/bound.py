@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rockplan.graph import CDGraph, DataKind, producers, readers
+from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
 from rockplan.ilp.decode import proven_ns
 from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder, SolverStatus, solve
 from rockplan.ilp.units import MAX_UNITS
@@ -168,7 +168,8 @@ def _may_run_again(graph: CDGraph) -> list[bool]:
 
 def _forced_bytes(graph: CDGraph) -> dict[int, int]:
     """Backward node -> bytes alive for certain at its first execution: its workspace, what it
-    makes and reads, held storages made by then, tangents that it or a later node reads."""
+    makes and reads, held storages made by then, tangents that it or a later node reads; without
+    what its result may take over."""
     producer, read_by = producers(graph), readers(graph)
     count = len(graph.nodes)
     until = {
@@ -189,7 +190,8 @@ def _forced_bytes(graph: CDGraph) -> dict[int, int]:
             if not graph.data[d].kind.resident and not _within(spans.get(d), node.index)
         }
         own_bytes = sum(graph.data[d].size_bytes for d in own)
-        found[node.index] = node.workspace_bytes + alive[node.index] + own_bytes
+        own_bytes += node.workspace_bytes - _taken_bytes(graph, node)
+        found[node.index] = alive[node.index] + own_bytes
     return found
 
 
@@ -200,8 +202,14 @@ def _forward_bytes(graph: CDGraph) -> list[int]:
     for node in graph.forward:
         alive = {d for d in (*node.reads, *node.writes) if not graph.data[d].kind.resident}
         alive |= {d for d in graph.held if producer.get(d, len(graph.nodes)) <= node.index}
-        found.append(node.workspace_bytes + sum(graph.data[d].size_bytes for d in alive))
+        own_bytes = node.workspace_bytes - _taken_bytes(graph, node)
+        found.append(own_bytes + sum(graph.data[d].size_bytes for d in alive))
     return found
+
+
+def _taken_bytes(graph: CDGraph, node: ComputeNode) -> int:
+    """Of what the node reads, at most: for its result."""
+    return max((graph.data[d].size_bytes for d in node.takes), default=0)
 
 
 def _within(span: tuple[int, int] | None, index: int) -> bool:
@@ -332,6 +340,10 @@ def _memory_rows(
             for d in following
             if d not in node.reads and d not in node.writes
         ]
+        # Nothing is taken over from the only operand that might be, if it is kept.
+        if len(node.takes) == 1 and node.takes[0] in following:
+            d = node.takes[0]
+            terms.append((columns.keep[s + 1, d], sizes[d] // unit_bytes))
         yield _MemoryRow(terms, part.alive_bytes)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
+from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers, without_takes
 from rockplan.ilp.units import Units
 from rockplan.schedule import Compute, Schedule, with_frees
 from rockplan.simulate import timeline
@@ -71,8 +71,8 @@ class Stages:
 
 
 def find_stages(units: Units) -> Stages:
-    """The sets and constants of section 6 of DESIGN."""
-    graph = units.graph
+    """The sets and constants of section 6 of DESIGN; every result has a storage of its own."""
+    graph = without_takes(units.graph)
     free = _free(units)
     order = range(len(graph.nodes))
     n_forward = len(graph.forward)

@@ -1,0 +1,537 @@
+"""Results that take over the storage of an operand that dies: not a bit differs, and the peak is
+what is predicted."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rockplan
+from benchmarks.models import Case, bert, densenet, gpt2, resnet18
+from rockplan.eviction import thriftiest, within
+from rockplan.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    TensorSpec,
+    Value,
+    ValueRef,
+    without_takes,
+)
+from rockplan.graph_builder import operators
+from rockplan.graph_builder.evaluate import substitute
+from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.takeover import ADMITTED, ADMITTED_ON_CPU, with_takeovers
+from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.lifetimes import alive_at, lifetimes
+from rockplan.plan_file import dump_plans, parse_plans
+from rockplan.schedule import Free, Schedule, keep_all, taken_over, with_frees
+from rockplan.serial import digest
+from rockplan.simulate import simulate, timeline
+from rockplan.verify import verify
+from tests.exhaustive import Exhaustive
+from tests.graphs import random_graph, with_random_takes
+from tests.training import (
+    assert_equal_trees,
+    assert_same_state,
+    solve_case,
+    train_side_by_side,
+    twin,
+)
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SHAPE = (3, 5, 7, 33)
+PERMUTATIONS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 3, 1, 2), "reversed": (3, 2, 1, 0)}
+OPERATORS = sorted(ADMITTED | ADMITTED_ON_CPU)
+
+# Arguments that follow the operator's tensors.
+LITERALS: dict[str, tuple[Any, ...]] = {
+    "aten.add.Scalar": (1.7,),
+    "aten.sub.Scalar": (1.7,),
+    "aten.mul.Scalar": (1.7,),
+    "aten.div.Scalar": (1.7,),
+    "aten.masked_fill.Scalar": (-1.5,),
+    "aten.pow.Tensor_Scalar": (3,),
+    "aten.clamp.default": (-0.5, 0.5),
+    "aten.clamp_min.default": (0.1,),
+    "aten.threshold_backward.default": (0,),
+    "aten.leaky_relu_backward.default": (0.01, False),
+    "aten.hardtanh_backward.default": (-0.5, 0.5),
+    "aten._softmax_backward_data.default": (3, None),
+    "aten._log_softmax_backward_data.default": (3, None),
+}
+
+KEYWORDS: dict[str, tuple[tuple[tuple[str, Any], ...], ...]] = {
+    "aten.add.Tensor": ((("alpha", 0.3),), (("alpha", -1),)),
+    "aten.sub.Tensor": ((("alpha", 0.3),),),
+    "aten.addcmul.default": ((("value", 0.3),),),
+    "aten.addcdiv.default": ((("value", -1),),),
+    "aten.gelu.default": ((("approximate", "tanh"),),),
+    "aten.gelu_backward.default": ((("approximate", "tanh"),),),
+}
+
+# Take a number in the place of their second tensor.
+WITH_NUMBERS = {f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")}
+
+
+def in_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """A dense tensor of the values whose elements lie in another order."""
+    order = PERMUTATIONS[layout]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return values.permute(order).contiguous().permute(back)
+
+
+def drawn(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Numbers, some of them infinite, tiny or -0, and NaNs of two kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    flat = values.reshape(-1)
+    special = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, 3e4, 0.5, -0.5], dtype=dtype
+    )
+    places = torch.randperm(flat.numel(), generator=generator)
+    flat[places[: 4 * len(special)]] = special.repeat(4)[: flat.numel()]
+    bits = flat.view(integers(dtype))
+    bits[flat != flat] |= 5 * (torch.arange(len(bits[flat != flat])) % 2).to(bits.dtype)
+    return values
+
+
+def integers(dtype: torch.dtype) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = a.dtype if a.dtype is torch.bool else integers(a.dtype)
+    return a.stride() == b.stride() and torch.equal(a.view(kind), b.view(kind))
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.storage_offset(),
+        str(tensor.dtype),
+        str(tensor.device),
+    )
+
+
+def graph_of(call: Call, tensors: list[torch.Tensor], result: torch.Tensor) -> CDGraph:
+    """One operation on activations that nobody else reads."""
+    every = [*tensors, result]
+    last = len(tensors)
+    return CDGraph(
+        data=tuple(
+            DataNode(i, f"d{i}", DataKind.ACTIVATION, t.untyped_storage().nbytes())
+            for i, t in enumerate(every)
+        ),
+        nodes=(
+            ComputeNode(
+                index=0,
+                name="op",
+                phase=Phase.FORWARD,
+                reads=tuple(range(last)),
+                writes=(last,),
+                calls=(call,),
+                recalls=(call,),
+            ),
+        ),
+        outputs=(),
+        values=tuple(Value(i, i, f"v{i}", spec_of(t)) for i, t in enumerate(every)),
+    )
+
+
+def execute(call: Call, tensors: list[torch.Tensor]) -> torch.Tensor:
+    operator = operators.resolve(call.op)
+    args = [substitute(a, tensors.__getitem__) for a in call.args]
+    kwargs = {k: substitute(a, tensors.__getitem__) for k, a in call.kwargs}
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args, **kwargs)
+
+
+def operand_sets(op: str, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
+    """Tensors for `op`: in equal and in different layouts, and broadcast against the first."""
+    arguments = operators.resolve(op)._schema.arguments
+    tensors = [a.name for a in arguments if str(a.type) == "Tensor"]
+
+    def made(names: list[str], layouts: tuple[str, ...], shapes: list[tuple[int, ...]]) -> Any:
+        found = []
+        for i, (name, layout, shape) in enumerate(zip(names, layouts, shapes, strict=True)):
+            values = drawn(dtype, shape, i)
+            if name in ("condition", "mask"):
+                values = values > 0
+            found.append(in_layout(values, layout) if len(shape) == 4 else values)
+        return found
+
+    for layouts in itertools.product(PERMUTATIONS, repeat=len(tensors)):
+        yield made(tensors, layouts, [SHAPE] * len(tensors))
+    if len(tensors) > 1 and "backward" not in op:
+        for small in ((33,), (5, 1, 1), (1, 1, 7, 1), ()):
+            for place in range(len(tensors)):
+                shapes = [small if i == place else SHAPE for i in range(len(tensors))]
+                for layout in PERMUTATIONS:
+                    yield made(tensors, (layout,) * len(tensors), shapes)
+
+
+def calls(op: str, dtype: torch.dtype) -> Iterator[tuple[Call, list[torch.Tensor]]]:
+    """Calls of `op` as they are recorded, with their tensors."""
+    literals = tuple(dtype if v is None else v for v in LITERALS.get(op, ()))
+    for tensors in operand_sets(op, dtype):
+        refs = [ValueRef(i) for i in range(len(tensors))]
+        results = (len(tensors),)
+        args: tuple[Any, ...] = (*refs, *literals)
+        if op == "aten.elu_backward.default":
+            args = (refs[0], 1.0, 1.0, 1.0, False, refs[1])
+        yield Call(op, args, (), results), tensors
+        for kwargs in KEYWORDS.get(op, ()):
+            yield Call(op, args, kwargs, results), tensors
+        if op in WITH_NUMBERS:
+            for number in (1.7, -3, 1e-3):
+                yield Call(op, (refs[0], number), (), (1,)), tensors[:1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_what_is_written_over_an_operand_is_bit_for_bit_the_result(
+    op: str, dtype: torch.dtype
+) -> None:
+    taken = 0
+    for call, tensors in calls(op, dtype):
+        expected = execute(call, tensors)
+        (node,) = with_takeovers(graph_of(call, tensors, expected)).nodes
+        for d, taking in zip(node.takes, node.taking, strict=True):
+            operands = [t.clone() for t in tensors]
+            written = execute(taking, operands)
+            assert written is operands[d]
+            assert same_bits(written, expected), (taking, [t.stride() for t in tensors])
+            others = [i for i in range(len(tensors)) if i != d]
+            assert all(same_bits(operands[i], tensors[i]) for i in others)
+            taken += 1
+    assert taken > 0
+
+
+def test_one_tensor_twice_is_taken_over() -> None:
+    for dtype in DTYPES:
+        x = drawn(dtype, SHAPE, 0)
+        call = Call("aten.mul.Tensor", (ValueRef(0), ValueRef(0)), (), (1,))
+        expected = execute(call, [x])
+        (node,) = with_takeovers(graph_of(call, [x], expected)).nodes
+        assert node.takes == (0,)
+        assert same_bits(execute(node.taking[0], [x.clone()]), expected)
+
+
+# What a schedule takes over, and what that is worth
+
+
+def draw(seed: int, nodes: int = 3) -> CDGraph:
+    rng = random.Random(seed)
+    return with_random_takes(rng, random_graph(rng, nodes))
+
+
+def schedules(seed: int) -> Iterator[tuple[CDGraph, Schedule]]:
+    graph = draw(seed, 4)
+    yield graph, keep_all(graph)
+    yield graph, thriftiest(graph)
+
+
+def test_what_is_taken_over_is_freed_before_anything_else_runs() -> None:
+    taken = 0
+    for seed in range(60):
+        for graph, schedule in schedules(seed):
+            for position, d in taken_over(graph, schedule).items():
+                following = itertools.takewhile(
+                    lambda e: isinstance(e, Free), schedule.events[position + 1 :]
+                )
+                assert Free(d) in list(following)
+                taken += 1
+    assert taken > 60
+
+
+def test_lifetimes_add_up_and_nothing_is_larger_than_without() -> None:
+    smaller = 0
+    for seed in range(60):
+        for graph, schedule in schedules(seed):
+            found = lifetimes(graph, schedule)
+            plain = list(timeline(without_takes(graph), schedule))
+            for position, step in enumerate(timeline(graph, schedule)):
+                alive = alive_at(found, position)
+                assert sum(f.size_bytes for f in alive) == step.during_bytes
+                assert step.during_bytes <= plain[position].during_bytes
+                smaller += step.during_bytes < plain[position].during_bytes
+            assert step.after_bytes == plain[-1].after_bytes
+    assert smaller > 60
+
+
+def test_no_schedule_is_below_the_bounds() -> None:
+    """The exhaustive search decides by itself what is taken over; it finds what the simulator says
+    of evicted schedules, and nothing below the bounds of peak and time."""
+    gained = 0
+    for seed in range(25):
+        graph = draw(seed)
+        least = thriftiest(graph)
+        verify(graph, least)
+        peak = simulate(graph, least)
+        fastest = Exhaustive(graph, peak.peak_bytes, None, is_free=True, in_order=True).fastest_ns()
+        assert fastest is not None
+        bound_ns = lower_bound_ns(graph, peak.peak_bytes, time_limit_s=60)
+        assert bound_ns <= fastest <= peak.time_ns
+        bound_bytes = peak_lower_bound_bytes(graph, time_limit_s=60)
+        below = Exhaustive(graph, bound_bytes - 1, None, is_free=True, in_order=True)
+        assert below.fastest_ns() is None
+        gained += peak.peak_bytes < simulate(without_takes(graph), least).peak_bytes
+    assert gained >= 3
+
+
+def test_evicted_schedules_are_within_the_budget_by_what_is_taken_over() -> None:
+    gained = 0
+    for seed in range(60):
+        graph = draw(seed, 4)
+        least = simulate(graph, thriftiest(graph)).peak_bytes
+        most = simulate(graph, keep_all(graph)).peak_bytes
+        for budget_bytes in (least, (least + most) // 2, most):
+            found = within(graph, budget_bytes)
+            if found is not None:
+                verify(graph, found)
+                assert simulate(graph, found).peak_bytes <= budget_bytes
+                gained += simulate(without_takes(graph), found).peak_bytes > budget_bytes
+    assert gained >= 10
+
+
+def test_a_copy_of_what_is_alive_takes_nothing_over() -> None:
+    graph = CDGraph(
+        data=(
+            DataNode(0, "a", DataKind.ACTIVATION, 4),
+            DataNode(1, "b", DataKind.ACTIVATION, 4),
+        ),
+        nodes=(
+            ComputeNode(0, "make", Phase.FORWARD, (), (0,)),
+            ComputeNode(1, "use", Phase.FORWARD, (0,), (1,), takes=(0,)),
+            ComputeNode(2, "end", Phase.BACKWARD, (1,), ()),
+        ),
+        outputs=(1,),
+        held=(1,),
+    )
+    once = with_frees(graph, (0, 1), (2,))
+    assert taken_over(graph, once) == {1: 0}
+    assert simulate(graph, once).peak_bytes == 4
+    twice = with_frees(graph, (0, 1), (0, 1, 2))
+    assert taken_over(graph, twice) == {1: 0}
+    assert simulate(graph, twice).peak_bytes == 12
+
+
+# Models
+
+OPTIONS = rockplan.Options(cache=False, time_limit_s=4)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt2": lambda: gpt2(width=32, heads=2, vocabulary=128, batch=2, length=16, attention="eager"),
+    "bert": lambda: bert(width=32, heads=2, vocabulary=128, batch=2, length=16),
+    "resnet18": lambda: resnet18(8, 2, 32),
+    "densenet": lambda: densenet(2, 2, 4, 2, 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_training_is_bit_for_bit_eager_and_measured_as_predicted(name: str, budget: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    planned = solve_case(case, budget, options=OPTIONS)
+    plan = planned.plan
+    assert taken_over(plan.graph, plan.schedule)
+    assert any("out=" in line or "grad_input=" in line for line in planned.code.splitlines())
+    eager = twin(case)
+    train_side_by_side(case, planned, eager, steps=3)
+    measured, left = rockplan.peak_live_bytes(lambda: case.step(planned))
+    assert left == 0
+    assert measured <= plan.peak_bytes
+    assert measured >= 0.99 * plan.peak_bytes
+
+
+def test_keeping_everything_needs_less_than_eager_for_language_models() -> None:
+    """Measured: at the gradient of the loss, whose operands die."""
+    for name in ("gpt2", "bert"):
+        case = CASES[name]()
+        eager, _ = rockplan.peak_live_bytes(lambda c=case: c.step(c.model))
+        planned = solve_case(case, "100%", options=OPTIONS)
+        measured, _ = rockplan.peak_live_bytes(lambda c=case, p=planned: c.step(p))
+        assert planned.plan.overhead == 0
+        assert planned.plan.peak_bytes < planned.plan.eager_peak_bytes
+        assert measured < eager
+
+
+def test_blocks_count_every_result() -> None:
+    """What a block takes over is no part of its problem: another block may read it."""
+    torch.manual_seed(0)
+    case = CASES["gpt2"]()
+    plan = rockplan.plan(case.model, case.args, "100%", sample_kwargs=case.kwargs, options=OPTIONS)
+    assert any(n.takes for n in plan.graph.nodes)
+    blocks = partition(plan.graph)
+    assert not any(n.takes or n.taking for b in blocks for n in b.problem.nodes)
+    assert blocks == partition(without_takes(plan.graph))
+
+
+class Branching(nn.Module):
+    """Everything that a takeover could spoil: a value that is read twice, sums of gradients, an
+    output that is also used inside, an input that dies at an addition, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = x + self.shift
+        b = self.first(a).tanh()
+        c = (b * 2.0 + a).sigmoid() * b
+        d = self.norm(c + b)
+        e = nn.functional.gelu(d - 1.0)
+        return e + self.second(e * d), c.exp()
+
+
+def branching() -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Branching()
+    return copy.deepcopy(model), model, torch.randn(16, 8)
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_retained_graphs_and_forwards_in_flight(budget: str) -> None:
+    eager, model, x = branching()
+    options = rockplan.Options(cache=False, differentiated=(0, 1), time_limit_s=2)
+    planned = rockplan.solve(model, x, budget, options=options)
+    assert taken_over(planned.plan.graph, planned.plan.schedule)
+    for module in (eager, planned):
+        module.inputs = [x.clone().requires_grad_(), (2 * x).requires_grad_()]
+    results = []
+    for module in (eager, planned):
+        first, second = (module(i) for i in module.inputs)
+        (first[0].sum() + first[1].sum()).backward(retain_graph=True)
+        (second[0].sum() + second[1].sum()).backward()
+        (first[0].sum() + first[1].sum()).backward(retain_graph=True)
+        first[0].square().sum().backward()
+        results.append((first, second))
+    assert_equal_trees(results[1], results[0], "results")
+    assert_same_state(planned, eager, "after all backward passes")
+    for a, b in zip(planned.inputs, eager.inputs, strict=True):
+        assert torch.equal(a.grad, b.grad)
+        assert torch.equal(a.detach(), b.detach())
+
+
+def test_what_the_caller_sees_is_never_written_over() -> None:
+    """Inputs, results, buffers and parameters keep their content through backward, and hooks see
+    the gradients that eager shows."""
+    eager, model, x = branching()
+    options = rockplan.Options(cache=False, differentiated=(0, 1), time_limit_s=2)
+    planned = rockplan.solve(model, x, "100%", options=options)
+    seen: dict[str, dict[str, torch.Tensor]] = {"eager": {}, "planned": {}}
+    for name, module in (("eager", eager), ("planned", planned)):
+
+        def show(key: str, tensor: torch.Tensor, name: str = name) -> None:
+            tensor.register_hook(lambda g: seen[name].update({key: g.clone()}))
+
+        for key, parameter in module.named_parameters():
+            show(key, parameter)
+        own = x.clone().requires_grad_()
+        views = own * 1.0
+        results = module(views)
+        for position, result in enumerate(results):
+            show(f"result {position}", result)
+        before = [t.detach().clone() for t in (views, *results, *module.buffers())]
+        sum(r.sum() for r in results).backward()
+        after = [t.detach() for t in (views, *results, *module.buffers())]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert seen["planned"].keys() == seen["eager"].keys()
+    for key, gradient in seen["eager"].items():
+        assert torch.equal(seen["planned"][key], gradient), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes_and_autocast(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Softmax(-1)).to(dtype)
+    case = Case("small", model, (torch.randn(4, 8, dtype=dtype),), {}, lambda r: r.square().sum())
+    planned = solve_case(case, "100%", options=OPTIONS)
+    assert taken_over(planned.plan.graph, planned.plan.schedule)
+    train_side_by_side(case, planned, twin(case), steps=3)
+
+
+def test_plans_on_disk_say_what_is_taken_over(tmp_path: Path) -> None:
+    _, model, x = branching()
+    planned = rockplan.solve(model, x, "100%", options=OPTIONS)
+    path = tmp_path / "plan.json"
+    rockplan.save_plan(planned, path)
+    loaded = rockplan.load(model, x, path, options=OPTIONS)
+    assert loaded.code == planned.code
+    assert loaded.plan.peak_bytes == planned.plan.peak_bytes
+    assert taken_over(loaded.plan.graph, loaded.plan.schedule)
+
+
+def test_plans_of_before_hold_as_they_were(tmp_path: Path) -> None:
+    """A file that says nothing of takeovers: none is executed, and the peak is what it states."""
+    _, model, x = branching()
+    plan = rockplan.plan(model, x, "100%", options=OPTIONS)
+    graph = without_takes(plan.graph)
+    peak_bytes = simulate(graph, plan.schedule).peak_bytes
+    assert peak_bytes > plan.peak_bytes
+    before = replace(plan, graph=graph, peak_bytes=peak_bytes, budget_bytes=peak_bytes)
+    document = json.loads(dump_plans([before]))
+    for node in document["plans"][0]["graph"]["nodes"]:
+        assert node.pop("takes") == []
+    del document["digest"]
+    document["digest"] = digest(document)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    loaded = rockplan.load(model, x, path, options=OPTIONS)
+    assert loaded.plan.peak_bytes == peak_bytes
+    assert not taken_over(loaded.plan.graph, loaded.plan.schedule)
+    assert "out=" not in loaded.code
+
+
+def test_a_plan_that_takes_what_it_does_not_read_is_refused() -> None:
+    _, model, x = branching()
+    document = json.loads(dump_plans([rockplan.plan(model, x, "100%", options=OPTIONS)]))
+    node = next(n for n in document["plans"][0]["graph"]["nodes"] if n["takes"])
+    node["takes"] = list(node["writes"])
+    del document["digest"]
+    document["digest"] = digest(document)
+    with pytest.raises(rockplan.PlanFormatError, match="takes over what it does not read"):
+        parse_plans(json.dumps(document))
+
+
+class PassedOn(nn.Module):
+    """Its operator says that it returns something new, and returns what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((torch.ops.takeover_test.pass_on(x) + 1.0) * self.weight).exp()
+
+
+def test_what_turns_out_to_be_an_input_is_not_written_over() -> None:
+    library = torch.library.Library("takeover_test", "FRAGMENT")
+    library.define("pass_on(Tensor x) -> Tensor")
+    library.impl("pass_on", lambda x: x, "CPU")
+    library.impl("pass_on", torch.empty_like, "Meta")
+    x = torch.randn(4, 8)
+    before = x.clone()
+    planned = rockplan.solve(PassedOn(), x, "100%", options=OPTIONS)
+    planned(x).sum().backward()
+    assert torch.equal(x, before)
