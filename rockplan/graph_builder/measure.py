@@ -17,7 +17,7 @@ import contextlib
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -49,6 +49,12 @@ from rockplan.progress import report
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 30
 _TIME_BOX_NS = 30_000_000
+
+# Of all calls together: a DenseNet of 240 layers has 1500 unique ones.
+_ALL_BOXES_NS = 6_000_000_000
+
+# Calls profiled at once: events of the profiler take memory, 0.3 MB for each call.
+_SESSION_CALLS = 200
 
 # Written over before each repeat, to evict the last-level cache: an iteration touches far more
 # memory than fits there. With warm caches elementwise operators of GPT-2 come out at half of
@@ -117,10 +123,11 @@ def measure(
         inputs = _inputs(graph, values)
         memory = _measure_memory(inputs, missing)
         scratch = _scratch(torch.device(_device(graph)))
+        box_ns = min(_TIME_BOX_NS, _ALL_BOXES_NS // max(len(missing), 1))
         for done, (key, call) in enumerate(missing.items()):
             report("measuring times", done, len(missing))
             if key in memory:
-                found[key] = _measure_time(inputs, call, memory[key], scratch)
+                found[key] = _measure_time(inputs, call, memory[key], scratch, box_ns)
             else:
                 found[key] = _estimate(graph, call, *_fallback_rates(graph))
     report("measuring times", len(missing), len(missing))
@@ -481,10 +488,19 @@ def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Me
     """
     if torch.device(_device(inputs.graph)).type == "cuda":
         return _measure_memory_cuda(inputs, calls)
+    waiting = list(calls.items())
+    found: dict[str, _Memory] = {}
+    for first in range(0, len(waiting), _SESSION_CALLS):
+        report("measuring sizes", first, len(waiting))
+        found |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS])
+    return found
+
+
+def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, _Memory]:
+    """As `_measure_memory`, of as many calls as one session of the profiler may hold."""
     sizes: dict[str, tuple[int, ...]] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
-        for done, (key, call) in enumerate(calls.items()):
-            report("measuring sizes", done, len(calls))
+        for key, call in calls:
             with contextlib.suppress(RuntimeError, IndexError, ValueError):
                 execution = inputs.execution(call)
                 execution.run()
@@ -556,14 +572,16 @@ def _allocated(size_bytes: int, device_type: str) -> int:
 # Time
 
 
-def _measure_time(inputs: _Inputs, call: Call, memory: _Memory, scratch: torch.Tensor) -> OpCost:
+def _measure_time(
+    inputs: _Inputs, call: Call, memory: _Memory, scratch: torch.Tensor, box_ns: int
+) -> OpCost:
     """Median time of one call with cold caches, the freeing of its results included.
 
     The operator itself is warm: `_measure_memory` has run it.
     """
     execution = inputs.execution(call)
     once = _cuda_time_ns if scratch.is_cuda else _cpu_time_ns
-    deadline = time.perf_counter_ns() + _TIME_BOX_NS
+    deadline = time.perf_counter_ns() + box_ns
     times: list[int] = []
     while len(times) < _LEAST_REPEATS or (
         len(times) < _MOST_REPEATS and time.perf_counter_ns() < deadline

@@ -55,6 +55,12 @@ EFFORT = 20_000
 """Iterations of the simplex method after which no new program is solved: about 10 s. ResNet-18 at
 the minimum of its chain takes 10,000 to +35.4 % from +56.8 %."""
 
+PATIENCE = 2
+"""Windows in a row without gain after which no other one is tried. Where a graph needs several,
+layers repeat, and so do windows: on 48 layers of GPT-2 at 40 % of keep-all's peak none of the five
+that the effort allows gains, on 12 layers the last window alone (at 30, 40 and 50 %), on 2+2 layers
+of T5 at 50 % the first alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Improved:
@@ -110,7 +116,7 @@ def improve(
         return Improved(schedule, True)
     windows = _windows(search, orders)
     done = unchanged = 0
-    while unchanged < len(windows) and not search.is_over:
+    while unchanged < min(len(windows), PATIENCE) and not search.is_over:
         report("improving the plan", done)
         found = _improve_window(search, orders, windows[done % len(windows)])
         unchanged = unchanged + 1 if found == orders else 1
@@ -120,8 +126,8 @@ def improve(
 
 
 def _windows(search: _Search, orders: Orders) -> list[range]:
-    """All forward nodes, if one program holds them; else slices that overlap by half, the last
-    ones first: their memory is what all others wait for."""
+    """All forward nodes, if one program holds them; else slices that overlap by half: the last
+    one, whose memory is what all others wait for, the first one, the others from the end."""
     count = len(search.graph.forward)
 
     def is_too_large(nodes: range) -> bool:
@@ -134,7 +140,7 @@ def _windows(search: _Search, orders: Orders) -> list[range]:
         starts = range(0, max(count - size // 2, 1), max(size // 2, 1))
         windows = [range(start, min(start + size, count)) for start in starts]
         if not any(map(is_too_large, windows)):
-            return windows[::-1]
+            return [windows[-1], *windows[:-1][:1], *windows[1:-1][::-1]]
         size = size * 2 // 3
     return []
 
