@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
-from benchmarks.timing import machine
+from benchmarks.timing import where
 from rockplan import planning
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
@@ -80,17 +78,6 @@ class Row:
 
 
 Found = dict[tuple[str, str, int], Least | Row]
-
-
-def where() -> str:
-    """Commit, date, machine and versions of a row."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return (
-        f"{commit}, {time.strftime('%Y-%m-%d')}, {machine()}, HiGHS {version('highspy')}, "
-        f"torch {torch.__version__}"
-    )
 
 
 def least(name: str, made: planning.Problem, minimum_bytes: int, seconds: float) -> Least:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ import torch
 import rockplan
 from benchmarks import models
 from benchmarks.models import Case
-from benchmarks.timing import machine
+from benchmarks.timing import where
 from rockplan import progress
 
 RESULTS = Path(__file__).parent / "results"
@@ -133,17 +132,6 @@ def measured(name: str, cache: str, budget: str) -> Row:
 
 def _no_cache() -> rockplan.Options:
     return rockplan.Options(cache=False)
-
-
-def where() -> str:
-    """Commit, date, machine and versions of a row."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return (
-        f"{commit}, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {machine()}, "
-        f"HiGHS {version('highspy')}"
-    )
 
 
 def in_own_process(name: str, cache: str, budget: str, folder: str) -> Row:

@@ -1,5 +1,23 @@
-"""Side-by-side measurements, as `rockplan.compare` makes them."""
+"""Side-by-side measurements, as `rockplan.compare` makes them, and where they were made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from importlib.metadata import version
 
 from rockplan.timing import interleaved_seconds, machine, mebibytes, median_ratio
 
-__all__ = ["interleaved_seconds", "machine", "mebibytes", "median_ratio"]
+__all__ = ["interleaved_seconds", "machine", "mebibytes", "median_ratio", "where"]
+
+
+def where() -> str:
+    """Commit, date, machine and versions of a row."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return (
+        f"{commit}, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {machine()}, "
+        f"HiGHS {version('highspy')}"
+    )
