@@ -265,7 +265,7 @@ def write_rows(path: Path, found: dict[tuple[str, str, str, float], Row]) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--exact-limit", type=float, default=60.0, help="seconds for each budget")
+    parser.add_argument("--exact-limit", type=float, default=30.0, help="seconds for each budget")
     parser.add_argument("--methods", nargs="+", default=None, help="only these")
     parser.add_argument("--redo", nargs="+", default=[], help="methods to run again")
     torch.set_num_threads(1)
