@@ -320,7 +320,7 @@ def write_report(
         f"peak. Prices: roofline, {BYTES_PER_S:g} B/s and {FLOPS_PER_S:g} flop/s. A dash: no "
         "schedule within the budget. Seconds: CPU time of preparation and of all budgets "
         f"together, one thread, on {machine()}, shared with other work. *: stopped by its time "
-        "limit, with the gap to its own bound.",
+        "limit, with the gap to its own bound. An empty cell: not run.",
     ]
     for made in problems:
         lines += ["", *_model_table(made, found, names)]
