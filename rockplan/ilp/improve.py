@@ -140,7 +140,8 @@ def _windows(search: _Search, orders: Orders) -> list[range]:
         starts = range(0, max(count - size // 2, 1), max(size // 2, 1))
         windows = [range(start, min(start + size, count)) for start in starts]
         if not any(map(is_too_large, windows)):
-            return [windows[-1], *windows[:-1][:1], *windows[1:-1][::-1]]
+            first, *others, last = windows
+            return [last, first, *reversed(others)]
         size = size * 2 // 3
     return []
 
