@@ -11,9 +11,10 @@ as in Belady's rule.
 
 Backward nodes run again as forward ones do, which the stage formulation does not allow; where
 memory is shortest this is what fits. Least peaks, as shares of the least of a chain (roofline
-prices, every result in a storage of its own): ResNet-18 .987 and UNet with 4 skips .866, which nothing goes below, 2 layers of GPT-2
-.943 and, with fused attention, .852, DenseNet .885, but BERT 1.03; in 0.3 to 1.2 s each. Integer
-programs that minimise the peak found .987 (ResNet-18), .972 and 1.000 (GPT-2) in minutes.
+prices, every result in a storage of its own): ResNet-18 .987 and UNet with 4 skips .866, which
+nothing goes below, 2 layers of GPT-2 .943 and, with fused attention, .852, DenseNet .885, but BERT
+1.03; in 0.3 to 1.2 s each. Integer programs that minimise the peak found .987 (ResNet-18), .972
+and 1.000 (GPT-2) in minutes.
 """
 
 from __future__ import annotations
