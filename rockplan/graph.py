@@ -186,7 +186,7 @@ def without_takes(graph: CDGraph) -> CDGraph:
 
 def with_takes(node: ComputeNode, allowed: Collection[int]) -> ComputeNode:
     """`node`, which takes nothing but storages of `allowed`."""
-    if set(node.takes).issubset(allowed):
+    if all(d in allowed for d in node.takes):
         return node
     # An outline has `takes` only.
     calls = [c for d, c in zip(node.takes, node.taking, strict=False) if d in allowed]

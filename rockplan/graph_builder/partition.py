@@ -15,7 +15,7 @@ in a problem they are resident, and their bytes are the background of the blocks
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -368,17 +368,20 @@ def _background_bytes(chain: _Chain) -> list[int]:
         len(chain.graph.nodes),
     )
     forward_length = len(chain.graph.forward)
-    background: list[int] = []
-    for s, (first, second) in enumerate(zip(chain.forward, chain.backward, strict=True)):
-        own = [t for t in lifetimes if t[0] not in chain.kept and chain.read_in(t[0]) == {s}]
-        background.append(
-            max(
-                max((outside[n] for n in first), default=0),
-                max((outside[n] for n in range(forward_length, second.start)), default=0),
-                max((outside[n] - _alive_bytes(chain, own, n) for n in second), default=0),
-            )
+    highest = [0, *accumulate(outside[forward_length:], max)]
+    own: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for lifetime in lifetimes:
+        blocks = chain.read_in(lifetime[0]) if lifetime[0] not in chain.kept else ()
+        if len(blocks) == 1:
+            own[min(blocks)].append(lifetime)
+    return [
+        max(
+            max((outside[n] for n in first), default=0),
+            highest[second.start - forward_length],
+            max((outside[n] - _alive_bytes(chain, own[s], n) for n in second), default=0),
         )
-    return background
+        for s, (first, second) in enumerate(zip(chain.forward, chain.backward, strict=True))
+    ]
 
 
 def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node: int) -> int:
