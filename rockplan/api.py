@@ -17,6 +17,7 @@ from rockplan.budget import Budget, parse_budget
 from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
+from rockplan.collection import paused_collection
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.graph_builder.canonical import graph_digest
@@ -211,6 +212,7 @@ class _Captured:
     lowered: Lowered
 
 
+@paused_collection()
 def _captured(
     module: nn.Module,
     args: tuple[Any, ...],

@@ -241,7 +241,7 @@ class _ValueReader:
         available = set(known)
         poisoned: set[int] = set()
         for recorded in recorder.calls:
-            read = {r.index for r in value_refs((recorded.call.args, recorded.call.kwargs))}
+            read = set(recorded.reads)
             storages = {recorder.values[v].storage for v in (*read, *recorded.writes)}
             if recorded.random or not read <= available or storages & poisoned:
                 poisoned |= {recorder.values[v].storage for v in recorded.writes}

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph import Call, ValueRef, value_refs
+from rockplan.graph import Call, ValueRef
 from rockplan.graph_builder import operators
 from rockplan.graph_builder.record import RecordedCall, RecordedValue
 
@@ -33,10 +33,8 @@ def prefix(
         if not (made & needed or touched & storages):
             continue
         kept.append(recorded)
-        read = {ref.index for ref in value_refs((recorded.call.args, recorded.call.kwargs))}
-        read |= {ref.index for _, a in recorded.call.kwargs for ref in value_refs(a)}
-        needed |= read
-        storages |= {values[v].storage for v in read}
+        needed.update(recorded.reads)
+        storages |= {values[v].storage for v in recorded.reads}
     kept.reverse()
     return tuple(kept), frozenset(_leaves(kept, wanted))
 
@@ -46,8 +44,7 @@ def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
     made: set[int] = set()
     found: set[int] = set()
     for recorded in calls:
-        read = {ref.index for ref in value_refs((recorded.call.args, recorded.call.kwargs))}
-        found |= read - made
+        found |= set(recorded.reads) - made
         made |= {r for r in recorded.call.results if r is not None}
     return found | (set(wanted) - made)
 

@@ -90,7 +90,7 @@ def _contributions(capture: Capture) -> Gradients:
     producer: dict[int, Call] = {}
     uses: Counter[int] = Counter()
     for recorded in capture.calls:
-        uses.update(r.index for r in _refs(recorded.call))
+        uses.update(recorded.reads)
         if recorded.phase is Phase.BACKWARD:
             producer.update({r: recorded.call for r in recorded.call.results if r is not None})
 
@@ -162,12 +162,11 @@ def _views(capture: Capture, storages: _Storages) -> dict[int, int]:
     views: dict[int, int] = {}
     seen: set[int] = set()
     for position, recorded in enumerate(capture.calls):
-        read = {r.index for r in _refs(recorded.call)}
-        seen |= read
+        seen.update(recorded.reads)
         for result in recorded.call.results:
             if result is not None and result not in seen:
                 seen.add(result)
-                if storages.of[result] in {storages.of[v] for v in read}:
+                if storages.of[result] in {storages.of[v] for v in recorded.reads}:
                     views[result] = position
     return views
 
@@ -204,7 +203,7 @@ def _live_calls(
             continue
         live.append(position)
         needed |= written
-        needed |= {storages.of[r.index] for r in _refs(recorded.call)}
+        needed |= {storages.of[v] for v in recorded.reads}
     return tuple(reversed(live))
 
 
@@ -226,7 +225,7 @@ def _units(
         union.union(*kept[:1], *kept)
     dependencies: set[tuple[int, int]] = set()
     for position in live:
-        for storage in {storages.of[r.index] for r in _refs(capture.calls[position].call)}:
+        for storage in {storages.of[v] for v in capture.calls[position].reads}:
             made_by = writers.get(storage)
             if made_by and position < made_by[-1]:
                 union.union(position, made_by[0])
@@ -294,7 +293,7 @@ def _in_order(
 def _touched_outside(recorded: RecordedCall, storages: _Storages) -> frozenset[int]:
     """Storages of the model or the caller that the run mutates, and that this call touches."""
     touched = {storages.of[v] for v in recorded.writes}
-    touched |= {storages.of[r.index] for r in _refs(recorded.call)}
+    touched |= {storages.of[v] for v in recorded.reads}
     return storages.mutated_outside & touched
 
 
@@ -325,23 +324,21 @@ class _Numbering:
             return self.value_of[recorded]
         found = self._capture.values[recorded]
         position = self._views.get(recorded)
-        if position is not None:
-            call = self._capture.calls[position].call
-            if call.op in _SAME_VALUE:
-                self.value_of[recorded] = self.value(_refs(call)[0].index)
+        derived = None if position is None else self._capture.calls[position]
+        if derived is not None:
+            if derived.call.op in _SAME_VALUE:
+                self.value_of[recorded] = self.value(derived.reads[0])
                 return self.value_of[recorded]
-            for ref in _refs(call):
-                self.value(ref.index)
-            name = name or self.name(call.op)
+            for read in derived.reads:
+                self.value(read)
+            name = name or self.name(derived.call.op)
         name = name or self.name("value")
         size_bytes = _allocated_bytes(found.storage_bytes, found.spec.device)
         data = self.storage(found.storage, name, size_bytes)
         index = len(self.values)
         self.value_of[recorded] = index
-        self.values.append(Value(index, data, name, found.spec))
-        if position is not None:
-            view = self.call(self._capture.calls[position].call)
-            self.values[index] = replace(self.values[index], view=view)
+        view = None if derived is None else self.call(derived.call)
+        self.values.append(Value(index, data, name, found.spec, view))
         return index
 
     def views_with_siblings(self) -> tuple[Value, ...]:
@@ -354,7 +351,8 @@ class _Numbering:
             if view is None or recorded not in self._views or call.op in _SAME_VALUE:
                 continue
             named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
-            found[index] = replace(found[index], view=replace(view, results=named))
+            if named != view.results:
+                found[index] = replace(found[index], view=replace(view, results=named))
         return tuple(found)
 
     def name(self, op: str) -> str:
@@ -510,8 +508,8 @@ def _node(
     calls: list[Call] = []
     names: list[str] = []
     for entry in recorded:
-        for ref in _refs(entry.call):
-            reads.add(numbering.values[numbering.value(ref.index)].data)
+        for read in entry.reads:
+            reads.add(numbering.values[numbering.value(read)].data)
         name = numbering.name(entry.call.op)
         names.append(name)
         for place, result in enumerate(entry.call.results):

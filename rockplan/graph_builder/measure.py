@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from rockplan.collection import paused_collection
 from rockplan.errors import InvalidInput, PlanFormatError, UnsupportedModel
 from rockplan.graph import (
     Call,
@@ -206,6 +207,7 @@ def roofline(graph: CDGraph, bytes_per_s: float, flops_per_s: float) -> Profile:
     return replace(_profile("roofline", _device(graph), costs), source="roofline", device=rates)
 
 
+@paused_collection()
 def price(graph: CDGraph, profile: Profile) -> CDGraph:
     """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from rockplan.block import Block
+from rockplan.collection import paused_collection
 from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, producers, readers
 from rockplan.graph_builder.canonical import problem_digest
 
@@ -33,6 +34,7 @@ _MOST_PINS = 12
 _FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
 
 
+@paused_collection()
 def partition(
     graph: CDGraph,
     differentiable_inputs: frozenset[int] | None = None,

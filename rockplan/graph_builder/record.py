@@ -45,10 +45,12 @@ class RecordedValue:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One operator call. writes: values that it mutates in place; random: draws numbers."""
+    """One operator call. reads: values among its arguments, in order; writes: values that it
+    mutates in place; random: draws numbers."""
 
     call: Call
     phase: Phase
+    reads: tuple[int, ...]
     writes: tuple[int, ...]
     random: bool
     module: str
@@ -145,13 +147,14 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace == "prim":
-            is_device = func is _DEVICE and isinstance(args[0], FakeTensor)
-            return args[0].fake_device if is_device else func(*args, **kwargs)
+            return func(*args, **kwargs)
         module, source = self.place()
         self._refuse_unsupported(func, module, source)
-        args, kwargs = self._known(args, kwargs)
+        args, kwargs, given = self._known(args, kwargs)
         if operators.operator_name(func) in operators.VALUE_READS:
             return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
         if self.phase is Phase.BACKWARD:
@@ -159,6 +162,7 @@ class Recorder(TorchDispatchMode):
         view = operators.out_of_place_view(func)
         if view is not None:
             return self._change_shape(func, view, args, kwargs, module, source)
+        reads = tuple(self.value(t) for t in given)
         writes = tuple(self.value(t) for t in operators.written(func, args, kwargs))
         call = self._call(func, args, kwargs, ())
         try:
@@ -177,7 +181,7 @@ class Recorder(TorchDispatchMode):
         )
         call = Call(call.op, call.args, call.kwargs, results)
         random = operators.is_random(func, args, kwargs)
-        self.calls.append(RecordedCall(call, self.phase, writes, random, module, source))
+        self.calls.append(RecordedCall(call, self.phase, reads, writes, random, module, source))
         return result
 
     def _change_shape(
@@ -201,10 +205,11 @@ class Recorder(TorchDispatchMode):
                 source=source,
             )
         call = self._call(view, args, kwargs, ())
+        reads = tuple(self.value(t) for t in operators.tensors((args, kwargs)))
         func(*args, **kwargs)
         del self._index_of[id(changed)]
         call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
-        self.calls.append(RecordedCall(call, self.phase, (), False, module, source))
+        self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
         return changed
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
@@ -228,16 +233,15 @@ class Recorder(TorchDispatchMode):
 
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with fake tensors only, each of them a value."""
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """The arguments with fake tensors only, each of them a value; and those tensors."""
         given = list(operators.tensors((args, kwargs)))
         if not all(isinstance(tensor, FakeTensor) for tensor in given):
-            known: tuple[tuple[Any, ...], dict[str, Any]]
-            known = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
-            return known
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
+            given = list(operators.tensors((args, kwargs)))
         for tensor in given:
             self.value(tensor)
-        return args, kwargs
+        return args, kwargs, given
 
     def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` as a fake one; those of the model that are neither parameters nor buffers (a

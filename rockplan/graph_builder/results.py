@@ -17,11 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.graph_builder import operators
 
@@ -87,7 +83,7 @@ class Results:
             return None
         if isinstance(leaf, _Same):
             return given[leaf.place]
-        with in_kernel_invocation_manager(self._fake_mode):
+        with torch._C._DisableTorchDispatch():
             tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
             if leaf.source is not None:
                 storage = given[leaf.source].untyped_storage()

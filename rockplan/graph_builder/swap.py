@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -52,9 +54,18 @@ def function_caches(mode: FakeTensorMode) -> Iterator[None]:
     try:
         yield
     finally:
-        for found in gc.get_objects():
-            if type(found) is functools._lru_cache_wrapper and _keeps_fakes(found, mode):
-                found.cache_clear()
+        for cache in _function_caches():
+            if _keeps_fakes(cache, mode):
+                cache.cache_clear()
+
+
+def _function_caches() -> Iterator[Any]:
+    """Every functools.lru_cache that exists, found without a line of Python for each object."""
+    everything = gc.get_objects()
+    kinds = map(type, everything)
+    return itertools.compress(
+        everything, map(operator.is_, kinds, itertools.repeat(functools._lru_cache_wrapper))
+    )
 
 
 def _keeps_fakes(cache: Any, mode: FakeTensorMode) -> bool:

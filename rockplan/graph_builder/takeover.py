@@ -73,16 +73,20 @@ _REINTERPRETING = ("aten._conj.", "aten._neg_view.", "aten.view.dtype")
 
 def with_takeovers(graph: CDGraph) -> CDGraph:
     """`graph` whose nodes say which operands' storages they may take."""
-    return replace(graph, nodes=tuple(_annotated(graph, node) for node in graph.nodes))
+    seen = frozenset((*graph.outputs, *graph.held, *graph.handed))
+    return replace(graph, nodes=tuple(_annotated(graph, node, seen) for node in graph.nodes))
 
 
-def _annotated(graph: CDGraph, node: ComputeNode) -> ComputeNode:
-    found = dict(_takeovers(graph, node))
+def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> ComputeNode:
+    found = dict(_takeovers(graph, node, seen))
     return replace(node, takes=tuple(found), taking=tuple(found.values())) if found else node
 
 
-def _takeovers(graph: CDGraph, node: ComputeNode) -> Iterator[tuple[int, Call]]:
-    """Data that the node may take over, with the call that does."""
+def _takeovers(
+    graph: CDGraph, node: ComputeNode, seen: frozenset[int]
+) -> Iterator[tuple[int, Call]]:
+    """Data that the node may take over, with the call that does; seen: data that not only the
+    plan sees."""
     if node.random or len(node.calls) != 1 or node.recalls != node.calls or len(node.writes) != 1:
         return
     (call,), (written,) = node.calls, node.writes
@@ -100,18 +104,16 @@ def _takeovers(graph: CDGraph, node: ComputeNode) -> Iterator[tuple[int, Call]]:
         return
     for operand in operands:
         alone = sum(o.data == operand.data for o in operands) == 1
-        if alone and operand.spec == spec and _is_ours(graph, operand):
+        if alone and operand.spec == spec and _is_ours(graph, operand, seen):
             variant = _variant(call, operand.index)
             if variant is not None:
                 yield operand.data, variant
 
 
-def _is_ours(graph: CDGraph, operand: Value) -> bool:
+def _is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
     """True if the tensor is all of a storage that only the plan sees."""
-    data = graph.data[operand.data]
-    if data.kind not in (DataKind.ACTIVATION, DataKind.GRADIENT):
-        return False
-    if data.index in (*graph.outputs, *graph.held, *graph.handed):
+    kind = graph.data[operand.data].kind
+    if kind not in (DataKind.ACTIVATION, DataKind.GRADIENT) or operand.data in seen:
         return False
     return _is_dense(operand.spec) and not _is_reinterpreted(graph, operand)
 
