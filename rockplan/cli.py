@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -111,11 +113,42 @@ Kinds = Annotated[
 # Ends
 
 
+# Seconds after which an interrupt is raised again that Python dropped, as it does in a destructor
+# or in an import that is only tried.
+_AGAIN_S = 0.5
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """An interrupt ends what runs inside, even if it is dropped where it strikes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        raise KeyboardInterrupt
+
+    kinds = [k for k in (signal.SIGINT, getattr(signal, "SIGALRM", None)) if k is not None]
+    before = {kind: signal.signal(kind, interrupt) for kind in kinds}
+    try:
+        yield
+    finally:
+        # Ignored first, so that none strikes while the handlers of before are put back.
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_IGN)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
 @contextmanager
 def _ending(as_json: bool) -> Iterator[None]:
     """Turns what may go wrong into a message, a JSON document if wanted, and an exit code."""
     try:
-        with warnings.catch_warnings():
+        with _interruptible(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             yield
     except KeyboardInterrupt:
