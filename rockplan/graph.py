@@ -38,7 +38,8 @@ class DataKind(Enum):
         return self in _RESIDENT
 
 
-_RESIDENT = frozenset({DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT})
+# A tuple: to find a member is faster than to hash one.
+_RESIDENT = (DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT)
 
 
 @dataclass(frozen=True, slots=True)

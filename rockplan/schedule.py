@@ -6,6 +6,7 @@ next event that concerns it is a use. `with_frees` writes the frees out from tha
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ class Free:
 
 
 Event = Compute | Free
+
+# Schedules by the thousand are made of the same events.
+_compute = functools.cache(Compute)
+_free = functools.cache(Free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,7 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
     computed again or never used; `graph.outputs` live to the end of the forward phase,
     `graph.held` to the end. A re-execution drops its copy of a storage that is alive.
     """
-    owned = [not d.kind.resident for d in graph.data]
-    held = set(graph.held)
+    freed = {d.index for d in graph.data if not d.kind.resident}.difference(graph.held)
     used_next: set[int] = set()
 
     def scan(order: Sequence[int]) -> list[list[int]]:
@@ -93,25 +97,25 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
         frees: list[list[int]] = []
         for index in reversed(order):
             node = graph.nodes[index]
-            touched = {d for d in (*node.reads, *node.writes) if owned[d]}
-            frees.append(sorted(touched - used_next - held))
+            unused = [d for d in (*node.reads, *node.writes) if d not in used_next and d in freed]
+            frees.append(sorted({*unused}) if len(unused) > 1 else unused)
             used_next.difference_update(node.writes)
             used_next.update(node.reads)
         return frees[::-1]
 
     backward_frees = scan(backward)
     tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
-    unread = sorted((tangents | set(graph.outputs)) - used_next - held)
+    unread = sorted((tangents | set(graph.outputs)) - used_next - set(graph.held))
     used_next.update(graph.outputs)
     forward_frees = scan(forward)
 
     events: list[Event] = []
     for index, frees in zip(forward, forward_frees, strict=True):
-        events += [Compute(index), *map(Free, frees)]
+        events += (_compute(index), *map(_free, frees))
     forward_length = len(events)
-    events += map(Free, unread)
+    events += map(_free, unread)
     for index, frees in zip(backward, backward_frees, strict=True):
-        events += [Compute(index), *map(Free, frees)]
+        events += (_compute(index), *map(_free, frees))
     return Schedule(tuple(events), forward_length)
 
 
@@ -122,6 +126,8 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
     the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
     """
     found: dict[int, int] = {}
+    if not any(node.takes for node in graph.nodes):
+        return found
     alive: set[int] = set()
     for position, event in enumerate(schedule.events):
         if isinstance(event, Free):

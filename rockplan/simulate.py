@@ -43,69 +43,71 @@ class Step:
 
 def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
     """Peak bytes and time of `schedule`; the schedule must be legal (`verify`)."""
-    during: list[int] = []
-    time_ns = saved_bytes = after_bytes = 0
-    for position, step in enumerate(timeline(graph, schedule)):
-        if position == schedule.forward_length:
-            saved_bytes = after_bytes
-        during.append(step.during_bytes)
-        after_bytes = step.after_bytes
-        time_ns += step.time_ns
-    if schedule.forward_length == len(schedule.events):
-        saved_bytes = after_bytes
-    forward = during[: schedule.forward_length]
-    backward = during[schedule.forward_length :]
-    peak_event = max(range(len(during)), key=during.__getitem__, default=0)
+    during, after = _replayed(graph, schedule)
+    boundary = schedule.forward_length
+    peak_bytes = max(during, default=0)
     return Simulation(
-        peak_bytes=max(during, default=0),
-        forward_peak_bytes=max(forward, default=0),
-        backward_peak_bytes=max(backward, default=0),
-        saved_bytes=saved_bytes,
-        time_ns=time_ns,
-        peak_event=peak_event,
+        peak_bytes=peak_bytes,
+        forward_peak_bytes=max(during[:boundary], default=0),
+        backward_peak_bytes=max(during[boundary:], default=0),
+        saved_bytes=after[boundary - 1] if boundary else 0,
+        time_ns=sum(graph.nodes[i].time_ns for i in schedule.computes),
+        peak_event=during.index(peak_bytes) if during else 0,
     )
 
 
 def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[Step]:
     """One Step for each event of `schedule`."""
-    data = graph.data
-    live_bytes = 0
-    tangent_bytes = sum(d.size_bytes for d in data if d.kind is DataKind.TANGENT)
-    executions = Counter(schedule.computes)
-    remaining = dict(executions)
-    alive: set[int] = set()
+    steps = zip(schedule.events, *_replayed(graph, schedule), strict=True)
+    for event, during_bytes, after_bytes in steps:
+        time_ns = graph.nodes[event.node].time_ns if isinstance(event, Compute) else 0
+        yield Step(during_bytes, after_bytes, time_ns)
+
+
+def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]:
+    """Bytes of each event while it runs, and when it is done."""
+    nodes, boundary = graph.nodes, schedule.forward_length
+    sizes = [d.size_bytes for d in graph.data]
+    draws = Counter(i for i in schedule.computes if nodes[i].random)
+    drawn: Counter[int] = Counter()
     taken = taken_over(graph, schedule)
     passed_on: set[int] = set()
+    alive: set[int] = set()
+    live_bytes = 0
+    during: list[int] = []
+    after: list[int] = []
     for position, event in enumerate(schedule.events):
-        if position == schedule.forward_length:
-            alive.update(d.index for d in data if d.kind is DataKind.TANGENT)
-            live_bytes += tangent_bytes
+        if position == boundary:
+            tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
+            alive.update(tangents)
+            live_bytes += sum(sizes[d] for d in tangents)
+        during_bytes = live_bytes
         if not isinstance(event, Compute):
             alive.discard(event.data)
-            before_bytes = live_bytes
-            if event.data not in passed_on:
-                live_bytes -= data[event.data].size_bytes
-            passed_on.discard(event.data)
-            yield Step(before_bytes, live_bytes, 0)
-            continue
-        node = graph.nodes[event.node]
-        keeps_state = node.random and executions[node.index] > 1
-        if keeps_state and remaining[node.index] == executions[node.index]:
-            live_bytes += graph.rng_state_bytes
-        is_replay = keeps_state and remaining[node.index] < executions[node.index]
-        made = sum(data[d].size_bytes for d in node.writes)
-        during = live_bytes + made + node.workspace_bytes
-        if is_replay:
-            during += graph.rng_state_bytes
-        if position in taken:
-            taken_bytes = data[taken[position]].size_bytes
-            during -= taken_bytes
-            live_bytes -= taken_bytes
-            passed_on.add(taken[position])
-        new = [d for d in node.writes if d not in alive]
-        alive.update(new)
-        live_bytes += sum(data[d].size_bytes for d in new)
-        remaining[node.index] -= 1
-        if keeps_state and remaining[node.index] == 0:
-            live_bytes -= graph.rng_state_bytes
-        yield Step(during, live_bytes, node.time_ns)
+            if event.data in passed_on:
+                passed_on.discard(event.data)
+            else:
+                live_bytes -= sizes[event.data]
+        else:
+            node = nodes[event.node]
+            during_bytes += node.workspace_bytes
+            for d in node.writes:
+                during_bytes += sizes[d]
+                if d not in alive:
+                    alive.add(d)
+                    live_bytes += sizes[d]
+            if position in taken:
+                taken_bytes = sizes[taken[position]]
+                during_bytes -= taken_bytes
+                live_bytes -= taken_bytes
+                passed_on.add(taken[position])
+            if node.random and draws[node.index] > 1:
+                during_bytes += graph.rng_state_bytes
+                if not drawn[node.index]:
+                    live_bytes += graph.rng_state_bytes
+                drawn[node.index] += 1
+                if drawn[node.index] == draws[node.index]:
+                    live_bytes -= graph.rng_state_bytes
+        during.append(during_bytes)
+        after.append(live_bytes)
+    return during, after

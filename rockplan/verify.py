@@ -24,6 +24,9 @@ from rockplan.schedule import Compute, Schedule
 
 def verify(graph: CDGraph, schedule: Schedule) -> None:
     """Raise IllegalSchedule unless `schedule` obeys every rule of this module."""
+    resident = {d.index for d in graph.data if d.kind.resident}
+    not_ours = resident.union(graph.held)
+    handed = frozenset(graph.handed)
     alive: set[int] = set()
     executed: set[int] = set()
     last_effect = -1
@@ -34,19 +37,22 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
         if event is None:
             break
         if not isinstance(event, Compute):
-            _check_free(graph, event.data, alive, position)
+            if event.data in not_ours or event.data not in alive:
+                what = "not ours to free" if event.data in not_ours else "freed but not alive"
+                name = graph.data[event.data].name
+                raise IllegalSchedule(f"event {position}: {name} is {what}")
             alive.discard(event.data)
             continue
         node = graph.nodes[event.node]
         if node.phase is Phase.BACKWARD and position < schedule.forward_length:
             raise IllegalSchedule(f"event {position}: {node.name} is backward, phase is forward")
         for d in node.reads:
-            if d not in alive and not graph.data[d].kind.resident:
+            if d not in alive and d not in resident:
                 raise IllegalSchedule(
                     f"event {position}: {node.name} reads {graph.data[d].name}, which is not alive"
                 )
         if node.index in executed:
-            if not node.recomputable or not set(node.writes).isdisjoint(graph.handed):
+            if not node.recomputable or not handed.isdisjoint(node.writes):
                 raise IllegalSchedule(f"event {position}: {node.name} may run only once")
         elif node.random or not node.recomputable:
             if node.index < last_effect:
@@ -77,11 +83,3 @@ def _check_forward_end(graph: CDGraph, executed: set[int], alive: set[int]) -> N
     left = [graph.data[d].name for d in graph.dropped if d in alive]
     if left:
         raise IllegalSchedule(f"to be dropped, but alive at the end of forward: {left[:5]}")
-
-
-def _check_free(graph: CDGraph, data: int, alive: set[int], position: int) -> None:
-    name = graph.data[data].name
-    if graph.data[data].kind.resident or data in graph.held:
-        raise IllegalSchedule(f"event {position}: {name} is not ours to free")
-    if data not in alive:
-        raise IllegalSchedule(f"event {position}: {name} is freed but not alive")
