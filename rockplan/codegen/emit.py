@@ -9,6 +9,7 @@ where gradients are handed to autograd. source: DESIGN, section 4.
 
 from __future__ import annotations
 
+import functools
 import keyword
 import re
 from collections import Counter, defaultdict
@@ -116,6 +117,7 @@ class _Emitter:
         for target, contributions in interface.gradients:
             for gradient in contributions:
                 self._targets[graph.values[gradient].data].append((target, gradient))
+        self._handed_data = frozenset(graph.handed)
         self._unhanded = [(t, g) for t, found in interface.gradients for g in found]
         self._executions = Counter(schedule.computes)
         self._taken = taken_over(graph, schedule)
@@ -183,7 +185,7 @@ class _Emitter:
         return slices
 
     def _is_handed(self, event: object) -> bool:
-        return isinstance(event, Free) and event.data in self._graph.handed
+        return isinstance(event, Free) and event.data in self._handed_data
 
     def _begin(self, name: str) -> None:
         self._lines += ["", "", f"def {name}(frame):"] if self._lines else [f"def {name}(frame):"]
@@ -231,7 +233,7 @@ class _Emitter:
         """Return gradients, in the order in which autograd is to sum contributions."""
         given = {pair for d in handed for pair in self._targets[d]}
         pairs = [pair for pair in self._unhanded if is_last or pair in given]
-        self._unhanded = [pair for pair in self._unhanded if pair not in pairs]
+        self._unhanded = [pair for pair in self._unhanded if not (is_last or pair in given)]
         for _, gradient in pairs:
             self._need(gradient)
         for d in handed:
@@ -247,7 +249,7 @@ class _Emitter:
         event = self._schedule.events[position]
         if isinstance(event, Compute):
             self._compute(self._graph.nodes[event.node], self._taken.get(position))
-        elif event.data not in self._graph.handed:
+        elif event.data not in self._handed_data:
             self._drop(event.data)
 
     def _drop(self, data: int) -> None:
@@ -386,13 +388,17 @@ def _refs(call: Call) -> list[ValueRef]:
 
 def _pattern(op: str, targets: Sequence[str]) -> str:
     """Left-hand side for the result of `op`: a name, or as many as it returns."""
+    return targets[0] if _returns_one(op) else "".join(f"{t}, " for t in targets).rstrip()
+
+
+@functools.cache
+def _returns_one(op: str) -> bool:
+    """Is the result a tensor? Otherwise it is several, or a list of them."""
     namespace, packet, overload = op.split(".")
     returns = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema.returns
-    if len(returns) == 1 and str(returns[0].type) in ("Tensor", "Optional[Tensor]"):
-        return targets[0]
     if len(returns) > 1 and any("List" in str(r.type) for r in returns):
         raise UnsupportedModel(f"operator {op} returns nested lists, which cannot be planned")
-    return "".join(f"{t}, " for t in targets).rstrip()
+    return len(returns) == 1 and str(returns[0].type) in ("Tensor", "Optional[Tensor]")
 
 
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:

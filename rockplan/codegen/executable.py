@@ -12,6 +12,7 @@ import torch
 from rockplan.codegen import random_state
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
+from rockplan.collection import paused_collection
 from rockplan.graph import CDGraph
 from rockplan.interface import Interface, OutputLeaf
 from rockplan.schedule import Schedule
@@ -42,6 +43,7 @@ class Executable:
     again: Callable[[], Executable]
 
 
+@paused_collection()
 def build(
     graph: CDGraph, interface: Interface, schedule: Schedule, name: str, again: bool = False
 ) -> Executable:
