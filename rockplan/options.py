@@ -28,8 +28,8 @@ class Options:
     bit, and raise CheckFailed if they differ; needs the memory of both.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
-    bound_time_limit_s: how much of time_limit_s is left for the lower bound that the certificate
-    states.
+    bound_time_limit_s: how long the lower bound that the certificate states may take; it is looked
+    for beside the search, and what it takes longer comes on top.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.names` names them (see `rockplan.constraints`).
@@ -40,7 +40,7 @@ class Options:
     time_limit_s: float = 20.0
     check: bool = False
     cache: bool = True
-    bound_time_limit_s: float = 5.0
+    bound_time_limit_s: float = 2.0
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
 

@@ -129,6 +129,23 @@ def with_random_takes(rng: random.Random, graph: CDGraph) -> CDGraph:
     return replace(graph, data=tuple(data), nodes=tuple(nodes))
 
 
+def constrained_graph(rng: random.Random, ranges: Ranges = DEFAULT) -> CDGraph:
+    """A random graph some of whose activations must not be kept between the phases."""
+    while True:
+        graph = (
+            random_chain(rng, (2, 3, 2), ranges)[0]
+            if rng.random() < 0.5
+            else random_graph(rng, 6, ranges)
+        )
+        read = {d for node in graph.backward for d in node.reads}
+        outside = {*graph.outputs, *graph.held}
+        made = {d for node in graph.forward if node.recomputable for d in node.writes}
+        inner = sorted(made.intersection(read) - outside)
+        if inner:
+            dropped = tuple(sorted(rng.sample(inner, rng.randint(1, len(inner)))))
+            return replace(graph, dropped=dropped)
+
+
 def random_chain(
     rng: random.Random, lengths: tuple[int, ...] = (2, 3, 2), ranges: Ranges = DEFAULT
 ) -> tuple[CDGraph, tuple[Block, ...]]:

@@ -13,7 +13,7 @@ from rockplan.prune import pruned
 from rockplan.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
 from rockplan.simulate import simulate
 from rockplan.verify import verify
-from tests.graphs import Ranges, mlp_block, random_chain, random_graph
+from tests.graphs import Ranges, constrained_graph, mlp_block, random_chain, random_graph
 
 RANGES = Ranges(pinned_percent=15)
 
@@ -79,7 +79,7 @@ def test_what_must_not_be_kept_is_made_again() -> None:
 def test_constraints_are_obeyed_when_much_is_left_out(seed: int) -> None:
     """What must not be kept may have been made again for what was left out before."""
     rng = random.Random(seed + 540)
-    graph = draw_constrained(rng)
+    graph = constrained_graph(rng, RANGES)
     least = thriftiest(graph)
     verify(graph, least)
     low = simulate(graph, least).peak_bytes
@@ -89,20 +89,3 @@ def test_constraints_are_obeyed_when_much_is_left_out(seed: int) -> None:
                 after = pruned(graph, before, budget_bytes)
                 verify(graph, after)
                 assert simulate(graph, after).peak_bytes <= budget_bytes
-
-
-def draw_constrained(rng: random.Random) -> CDGraph:
-    """A random graph some of whose activations must not be kept between the phases."""
-    while True:
-        graph = (
-            random_chain(rng, (2, 3, 2), RANGES)[0]
-            if rng.random() < 0.5
-            else random_graph(rng, 6, RANGES)
-        )
-        read = {d for node in graph.backward for d in node.reads}
-        outside = {*graph.outputs, *graph.held}
-        made = {d for node in graph.forward if node.recomputable for d in node.writes}
-        inner = sorted(made.intersection(read) - outside)
-        if inner:
-            dropped = tuple(sorted(rng.sample(inner, rng.randint(1, len(inner)))))
-            return replace(graph, dropped=dropped)

@@ -1,0 +1,358 @@
+"""A schedule that changes: computations inserted and left out, memory known after each change.
+
+takes: a priced CDGraph, an order of computations whose forward phase runs every node once.
+guarantees: the bytes at each computation are those that `simulate` finds for the same order with
+the frees of `schedule.with_frees`; storages of `graph.dropped` that are alive between the phases
+count as more than any budget. A change costs what it touches, not the length of the schedule.
+
+A storage is alive from each computation that makes it to the last read before it is made again:
+a copy. So an insertion needs nothing else to be legal: what it reads stays alive up to it, and
+what it makes need not have stayed alive before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rockplan.graph import CDGraph, DataKind, producers
+
+MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 16
+"""Positions of the backward phase for each computation of the order that a draft begins with: many,
+so that insertions find one, but of a long order not so many that their sum takes long."""
+
+EMPTY = -1
+"""In place of a node: nothing runs at the position."""
+
+_FORBIDDEN = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`node` was inserted at `position`, or removed there."""
+
+    position: int
+    node: int
+    inserted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A storage is alive around a position and not used from `last_use` to `next_read`."""
+
+    data: int
+    last_use: int
+    next_read: int
+
+
+class Draft:
+    """One order of computations at positions; see the module.
+
+    nodes: of each position. The forward phase has the positions before `boundary`, where the
+    backward phase starts.
+    """
+
+    def __init__(self, graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> None:
+        self.graph = graph
+        self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
+        self.producer = producers(graph)
+        handed = frozenset(graph.handed)
+        self.may_run_again = [n.recomputable and handed.isdisjoint(n.writes) for n in graph.nodes]
+        self._held = frozenset(graph.held)
+        self._dropped = frozenset(graph.dropped)
+        self.reads = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
+        self._made_bytes = [sum(self.sizes[d] for d in n.writes) for n in graph.nodes]
+        self._takes = [
+            [d for d in n.takes if self.sizes[d] == self._made_bytes[n.index]] for n in graph.nodes
+        ]
+        self._takers = {d for takes in self._takes for d in takes}
+        self.may_go = [
+            d.index
+            for d in graph.data
+            if self.sizes[d.index] > 0
+            and d.index not in self._held
+            and d.index in self.producer
+            and self.may_run_again[self.producer[d.index]]
+        ]
+        """Storages that can be made again, hence dropped."""
+        self._lay_out(forward, backward)
+
+    def _lay_out(self, forward: Sequence[int], backward: Sequence[int]) -> None:
+        graph = self.graph
+        self.boundary = len(forward)
+        slots = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
+        self.end = self.boundary + 1 + slots * (len(backward) + 1)
+        self.nodes = [EMPTY] * self.end
+        self.time_ns = 0
+        # Bytes of storages and saved generator states at each position, and those beside them.
+        self._bytes = np.zeros(self.end, dtype=np.int64)
+        self._beside = np.full(self.end, -_FORBIDDEN, dtype=np.int64)
+        self._beside[self.boundary] = 0
+        # Positions, ascending, that make and that read each storage, and that run each node.
+        self._made: list[list[int]] = [[] for _ in graph.data]
+        self._read: list[list[int]] = [[] for _ in graph.data]
+        self._runs: list[list[int]] = [[] for _ in graph.nodes]
+        for d in graph.outputs:
+            self._read[d].append(self.boundary)
+        for data in graph.data:
+            if data.kind is DataKind.TANGENT:
+                self._make(data.index, self.boundary)
+        for position, node in enumerate(forward):
+            self.insert(position, node)
+        for k, node in enumerate(backward, start=1):
+            self.insert(self.boundary + slots * k, node)
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The computations of both phases."""
+        nodes, boundary = self.nodes, self.boundary
+        return (
+            tuple(n for n in nodes[:boundary] if n != EMPTY),
+            tuple(n for n in nodes[boundary:] if n != EMPTY),
+        )
+
+    def worst(self) -> tuple[int, int]:
+        """The first position at which the most bytes are alive, and how many."""
+        during = self._bytes + self._beside
+        position = int(during.argmax())
+        return position, int(during[position])
+
+    def during_bytes(self) -> list[int]:
+        """Of each computation, in order."""
+        during = (self._bytes + self._beside).tolist()
+        return [b for b, node in zip(during, self.nodes, strict=True) if node != EMPTY]
+
+    def reruns(self) -> list[int]:
+        """Positions of what runs again, by node."""
+        return [p for runs in self._runs for p in runs[1:]]
+
+    def insert(self, position: int, node: int) -> Change:
+        """Runs `node` at an empty position."""
+        self._weigh_state(node, -1)
+        insort(self._runs[node], position)
+        self._weigh_state(node, 1)
+        self.nodes[position] = node
+        self.time_ns += self.graph.nodes[node].time_ns
+        for d in self.reads[node]:
+            self._add_read(d, position)
+        for d in self.graph.nodes[node].writes:
+            self._make(d, position)
+        self._weigh(position)
+        return Change(position, node, True)
+
+    def remove(self, position: int) -> Change:
+        """Runs nothing there."""
+        node = self.nodes[position]
+        self._weigh_state(node, -1)
+        self._runs[node].remove(position)
+        self._weigh_state(node, 1)
+        self.nodes[position] = EMPTY
+        self._beside[position] = -_FORBIDDEN
+        self.time_ns -= self.graph.nodes[node].time_ns
+        for d in self.graph.nodes[node].writes:
+            self._unmake(d, position)
+        for d in self.reads[node]:
+            self._drop_read(d, position)
+        return Change(position, node, False)
+
+    def leave_out(self, position: int) -> list[Change]:
+        """Removes a re-execution, and those of which nothing is read then."""
+        done: list[Change] = []
+        pending = [position]
+        while pending:
+            position = pending.pop()
+            node = self.nodes[position]
+            if node == EMPTY:
+                continue
+            makers = [self._maker(d, position) for d in self.reads[node]]
+            done.append(self.remove(position))
+            pending += [p for p in makers if self._is_rerun(p) and self._is_idle(p)]
+        return done
+
+    def undo(self, done: Sequence[Change]) -> None:
+        """Takes back what was done last."""
+        for change in reversed(done):
+            if change.inserted:
+                self.remove(change.position)
+            else:
+                self.insert(change.position, change.node)
+
+    def gap(self, d: int, position: int) -> Gap | None:
+        """Around `position`, if d is alive there, unused, and next read in the backward phase."""
+        made, read = self._made[d], self._read[d]
+        k = bisect_right(made, position)
+        j = bisect_left(read, position)
+        if not k or made[k - 1] == position or j == len(read) or read[j] == position:
+            return None
+        following = read[j]
+        if following <= self.boundary or (k < len(made) and made[k] < following):
+            return None
+        return Gap(d, max(made[k - 1], read[j - 1] if j else EMPTY), following)
+
+    def outlives(self, d: int, position: int) -> bool:
+        """Is d, made before `position`, alive there and read later?"""
+        made, read = self._made[d], self._read[d]
+        k = bisect_left(made, position)
+        if not k or d in self._held:
+            return bool(k)
+        j = bisect_left(read, position)
+        return j < len(read) and (k == len(made) or read[j] < made[k])
+
+    def slot_before(self, position: int) -> int | None:
+        """An empty position after whatever runs before `position`; None without any."""
+        previous = position - 1
+        while self.nodes[previous] == EMPTY and previous > self.boundary:
+            previous -= 1
+        return (previous + position + 1) // 2 if position - previous > 1 else None
+
+    def fits_without(self, position: int, budget_bytes: int) -> bool:
+        """False if the re-execution there cannot be left out within the budget, seen from what it
+        makes and, generously, what could go with it; True does not promise that it can."""
+        freed_bytes: int | None = None
+        for d in self.graph.nodes[self.nodes[position]].writes:
+            made, read = self._made[d], self._read[d]
+            if d in self._held:
+                continue
+            k, j = bisect_left(made, position), bisect_left(read, position)
+            if j == len(read) or (k + 1 < len(made) and made[k + 1] < read[j]):
+                continue
+            start = max(made[k - 1], read[j - 1] if j else EMPTY) + 1
+            if start < position:
+                during = self._bytes[start:position] + self._beside[start:position]
+                excess = int(during.max()) + self.sizes[d] - budget_bytes
+                if excess > 0:
+                    freed_bytes = self._freed(position) if freed_bytes is None else freed_bytes
+                    if excess > freed_bytes:
+                        return False
+        return True
+
+    def _freed(self, position: int) -> int:
+        """Bytes of all that a re-execution reads, and re-executions that serve it alone."""
+        freed_bytes = 0
+        for d in self.reads[self.nodes[position]]:
+            freed_bytes += self.sizes[d]
+            maker = self._maker(d, position)
+            if self._is_rerun(maker):
+                made, read = self._made[d], self._read[d]
+                j, k = bisect_left(read, position), bisect_left(made, position)
+                is_only = j == 0 or read[j - 1] < maker
+                ends = made[k] if k < len(made) else self.end
+                if is_only and (j + 1 == len(read) or read[j + 1] > ends):
+                    freed_bytes += self._freed(maker)
+        return freed_bytes
+
+    def _maker(self, d: int, position: int) -> int:
+        """Where the d is made that is read at `position`."""
+        return self._made[d][bisect_left(self._made[d], position) - 1]
+
+    def _is_rerun(self, position: int) -> bool:
+        node = self.nodes[position]
+        return node != EMPTY and self._runs[node][0] != position
+
+    def _is_idle(self, position: int) -> bool:
+        """Is nothing read of what runs again there?"""
+        for d in self.graph.nodes[self.nodes[position]].writes:
+            made, read = self._made[d], self._read[d]
+            if d not in self._held:
+                k, j = bisect_right(made, position), bisect_left(read, position)
+                if j < len(read) and (k == len(made) or read[j] < made[k]):
+                    return False
+        return True
+
+    def _make(self, d: int, position: int) -> None:
+        made, read = self._made[d], self._read[d]
+        if d in self._held:
+            if not made:
+                made.append(position)
+                self._alive(d, position, self.end, 1)
+            return
+        k, j = bisect_left(made, position), bisect_left(read, position)
+        ends = made[k] if k < len(made) else self.end
+        made.insert(k, position)
+        if k == 0:
+            stop = read[-1] if j < len(read) else position
+            self._alive(d, position, stop + 1, 1)
+        elif j < len(read) and read[j] < ends:
+            self._settle(d, k - 1, j, position, -1)
+        else:
+            self._alive(d, position, position + 1, 1)
+
+    def _unmake(self, d: int, position: int) -> None:
+        made, read = self._made[d], self._read[d]
+        if d in self._held:
+            return
+        k, j = bisect_left(made, position), bisect_left(read, position)
+        ends = made[k + 1] if k + 1 < len(made) else self.end
+        del made[k]
+        if j < len(read) and read[j] < ends:
+            self._settle(d, k - 1, j, position, 1)
+        else:
+            self._alive(d, position, position + 1, -1)
+
+    def _add_read(self, d: int, position: int) -> None:
+        k, j, is_last = self._reading(d, position)
+        self._read[d].insert(j, position)
+        if is_last:
+            self._settle(d, k - 1, j, position + 1, 1)
+
+    def _drop_read(self, d: int, position: int) -> None:
+        self._read[d].remove(position)
+        k, j, is_last = self._reading(d, position)
+        if is_last:
+            self._settle(d, k - 1, j, position + 1, -1)
+
+    def _reading(self, d: int, position: int) -> tuple[int, int, bool]:
+        """How many copies and reads of d are before `position`; is nothing of the copy that is
+        alive read from there on?"""
+        made, read = self._made[d], self._read[d]
+        k, j = bisect_left(made, position), bisect_left(read, position)
+        ends = made[k] if k < len(made) else self.end
+        is_last = d not in self._held and k > 0 and not (j < len(read) and read[j] < ends)
+        return k, j, is_last
+
+    def _settle(self, d: int, k: int, j: int, end: int, sign: int) -> None:
+        """Copy k of d is alive, or no longer is, from its last use, the j-th read or its making,
+        up to `end`."""
+        made, read = self._made[d][k], self._read[d]
+        last = max(made, read[j - 1] if j else EMPTY)
+        self._alive(d, last + 1, end, sign, since=made)
+        self._stops(d, last)
+
+    def _alive(self, d: int, start: int, end: int, sign: int, since: int | None = None) -> None:
+        """d, made at `since`, else at `start`, is alive from `start` before `end`, or no longer."""
+        self._bytes[start:end] += sign * self.sizes[d]
+        made = start if since is None else since
+        if d in self._dropped and start <= self.boundary < end and made < self.boundary:
+            self._bytes[self.boundary] += sign * _FORBIDDEN
+
+    def _stops(self, d: int, position: int) -> None:
+        """The last use of d is there, or was: its storage may be taken over."""
+        if d in self._takers:
+            self._weigh(position)
+
+    def _weigh_state(self, node: int, sign: int) -> None:
+        """The saved generator state of a node that draws more than once."""
+        runs = self._runs[node]
+        if self.graph.nodes[node].random and len(runs) > 1:
+            self._bytes[runs[0] : runs[-1] + 1] += sign * self.graph.rng_state_bytes
+
+    def _weigh(self, position: int) -> None:
+        """What runs there needs beside the storages that are alive."""
+        index = self.nodes[position]
+        if index == EMPTY:
+            return
+        node = self.graph.nodes[index]
+        beside = node.workspace_bytes
+        if node.random and self._runs[index][0] != position:
+            beside += self.graph.rng_state_bytes
+        again = [d for d in node.writes if d in self._held and self._made[d][0] != position]
+        beside += sum(self.sizes[d] for d in again)
+        if not again and any(self._dies(d, position) for d in self._takes[index]):
+            beside -= self._made_bytes[index]
+        self._beside[position] = beside
+
+    def _dies(self, d: int, position: int) -> bool:
+        return self._reading(d, position + 1)[2]

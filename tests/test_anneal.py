@@ -1,0 +1,72 @@
+"""Exchanged schedules: legal, within the budget, no slower, the same on every run."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rockplan.anneal import annealed
+from rockplan.eviction import thriftiest, within
+from rockplan.graph import CDGraph
+from rockplan.prune import pruned
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
+from rockplan.verify import verify
+from tests.exhaustive import stage_schedules
+from tests.graphs import Ranges, constrained_graph, random_chain, random_graph
+
+EFFORT = 5_000
+RANGES = Ranges(pinned_percent=15)
+NEVER = float("inf")
+
+Draw = Callable[[random.Random, Ranges], CDGraph]
+
+
+def chain(rng: random.Random, ranges: Ranges) -> CDGraph:
+    return random_chain(rng, (2, 3, 2), ranges)[0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("draw", [chain, constrained_graph])
+def test_exchanged_schedules_are_legal_within_budget_and_no_slower(draw: Draw, seed: int) -> None:
+    graph = draw(random.Random(seed), RANGES)
+    least = thriftiest(graph)
+    low = simulate(graph, least).peak_bytes
+    for budget_bytes in (low, low * 21 // 20, low * 6 // 5):
+        before = within(graph, budget_bytes) or least
+        after = annealed(graph, before, budget_bytes, deadline=NEVER, effort=EFFORT)
+        verify(graph, after)
+        found = simulate(graph, after)
+        assert found.peak_bytes <= budget_bytes
+        assert found.time_ns <= simulate(graph, pruned(graph, before, budget_bytes)).time_ns
+        assert after == annealed(graph, before, budget_bytes, deadline=NEVER, effort=EFFORT)
+
+
+def test_exchanges_find_most_optima_of_small_graphs() -> None:
+    """From the schedule with the least peak; what is listed runs forward nodes again only."""
+    optimal = total = 0
+    for seed in range(30):
+        graph = random_graph(random.Random(seed), 3, RANGES)
+        points = [(found.peak_bytes, found.time_ns) for _, found in stage_schedules(graph)]
+        least = thriftiest(graph)
+        low = simulate(graph, least).peak_bytes
+        high = simulate(graph, keep_all(graph)).peak_bytes
+        for budget_bytes in sorted({low, (low + high) // 2, high - 1} & set(range(low, high))):
+            after = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
+            fitting = [t for p, t in points if p <= budget_bytes]
+            optimal += simulate(graph, after).time_ns <= min(fitting, default=1 << 60)
+            total += 1
+    assert total >= 20
+    assert optimal >= 0.9 * total
+
+
+def test_without_time_what_can_be_left_out_is_all_that_goes() -> None:
+    graph = chain(random.Random(1), RANGES)
+    least = thriftiest(graph)
+    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    after = annealed(graph, least, budget_bytes, deadline=time.monotonic() - 1)
+    verify(graph, after)
+    assert simulate(graph, after).time_ns <= simulate(graph, least).time_ns

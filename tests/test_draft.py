@@ -1,0 +1,88 @@
+"""Drafts know the memory of every computation after any change, as the simulator finds it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rockplan.draft import EMPTY, Change, Draft
+from rockplan.errors import IllegalSchedule
+from rockplan.eviction import thriftiest
+from rockplan.graph import CDGraph
+from rockplan.schedule import Compute, with_frees, without_idle
+from rockplan.simulate import simulate, timeline
+from rockplan.verify import verify
+from tests.graphs import Ranges, constrained_graph, random_graph, with_random_takes
+
+SEEDS = range(60)
+MUCH = 1 << 50
+RANGES = Ranges(pinned_percent=15)
+
+
+def draw(rng: random.Random) -> CDGraph:
+    graph = random_graph(rng, 6, RANGES) if rng.random() < 0.5 else constrained_graph(rng, RANGES)
+    return with_random_takes(rng, graph)
+
+
+def check(graph: CDGraph, draft: Draft) -> None:
+    """What the draft knows is what is simulated; what must not be kept is too much."""
+    schedule = with_frees(graph, *draft.orders)
+    try:
+        verify(graph, schedule)
+    except IllegalSchedule as error:
+        assert "to be dropped" in str(error)
+        assert draft.worst()[1] > MUCH
+        return
+    steps = zip(schedule.events, timeline(graph, schedule), strict=True)
+    assert draft.during_bytes() == [s.during_bytes for e, s in steps if isinstance(e, Compute)]
+    found = simulate(graph, schedule)
+    assert draft.worst()[1] == found.peak_bytes
+    assert draft.time_ns == found.time_ns
+
+
+def started(graph: CDGraph) -> Draft:
+    return Draft(graph, *thriftiest(graph).phases)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_is_that_of_the_simulator_after_every_change(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = draw(rng)
+    draft = started(graph)
+    check(graph, draft)
+    for _ in range(12):
+        before, during = draft.orders, draft.during_bytes()
+        done = change(draft, rng)
+        check(graph, draft)
+        if rng.random() < 0.5:
+            draft.undo(done)
+            assert (draft.orders, draft.during_bytes()) == (before, during)
+
+
+def change(draft: Draft, rng: random.Random) -> list[Change]:
+    """Makes a random storage again where it is next read, or leaves something out."""
+    reruns = draft.reruns()
+    if reruns and rng.random() < 0.5:
+        return draft.leave_out(rng.choice(reruns))
+    positions = [p for p in range(draft.boundary, draft.end) if draft.nodes[p] != EMPTY]
+    gaps = [g for d in draft.may_go for p in positions if (g := draft.gap(d, p))]
+    if not gaps:
+        return []
+    gap = rng.choice(gaps)
+    slot = draft.slot_before(gap.next_read)
+    return [] if slot is None else [draft.insert(slot, draft.producer[gap.data])]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_left_out_leaves_nothing_idle(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = draw(rng)
+    draft = started(graph)
+    while reruns := draft.reruns():
+        budget_bytes = draft.worst()[1]
+        position = rng.choice(reruns)
+        seems_to_fit = draft.fits_without(position, budget_bytes)
+        draft.leave_out(position)
+        assert seems_to_fit or draft.worst()[1] > budget_bytes
+        assert without_idle(graph, *draft.orders) == draft.orders
