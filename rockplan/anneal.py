@@ -28,9 +28,10 @@ from rockplan.draft import Change, Draft, Gap
 from rockplan.graph import CDGraph
 from rockplan.prune import prune
 from rockplan.schedule import Schedule, with_frees
+from rockplan.simulate import simulate
 from rockplan.verify import verify
 
-EFFORT = 400_000
+EFFORT = 300_000
 """Work for one schedule, in storages weighed: about 1 s."""
 
 LEAVING_OUT, POSITIONS = 5, 500
@@ -49,6 +50,15 @@ NOISE = 0.5
 DEPTH = 30
 """Storages that must be made again for one another, beyond which none is weighed."""
 
+STEP = 0.003
+"""Of the peak, by which it has to get smaller."""
+
+LONGEST = 4
+"""Executions of everything, more than which no schedule with a smaller peak takes."""
+
+EXCHANGES = 5
+"""Between two attempts at a smaller peak."""
+
 NEVER = float("inf")
 
 
@@ -65,13 +75,8 @@ def annealed(
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
-    while search.spent < effort and time.monotonic() < deadline:
-        reruns = search.draft.reruns()
-        if not reruns:
-            break
-        temperature_ns = overhead_ns * HOT * (COLD / HOT) ** (search.spent / effort)
-        allowed_ns = search.random.expovariate(1.0) * temperature_ns
-        search.exchange(search.random.choice(reruns), search.draft.time_ns + allowed_ns)
+    while search.spent < effort and time.monotonic() < deadline and search.draft.reruns():
+        search.exchange_any(overhead_ns * HOT * (COLD / HOT) ** (search.spent / effort))
         if search.draft.time_ns < best_ns:
             best_ns, best = search.draft.time_ns, search.draft.orders
     found = with_frees(graph, *best)
@@ -79,13 +84,37 @@ def annealed(
     return found
 
 
+def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = EFFORT) -> Schedule:
+    """`schedule` or one whose peak is smaller.
+
+    Room is made for a smaller budget, whatever it costs; where none is found, some exchanges within
+    the budget in hand lead elsewhere.
+    """
+    search = _Search(graph, simulate(graph, schedule).peak_bytes, Draft(graph, *schedule.phases))
+    best_bytes, best = search.budget_bytes, search.draft.orders
+    while search.spent < effort and best_bytes > 0:
+        search.budget_bytes = int(best_bytes * (1 - STEP))
+        if search.makes_room(LONGEST * graph.time_ns):
+            search.prune()
+            best_bytes, best = search.draft.worst()[1], search.draft.orders
+            continue
+        search.budget_bytes = best_bytes
+        for _ in range(EXCHANGES):
+            if not search.draft.reruns():
+                break
+            search.exchange_any(HOT * (search.draft.time_ns - graph.time_ns))
+    found = with_frees(graph, *best)
+    verify(graph, found)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Of one exchange. distance_power: of the scores; node: what was left out, which is not to run
-    again for others."""
+    """Of one exchange. distance_power: of the scores; never: what was left out, which is not to
+    run again for others."""
 
     distance_power: float
-    node: int
+    never: int | None
 
 
 class _Search:
@@ -102,20 +131,23 @@ class _Search:
         self.spent += LEAVING_OUT * len(self.draft.reruns())
         prune(self.draft, self.budget_bytes)
 
-    def exchange(self, position: int, limit_ns: float) -> None:
-        """Leaves out what runs again at `position`, if a schedule of less than `limit_ns` comes of
-        it."""
-        rule = _Rule(self.random.choice(DISTANCE_POWERS), self.draft.nodes[position])
+    def exchange_any(self, temperature_ns: float) -> None:
+        """Leaves out a re-execution, if a schedule comes of it that is faster, or slower by what
+        the temperature allows."""
+        position = self.random.choice(self.draft.reruns())
+        limit_ns = self.draft.time_ns + self.random.expovariate(1.0) * temperature_ns
+        node = self.draft.nodes[position]
         left_out = self.draft.leave_out(position)
-        if self._makes_room(limit_ns, rule):
+        if self.makes_room(limit_ns, node):
             self.prune()
         else:
             self.draft.undo(left_out)
 
-    def _makes_room(self, limit_ns: float, rule: _Rule) -> bool:
-        """Inserts re-executions until the budget is kept; False, and nothing is inserted, if that
-        takes too long or nothing helps."""
+    def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
+        """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
+        nothing is inserted, if the schedule would take `limit_ns` or nothing helps."""
         draft = self.draft
+        rule = _Rule(self.random.choice(DISTANCE_POWERS), never)
         done: list[Change] = []
         position, bytes_ = self._worst()
         while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
@@ -131,7 +163,7 @@ class _Search:
         return False
 
     def _worst(self) -> tuple[int, int]:
-        self.spent += self.draft.end // POSITIONS
+        self.spent += 1 + self.draft.end // POSITIONS
         return self.draft.worst()
 
     def _cheapest(self, position: int, rule: _Rule) -> Gap | None:
@@ -142,7 +174,7 @@ class _Search:
         for d in draft.may_go:
             gap = draft.gap(d, position)
             maker = draft.producer[d]
-            if gap is not None and maker != rule.node:
+            if gap is not None and maker != rule.never:
                 weight = draft.sizes[d] * float(gap.next_read - position) ** rule.distance_power
                 weighed.append(((1.0 + nodes[maker].time_ns) / weight, weight, gap))
         weighed.sort(key=lambda item: item[0])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from rockplan import eviction
-from rockplan.anneal import annealed
+from rockplan.anneal import annealed, squeezed
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget
 from rockplan.cache import Cache, default_folder
@@ -236,6 +236,7 @@ def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
         of_chain = solver.best_schedule(solver.minimum_bytes)
         assert of_chain is not None
         found = of_chain
+    found = squeezed(graph, found)
     # Leaving something out may lower the peak as well.
     while (shorter := pruned(graph, found, simulate(graph, found).peak_bytes)) != found:
         found = shorter

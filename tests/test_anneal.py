@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rockplan.anneal import annealed
+from rockplan.anneal import annealed, squeezed
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
 from rockplan.prune import pruned
@@ -43,6 +43,29 @@ def test_exchanged_schedules_are_legal_within_budget_and_no_slower(draw: Draw, s
         assert found.peak_bytes <= budget_bytes
         assert found.time_ns <= simulate(graph, pruned(graph, before, budget_bytes)).time_ns
         assert after == annealed(graph, before, budget_bytes, deadline=NEVER, effort=EFFORT)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("draw", [chain, constrained_graph])
+def test_squeezed_schedules_are_legal_and_need_no_more(draw: Draw, seed: int) -> None:
+    graph = draw(random.Random(seed), RANGES)
+    before = keep_all(graph)
+    after = squeezed(graph, before, effort=EFFORT)
+    verify(graph, after)
+    assert simulate(graph, after).peak_bytes <= simulate(graph, before).peak_bytes
+    assert after == squeezed(graph, before, effort=EFFORT)
+
+
+def test_squeezing_finds_most_least_peaks_of_small_graphs() -> None:
+    """Of schedules that run forward nodes again only."""
+    least = total = 0
+    for seed in range(30):
+        graph = random_graph(random.Random(seed), 3, RANGES)
+        peaks = [found.peak_bytes for _, found in stage_schedules(graph)]
+        found = simulate(graph, squeezed(graph, keep_all(graph), effort=EFFORT))
+        least += found.peak_bytes <= min(peaks)
+        total += 1
+    assert least >= 0.9 * total
 
 
 def test_exchanges_find_most_optima_of_small_graphs() -> None:

@@ -68,7 +68,16 @@ def _view(problem: CDGraph) -> Hashable:
     return (
         tuple((d.kind, d.size_bytes) for d in problem.data),
         tuple(
-            (n.phase, n.reads, n.writes, n.time_ns, n.workspace_bytes, n.random, n.recomputable)
+            (
+                n.phase,
+                n.reads,
+                n.writes,
+                n.time_ns,
+                n.workspace_bytes,
+                n.random,
+                n.recomputable,
+                n.takes,
+            )
             for n in problem.nodes
         ),
         (problem.outputs, problem.held, problem.handed, problem.dropped),
