@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
 from rockplan.dp.chain import Operation, RunForward, RunOption
 from rockplan.dp.discretise import STRIDE, Grid
@@ -178,7 +177,7 @@ def _best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
 
     k, lower = able[place], ends[interval]
     times = _times(table, ways, k, lower + 1, STRIDE - 1, 1)
-    heads = np.flatnonzero(np.diff(interval, prepend=-1))
+    heads = np.concatenate([[0], (interval[1:] != interval[:-1]).nonzero()[0] + 1])
     fastest = _fastest_rows(times, heads)
     found = times[fastest, np.arange(STRIDE - 1)]
     between = lower[heads, np.newaxis] + np.arange(1, STRIDE)
@@ -224,9 +223,8 @@ def _times(
 
 def _runs(rows: Integers, length: int, step: int) -> Integers:
     """Row p: `length` entries of the flattened array, `step` apart, from p on. A view."""
-    (each,) = rows.ravel().strides
-    starts = rows.size - (length - 1) * step
-    return as_strided(rows, (starts, length), (each, each * step), writeable=False)
+    each, starts = rows.itemsize, rows.size - (length - 1) * step
+    return np.ndarray((starts, length), rows.dtype, rows, 0, (each, each * step))
 
 
 def _times_within(table: Table, ways: Choices, limit_bytes: int) -> Integers:
@@ -243,7 +241,7 @@ def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
     """Column of the bucket above the limit if its sequence fits all the same, else of the one
     below. (Of no meaning where the segment does not fit.)"""
     unit_bytes, count = table.grid.unit_bytes, table.grid.count
-    above = np.clip(limits_bytes // unit_bytes + 2, 1, count + 1)
+    above = np.minimum(np.maximum(limits_bytes // unit_bytes + 2, 1), count + 1)
     missing = (above - 1) * unit_bytes - limits_bytes
     return above - (table.spare_bytes[ids, above] < missing)
 

@@ -91,6 +91,8 @@ def capture(
     _refuse_hooks(module)
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Distinct calls are worked out once (`results`): what a second cache keeps is not asked for.
+    fake_mode.cache_enabled = False
     reader = _ValueReader()
     recorder = Recorder(fake_mode, reader.read)
     stand_ins = _StandIns(fake_mode, recorder)
