@@ -58,7 +58,7 @@ EFFORT = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Improved:
-    """is_complete: nothing was cut short by the deadline."""
+    """is_complete: nothing was cut short by the deadline, here or before."""
 
     schedule: Schedule
     is_complete: bool
@@ -107,10 +107,10 @@ def improve(
     search = _Search(graph, in_units(graph), budget_bytes, deadline, effort)
     orders = Orders(*schedule.phases)
     if orders.forward != tuple(range(len(graph.forward))):
-        return Improved(schedule, True)
+        return Improved(schedule, search.remaining_s > 0)
     everything = range(len(graph.forward))
     if has_more_columns(search.units, orders, everything, COLUMNS):
-        return Improved(schedule, True)
+        return Improved(schedule, search.remaining_s > 0)
     report("improving the plan")
     orders = _improve_window(search, orders, everything)
     best = with_frees(graph, orders.forward, orders.backward)
