@@ -207,7 +207,28 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
         found = Improved(fastest, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
     families = _families(problem.blocks, _cache(options), options)
+    budget_bytes, starts = _within(problem, families, budget_bytes, options)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        limit_s = min(options.bound_time_limit_s, max(deadline - time.monotonic(), 0.0))
+        bound = beside.submit(lower_bound_ns, graph, budget_bytes, time_limit_s=limit_s)
+        found = _improved(graph, starts, budget_bytes, deadline=deadline)
+        report("proving a bound")
+        bound_ns = bound.result()
+    if any(family.gap_ns is None for family in families):
+        found = replace(found, is_complete=False)
+    return _finish(problem, found, budget_bytes, bound_ns)
+
+
+def _within(
+    problem: Problem,
+    families: list[OptionFamily],
+    budget_bytes: int | None,
+    options: Options,
+) -> tuple[int, list[Schedule]]:
+    """The budget, None for the smallest, in bytes, and schedules to improve. Raises
+    InfeasibleBudget."""
     report("combining blocks")
+    graph = problem.constrained
     solver = ChainSolver(graph, problem.blocks, families)
     smallest = None
     if budget_bytes is None or solver.best_schedule(budget_bytes) is None:
@@ -216,16 +237,7 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
         budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < minimum_bytes:
             raise _too_small(graph, budget_bytes, smallest, options)
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        limit_s = min(options.bound_time_limit_s, max(deadline - time.monotonic(), 0.0))
-        bound = beside.submit(lower_bound_ns, graph, budget_bytes, time_limit_s=limit_s)
-        starts = _starts(graph, solver, smallest, budget_bytes)
-        found = _improved(graph, starts, budget_bytes, deadline=deadline)
-        report("proving a bound")
-        bound_ns = bound.result()
-    if any(family.gap_ns is None for family in families):
-        found = replace(found, is_complete=False)
-    return _finish(problem, found, budget_bytes, bound_ns)
+    return budget_bytes, _starts(graph, solver, smallest, budget_bytes)
 
 
 def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:

@@ -1,0 +1,51 @@
+"""No schedule has a smaller peak than the bound, which sees what has to be alive together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rockplan.anneal import squeezed
+from rockplan.eviction import thriftiest
+from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
+from rockplan.peak_bound import pebbled_peak_bytes
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
+from tests.exhaustive import stage_schedules
+from tests.graphs import Ranges, random_chain, random_graph, with_random_takes
+
+RANGES = Ranges(pinned_percent=0)
+
+
+def draw(seed: int) -> CDGraph:
+    rng = random.Random(seed)
+    graph = random_graph(rng, 3, RANGES) if seed % 2 else random_chain(rng, (1, 2), RANGES)[0]
+    return with_random_takes(rng, graph) if seed % 3 == 0 else graph
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_schedule_goes_below(seed: int) -> None:
+    graph = draw(seed)
+    peaks = [found.peak_bytes for _, found in stage_schedules(graph)]
+    peaks.append(simulate(graph, thriftiest(graph)).peak_bytes)
+    peaks.append(simulate(graph, squeezed(graph, keep_all(graph), effort=3000)).peak_bytes)
+    assert pebbled_peak_bytes(graph, max(peaks)) <= min(peaks)
+
+
+def test_what_has_to_be_alive_together_is_found() -> None:
+    """A node that reads two results of two operands each: the first waits for the second. No node
+    needs more than 12 bytes by itself."""
+    kinds = [DataKind.INPUT, DataKind.ACTIVATION, *[DataKind.GRADIENT] * 7]
+    sizes = [1, 0, *[4] * 7]
+    data = tuple(
+        DataNode(i, f"d{i}", *pair) for i, pair in enumerate(zip(kinds, sizes, strict=True))
+    )
+    reads = [(0,), (0,), (0,), (2, 3), (0,), (0,), (5, 6), (4, 7)]
+    nodes = tuple(
+        ComputeNode(i, f"n{i}", Phase.BACKWARD if i else Phase.FORWARD, r, (i + 1,), time_ns=1)
+        for i, r in enumerate(reads)
+    )
+    graph = CDGraph(data, nodes, outputs=(1,), held=(1,))
+    found = simulate(graph, keep_all(graph)).peak_bytes
+    assert pebbled_peak_bytes(graph, found) == found == 16
