@@ -50,6 +50,13 @@ NOISE = 0.5
 DEPTH = 30
 """Storages that must be made again for one another, beyond which none is weighed."""
 
+PATIENCE = 30
+"""Exchanges without a gain for each re-execution, after which a search ends: small graphs have been
+seen from all sides by then, large ones seldom come so far."""
+
+ATTEMPTS = 40
+"""At a smaller peak in a row that fail, after which a search for it ends."""
+
 STEP = 0.003
 """Of the peak, by which it has to get smaller."""
 
@@ -75,10 +82,14 @@ def annealed(
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
-    while search.spent < effort and time.monotonic() < deadline and search.draft.reruns():
+    without_gain = 0
+    while search.spent < effort and time.monotonic() < deadline:
+        if without_gain >= PATIENCE * len(search.draft.reruns()):
+            break
         search.exchange_any(overhead_ns * HOT * (COLD / HOT) ** (search.spent / effort))
+        without_gain += 1
         if search.draft.time_ns < best_ns:
-            best_ns, best = search.draft.time_ns, search.draft.orders
+            best_ns, best, without_gain = search.draft.time_ns, search.draft.orders, 0
     found = with_frees(graph, *best)
     verify(graph, found)
     return found
@@ -92,12 +103,14 @@ def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = EFFORT) -> Sch
     """
     search = _Search(graph, simulate(graph, schedule).peak_bytes, Draft(graph, *schedule.phases))
     best_bytes, best = search.budget_bytes, search.draft.orders
-    while search.spent < effort and best_bytes > 0:
+    failed = 0
+    while search.spent < effort and best_bytes > 0 and failed < ATTEMPTS:
         search.budget_bytes = int(best_bytes * (1 - STEP))
         if search.makes_room(LONGEST * graph.time_ns):
             search.prune()
-            best_bytes, best = search.draft.worst()[1], search.draft.orders
+            best_bytes, best, failed = search.draft.worst()[1], search.draft.orders, 0
             continue
+        failed += 1
         search.budget_bytes = best_bytes
         for _ in range(EXCHANGES):
             if not search.draft.reruns():
