@@ -212,7 +212,6 @@ class _Captured:
     lowered: Lowered
 
 
-@paused_collection()
 def _captured(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -224,7 +223,8 @@ def _captured(
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
-    with planned_modules.PLANNING:
+    # Not a decorator: its frame would be taken for the user's line.
+    with planned_modules.PLANNING, paused_collection():
         captured = capture(module, args, kwargs, forward, incoming)
         device = _device(module, captured)
         lowered = lower(captured, random_state.state_bytes(device))
