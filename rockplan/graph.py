@@ -3,7 +3,7 @@
 The unit of memory is the storage: views and in-place results live in the storage that they
 share, so they are members of one DataNode. The unit of execution is the ComputeNode: all calls
 that must run together because they write one storage. A graph lists forward nodes, then backward
-nodes, the former in the order in which eager PyTorch executes them.
+nodes, each in the order in which eager PyTorch executes them.
 
 These are values: nothing here imports torch, and no pass changes a graph in place.
 """
@@ -151,7 +151,6 @@ class CDGraph:
     execution of a random node that executes more than once.
     dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
     backward phase: whatever needs them later makes them again.
-    eager_order: all nodes in the order in which eager executes them; empty if it is theirs.
     """
 
     data: tuple[DataNode, ...]
@@ -162,7 +161,6 @@ class CDGraph:
     rng_state_bytes: int = 0
     values: tuple[Value, ...] = ()
     dropped: tuple[int, ...] = ()
-    eager_order: tuple[int, ...] = ()
 
     @property
     def forward(self) -> tuple[ComputeNode, ...]:
@@ -182,16 +180,8 @@ class CDGraph:
         return sum(n.time_ns for n in self.nodes)
 
 
-def as_eager(graph: CDGraph) -> CDGraph:
-    """`graph` as eager executes it: in its order, every result in a storage of its own. Forward
-    nodes keep their indices."""
-    nodes = [graph.nodes[i] for i in graph.eager_order] or graph.nodes
-    placed = tuple(replace(with_takes(n, ()), index=i) for i, n in enumerate(nodes))
-    return replace(graph, nodes=placed, eager_order=())
-
-
 def without_takes(graph: CDGraph) -> CDGraph:
-    """`graph` where every result has a storage of its own."""
+    """`graph` as eager executes it: every result has a storage of its own."""
     return replace(graph, nodes=tuple(with_takes(n, ()) for n in graph.nodes))
 
 

@@ -24,7 +24,7 @@ from rockplan.constraints import constrain
 from rockplan.curve import Curve, CurvePoint, useful
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
-from rockplan.graph import CDGraph, as_eager
+from rockplan.graph import CDGraph, without_takes
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key
@@ -350,9 +350,8 @@ def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) 
 
 
 def _unplanned(graph: CDGraph) -> Simulation:
-    """Every node once, as eager does: in its order, each result in a storage of its own."""
-    executed = as_eager(graph)
-    return simulate(executed, keep_all(executed))
+    """Every node once, as eager does: each result in a storage of its own."""
+    return simulate(without_takes(graph), keep_all(graph))
 
 
 def _certificate(graph: CDGraph, found: Simulation, bound_ns: int) -> Certificate:

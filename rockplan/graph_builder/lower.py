@@ -33,7 +33,6 @@ from rockplan.graph import (
 from rockplan.graph_builder.capture import Capture
 from rockplan.graph_builder.operators import unread_statistics, without_statistics
 from rockplan.graph_builder.record import RecordedCall
-from rockplan.graph_builder.reorder import reordered
 from rockplan.graph_builder.takeover import with_takeovers
 from rockplan.interface import Interface
 
@@ -75,7 +74,7 @@ def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
     live = _live_calls(capture, storages, views, gradients)
     units = _units(capture, storages, live)
     lowered = _assemble(capture, storages, views, gradients, units, rng_state_bytes)
-    return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
+    return replace(lowered, graph=with_takeovers(lowered.graph))
 
 
 Gradients = tuple[tuple[int, tuple[int, ...]], ...]
