@@ -79,6 +79,7 @@ def annealed(
 ) -> Schedule:
     """`schedule` or a faster one within `budget_bytes`; deadline: as of time.monotonic."""
     search = _Search(graph, budget_bytes, Draft(graph, *schedule.phases))
+    search.draft.reserve_for_caller(budget_bytes)
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns

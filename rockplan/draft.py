@@ -120,6 +120,18 @@ class Draft:
         position = int(during.argmax())
         return position, int(during[position])
 
+    def reserve_for_caller(self, budget_bytes: int) -> None:
+        """Counts, where the backward phase starts, as much again as the gradients that come in: the
+        caller's loss needs that while it computes them. Of what is left of the budget there, so
+        that an order that is within the budget stays so.
+
+        It is the caller's, so `simulate` counts none of it; but changes that fill the budget there
+        to the last byte would make a step need more than the budget.
+        """
+        tangents = [d for d in self.graph.data if d.kind is DataKind.TANGENT]
+        left_bytes = max(budget_bytes - int(self._bytes[self.boundary]), 0)
+        self._beside[self.boundary] = min(sum(d.size_bytes for d in tangents), left_bytes)
+
     def during_bytes(self) -> list[int]:
         """Of each computation, in order."""
         during = (self._bytes + self._beside).tolist()
