@@ -141,7 +141,8 @@ def _interruptible() -> Iterator[None]:
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
         for kind, handler in before.items():
-            signal.signal(kind, handler)
+            # None: it was not set by Python, which cannot put it back.
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager

@@ -18,8 +18,10 @@ from rockplan.verify import verify
 
 
 def pruned(graph: CDGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """`schedule` without re-executions that the budget does not ask for, most expensive first."""
+    """`schedule` without re-executions that the budget does not ask for, most expensive first; room
+    for the caller's loss stays (`Draft.reserve_for_caller`)."""
     draft = Draft(graph, *schedule.phases)
+    draft.reserve_for_caller(budget_bytes)
     while prune(draft, budget_bytes):
         pass
     found = with_frees(graph, *draft.orders)

@@ -11,6 +11,7 @@ import pytest
 from rockplan.anneal import annealed, squeezed
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph, DataKind
+from rockplan.prune import pruned
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
@@ -87,8 +88,8 @@ def test_exchanges_find_most_optima_of_small_graphs() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_room_for_the_loss_of_the_caller_stays(seed: int) -> None:
-    """Where the backward phase starts, exchanges leave as much as the gradients that come in need,
-    unless the schedule that they begin with leaves less."""
+    """Where the backward phase starts, exchanges and leaving out leave as much as the gradients
+    that come in need, unless the schedule that they begin with leaves less."""
     graph = chain(random.Random(seed), RANGES)
     tangent_bytes = sum(d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
     assert tangent_bytes > 0
@@ -98,6 +99,7 @@ def test_room_for_the_loss_of_the_caller_stays(seed: int) -> None:
         after = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
         allowed = max(boundary_bytes(graph, least), budget_bytes - tangent_bytes)
         assert boundary_bytes(graph, after) <= allowed
+        assert boundary_bytes(graph, pruned(graph, least, budget_bytes)) <= allowed
 
 
 def boundary_bytes(graph: CDGraph, schedule: Schedule) -> int:
