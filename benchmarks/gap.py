@@ -29,7 +29,7 @@ from rockplan import planning
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.canonical import graph_digest
-from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.options import Options
 from rockplan.peak_bound import pebbled_peak_bytes
 from rockplan.schedule import keep_all

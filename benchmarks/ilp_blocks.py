@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 from rockplan.block import OptionFamily
 from rockplan.dp.search import ChainSolver
 from rockplan.graph import CDGraph
-from rockplan.ilp.bound import lower_bound_ns
+from rockplan.ilp.refine import lower_bound_ns
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import (
     Solution,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockplan.draft import Change, Draft, Gap
@@ -96,6 +97,26 @@ def annealed(
     return found
 
 
+def fitted(
+    graph: CDGraph,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    budget_bytes: int,
+    *,
+    effort: int = EFFORT,
+) -> Schedule | None:
+    """The computations, legal but for the budget, with re-executions that make room; None if none
+    are found."""
+    search = _Search(graph, budget_bytes, Draft(graph, forward, backward))
+    search.draft.reserve_for_caller(budget_bytes)
+    if not search.makes_room(LONGEST * graph.time_ns, most_effort=effort):
+        return None
+    search.prune()
+    found = with_frees(graph, *search.draft.orders)
+    verify(graph, found)
+    return found
+
+
 def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = EFFORT) -> Schedule:
     """`schedule` or one whose peak is smaller.
 
@@ -157,14 +178,16 @@ class _Search:
         else:
             self.draft.undo(left_out)
 
-    def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
+    def makes_room(
+        self, limit_ns: float, never: int | None = None, most_effort: float = NEVER
+    ) -> bool:
         """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
         nothing is inserted, if the schedule would take `limit_ns` or nothing helps."""
         draft = self.draft
         rule = _Rule(self.random.choice(DISTANCE_POWERS), never)
         done: list[Change] = []
         position, bytes_ = self._worst()
-        while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
+        while bytes_ > self.budget_bytes and draft.time_ns < limit_ns and self.spent < most_effort:
             gap = self._cheapest(position, rule)
             slot = None if gap is None else draft.slot_before(gap.next_read)
             if gap is None or slot is None:

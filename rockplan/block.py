@@ -61,10 +61,11 @@ class OptionFamily:
     """Pareto options of one block class.
 
     gap_ns: no option within any (peak, save) corner is faster than the best one here by more
-    than this, as the solver proved; None if a time limit cut the search.
-    solves: how many integer programs were solved.
+    than this, as the solver proved; None if it has not proved anything for some corner.
+    solves: how many integer programs were solved. is_complete: no time limit cut the search.
     """
 
     options: tuple[BlockOption, ...]
     gap_ns: int | None
     solves: int
+    is_complete: bool = True

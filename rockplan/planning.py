@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from rockplan import eviction
-from rockplan.anneal import annealed, squeezed
+from rockplan.anneal import annealed, fitted, squeezed
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget
 from rockplan.cache import Cache, default_folder
@@ -29,10 +29,10 @@ from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key
 from rockplan.graph_builder.partition import partition
-from rockplan.ilp.bound import lower_bound_ns
 from rockplan.ilp.corners import Settings
-from rockplan.ilp.improve import Improved, improve
+from rockplan.ilp.improve import improve
 from rockplan.ilp.options import option_families
+from rockplan.ilp.refine import Refined, proved_ns, refined
 from rockplan.options import Options
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import is_outline_of
@@ -50,13 +50,23 @@ class Problem:
     """What is planned, before a budget is known.
 
     graph: with the prices of `profile`; constrained: the same under the constraints of the
-    options, of which `blocks` are the blocks.
+    options, of which `blocks` are the blocks. The digests are those of graph and profile.
     """
 
     graph: CDGraph
     constrained: CDGraph
     blocks: tuple[Block, ...]
     profile: Profile
+    graph_digest: str
+    profile_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """is_complete: nothing was cut short by the deadline, here or before."""
+
+    schedule: Schedule
+    is_complete: bool
 
 
 def measured(lowered: Lowered, options: Options) -> Problem:
@@ -69,7 +79,14 @@ def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
     report("finding blocks")
     priced = price(graph, profile)
     constrained = constrain(priced, options.keep, options.recompute)
-    return Problem(priced, constrained, partition(constrained), profile)
+    return Problem(
+        graph=priced,
+        constrained=constrained,
+        blocks=partition(constrained),
+        profile=profile,
+        graph_digest=graph_digest(priced),
+        profile_digest=profile_digest(profile),
+    )
 
 
 def plan_within(problem: Problem, budget: Budget, options: Options) -> Plan:
@@ -106,8 +123,8 @@ def curve_of(problem: Problem, options: Options) -> Curve:
             CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
         ),
         unplanned_bytes=_unplanned(problem.graph).peak_bytes,
-        graph_digest=graph_digest(problem.graph),
-        profile_digest=profile_digest(problem.profile),
+        graph_digest=problem.graph_digest,
+        profile_digest=problem.profile_digest,
         profile_source=_profile_source(problem.profile),
     )
 
@@ -183,8 +200,8 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
     device; an option that is new counts until it is named beside the plan."""
     deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
     return {
-        "graph": graph_digest(problem.graph),
-        "profile": profile_digest(problem.profile),
+        "graph": problem.graph_digest,
+        "profile": problem.profile_digest,
         "device": problem.profile.device,
         "torch": str(torch.__version__),
         "budget": str(budget),
@@ -206,17 +223,44 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
     if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
         found = Improved(fastest, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
+    relaxed = None
+    starts: list[Schedule] = []
+    if budget_bytes is not None:
+        report("solving the relaxation")
+        relaxed = refined(graph, budget_bytes, deadline=deadline)
+        starts = _near(relaxed, deadline)
+        if relaxed is not None and starts and _is_near(graph, starts[0], relaxed.bound_ns):
+            found = Improved(starts[0], time.monotonic() < deadline)
+            return _finish(problem, found, relaxed.budget_bytes, relaxed.bound_ns)
     families = _families(problem.blocks, _cache(options), options)
-    budget_bytes, starts = _within(problem, families, budget_bytes, options)
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        limit_s = min(options.bound_time_limit_s, max(deadline - time.monotonic(), 0.0))
-        bound = beside.submit(lower_bound_ns, graph, budget_bytes, time_limit_s=limit_s)
-        found = _improved(graph, starts, budget_bytes, deadline=deadline)
-        report("proving a bound")
-        bound_ns = bound.result()
-    if any(family.gap_ns is None for family in families):
+    budget_bytes, more = _within(problem, families, budget_bytes, options)
+    if relaxed is None:
+        relaxed = refined(graph, budget_bytes, deadline=deadline)
+        starts = _near(relaxed, deadline)
+    bound_s = options.bound_time_limit_s
+    found, bound_ns = _improved(graph, relaxed, [*more, *starts], budget_bytes, deadline, bound_s)
+    if not all(family.is_complete for family in families):
         found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, bound_ns)
+
+
+NEAR = 0.005
+"""Share of the iteration time: a plan that is proven to be so near the fastest one is taken."""
+
+
+def _is_near(graph: CDGraph, schedule: Schedule, bound_ns: int) -> bool:
+    return simulate(graph, schedule).time_ns - bound_ns <= NEAR * graph.time_ns
+
+
+def _near(relaxed: Refined | None, deadline: float) -> list[Schedule]:
+    """The schedule of the relaxation, with room made for it where it needs more; none if that
+    fails."""
+    orders = None if relaxed is None else relaxed.orders
+    if relaxed is None or orders is None:
+        return []
+    graph, budget_bytes = relaxed.program.facts.graph, relaxed.budget_bytes
+    found = fitted(graph, orders.forward, orders.backward, budget_bytes)
+    return [] if found is None else [improve(relaxed, found, deadline=deadline)]
 
 
 def _within(
@@ -276,26 +320,27 @@ def _starts(
 
 
 def _improved(
-    graph: CDGraph, starts: list[Schedule], budget_bytes: int, *, deadline: float
-) -> Improved:
-    """The fastest of what becomes of the starts: which one leads further is not known before.
-
-    Exchanges find what windows do not, and where much fits the other way round, but windows seldom
-    leave what exchanges end at; so they have the fastest start too.
-    """
+    graph: CDGraph,
+    relaxed: Refined | None,
+    starts: list[Schedule],
+    budget_bytes: int,
+    deadline: float,
+    bound_s: float,
+) -> tuple[Improved, int]:
+    """The fastest of what becomes of the starts, since which one leads further is not known before;
+    and the time that is proven of every schedule, in ns."""
     report("improving the plan")
-    exchanged = _fastest_first(
-        graph, (annealed(graph, start, budget_bytes, deadline=deadline) for start in starts)
-    )
-    found = [
-        improve(graph, start, budget_bytes, deadline=deadline)
-        for start in dict.fromkeys((exchanged[0], starts[0]))
-    ]
-    best = _fastest_first(graph, (improved.schedule for improved in found))[0]
-    return Improved(
-        pruned(graph, best, budget_bytes),
-        is_complete=all(improved.is_complete for improved in found),
-    )
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        latest = min(deadline, time.monotonic() + bound_s)
+        proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
+        exchanged = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
+        best = _fastest_first(graph, exchanged)[0]
+        if relaxed is not None:
+            best = improve(relaxed, best, deadline=deadline)
+        is_complete = time.monotonic() < deadline
+        report("proving a bound")
+        bound_ns = graph.time_ns if proving is None else proving.result()
+    return Improved(pruned(graph, best, budget_bytes), is_complete), bound_ns
 
 
 def _fastest_first(graph: CDGraph, schedules: Iterable[Schedule]) -> list[Schedule]:
@@ -342,8 +387,8 @@ def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) 
         eager_peak_bytes=unplanned.peak_bytes,
         eager_time_ns=unplanned.time_ns,
         certificate=certificate,
-        graph_digest=graph_digest(graph),
-        profile_digest=profile_digest(problem.profile),
+        graph_digest=problem.graph_digest,
+        profile_digest=problem.profile_digest,
         profile_source=_profile_source(problem.profile),
         torch_version=str(torch.__version__),
     )

@@ -203,7 +203,12 @@ def dump_family(family: OptionFamily, key: Key | None = None) -> str:
         }
         for o in family.options
     ]
-    content = {"options": options, "gap_ns": family.gap_ns, "solves": family.solves}
+    content = {
+        "options": options,
+        "gap_ns": family.gap_ns,
+        "solves": family.solves,
+        "is_complete": family.is_complete,
+    }
     return dump("options", content, key)
 
 
@@ -222,5 +227,8 @@ def _read_family(document: dict[str, Any]) -> OptionFamily:
     )
     gap_ns = document["gap_ns"]
     return OptionFamily(
-        options, None if gap_ns is None else natural(gap_ns), natural(document["solves"])
+        options,
+        None if gap_ns is None else natural(gap_ns),
+        natural(document["solves"]),
+        flag(document["is_complete"]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rockplan.graph import CDGraph
-from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
 from rockplan.ilp.options import option_family

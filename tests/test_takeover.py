@@ -35,7 +35,7 @@ from rockplan.graph_builder import operators
 from rockplan.graph_builder.evaluate import substitute
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.takeover import ADMITTED, ADMITTED_ON_CPU, with_takeovers
-from rockplan.ilp.bound import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.lifetimes import alive_at, lifetimes
 from rockplan.plan_file import dump_plans, parse_plans
 from rockplan.schedule import Free, Schedule, keep_all, taken_over, with_frees

@@ -1,197 +1,101 @@
-"""Improve a schedule of a whole graph: when forward nodes run again, decided anew.
+"""Improve a schedule of a whole graph: what it and the relaxation do not agree on, decided anew.
 
-takes: a priced CDGraph, a legal schedule within a budget. returns: Improved. guarantees: legal,
-within the budget as `simulate` finds it, no slower; the same on every run, however busy the
-machine, unless the deadline strikes, which is said: the work that was done ends a search.
+takes: Refined, a legal schedule within its budget. returns: a schedule. guarantees: legal, within
+the budget as `simulate` finds it, no slower; the same on every run unless the deadline strikes: the
+work that was done ends a search.
 
-The window of all forward nodes (`window`) is solved in the manner of RINS (Danna, Rothberg, Le Pape
-2005): where the linear relaxation and the schedule in hand agree, columns are fixed, and the rest
-is a small integer program. Rows for memory during re-executions, three quarters of all entries, are
-written for those stages only at which a schedule was found to exceed the budget. On 2 layers of
-GPT-2 with fused attention at 63, 49 and 42 % of keep-all's peak this finds +6.84, +13.96 and +20.97
-% in 0.5, 2 and 5 s, where the whole program takes 58 s to +6.84 % and has +13.92 and +21.47 % after
-60 s.
+The program of `moments` is solved in the manner of RINS (Danna, Rothberg, Le Pape 2005): columns
+are fixed where the linear relaxation and the schedule in hand agree, and the rest is a small
+integer program. What its solution needs above the budget is made room for by exchanges (`anneal`),
+and the program learns of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.graph import CDGraph
+from rockplan.anneal import annealed, fitted
 from rockplan.ilp.decode import Orders
-from rockplan.ilp.formulate import StageModel, formulate
-from rockplan.ilp.solve import TIME_UNIT, LinearProgram, SolveReport, solve
-from rockplan.ilp.units import UNLIMITED, Units, in_units
-from rockplan.ilp.window import (
-    Window,
-    has_more_columns,
-    make_window,
-    read_window,
-    staged,
-    start_values,
-)
-from rockplan.progress import report
-from rockplan.schedule import Compute, Schedule, with_frees
-from rockplan.simulate import Simulation, simulate, timeline
-from rockplan.verify import verify
+from rockplan.ilp.moments import Program, orders, program, values
+from rockplan.ilp.refine import COLUMNS, Refined, looking_closer
+from rockplan.ilp.solve import TIME_UNIT, solve
+from rockplan.schedule import Schedule
+from rockplan.simulate import simulate
 
 GAP = 5e-4
-"""Share of the iteration time that may stay unproven in a window."""
+"""Share of the iteration time that may stay unproven."""
 
-COLUMNS = 8000
-"""Of the program at most: its relaxation takes up to a second. Larger graphs are left as they are:
-windows of parts of them gain nothing that exchanges (`anneal`) do not find sooner."""
+NODES = 20
+"""Of the search tree of one integer program."""
 
-NODES = 1
-"""Of the search tree of one integer program. On 2 layers of Llama 200 took 27 s instead of 3, there
-and on ResNet-18 and DenseNet without another result."""
+ROUNDS = 8
+"""Integer programs at most."""
 
-EFFORT = 5_000
-"""Iterations of the simplex method after which no new program is solved: 1 to 2 s."""
+EXCHANGES = 100_000
+"""Effort for exchanges on what one of them finds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Improved:
-    """is_complete: nothing was cut short by the deadline, here or before."""
-
-    schedule: Schedule
-    is_complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """effort: iterations of each program that was solved."""
-
-    graph: CDGraph
-    units: Units
-    budget_bytes: int
-    deadline: float
-    most_effort: int
-    effort: list[int] = field(default_factory=list)
-
-    @property
-    def is_over(self) -> bool:
-        return sum(self.effort) >= self.most_effort or self.remaining_s == 0
-
-    def solve(self, program: LinearProgram, absolute_gap: float, **limits: Any) -> SolveReport:
-        found = solve(program, time_limit_s=self.remaining_s, absolute_gap=absolute_gap, **limits)
-        self.effort.append(found.iterations)
-        return found
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self.deadline - time.monotonic(), 0.0)
-
-    def simulate(self, orders: Orders) -> Simulation:
-        schedule = with_frees(self.graph, orders.forward, orders.backward)
-        verify(self.graph, schedule)
-        return simulate(self.graph, schedule)
-
-
-def improve(
-    graph: CDGraph,
-    schedule: Schedule,
-    budget_bytes: int,
-    *,
-    deadline: float,
-    effort: int = EFFORT,
-) -> Improved:
-    """A schedule within `budget_bytes` that is no slower than `schedule`, whose forward phase
-    executes every node once, in order; deadline: as of time.monotonic."""
-    search = _Search(graph, in_units(graph), budget_bytes, deadline, effort)
-    orders = Orders(*schedule.phases)
-    if orders.forward != tuple(range(len(graph.forward))):
-        return Improved(schedule, search.remaining_s > 0)
-    everything = range(len(graph.forward))
-    if has_more_columns(search.units, orders, everything, COLUMNS):
-        return Improved(schedule, search.remaining_s > 0)
-    report("improving the plan")
-    orders = _improve_window(search, orders, everything)
-    best = with_frees(graph, orders.forward, orders.backward)
-    return Improved(best, search.remaining_s > 0)
-
-
-def _improve_window(search: _Search, orders: Orders, nodes: Collection[int]) -> Orders:
-    """`orders`, or faster ones that differ in when `nodes` run again.
-
-    What the program leaves out (rows, tiny storages) is learnt from schedules that need too much.
-    It begins with more than the budget: rounded sizes of a schedule that just fits do not.
-    """
-    window = make_window(search.graph, search.units, orders, nodes)
-    best_ns = search.simulate(orders).time_ns
-    crowded: frozenset[int] = frozenset()
-    reserve_bytes = -search.units.reserve_bytes
-    while window is not None and not search.is_over:
-        model = formulate(window.stages, crowded)
-        program = model.within(search.budget_bytes - reserve_bytes, UNLIMITED)
-        found = _rounded(search, window, model, program, orders)
+def improve(start: Refined, schedule: Schedule, *, deadline: float) -> Schedule:
+    """`schedule`, which is within the budget of `start`, or a faster one; deadline: as of
+    time.monotonic."""
+    facts, budget_bytes = start.program.facts, start.budget_bytes
+    graph = facts.graph
+    made, moments, relaxed = start.program, start.moments, start.relaxed.values
+    best, best_ns = schedule, simulate(graph, schedule).time_ns
+    for _ in range(ROUNDS):
+        if relaxed is None or len(made.linear.costs) > 2 * COLUMNS:
+            break
+        found = _disagreeing(made, relaxed, best, deadline)
         if found is None:
             break
-        simulation = search.simulate(found)
-        excess_bytes = simulation.peak_bytes - search.budget_bytes
-        if excess_bytes > 0:
-            more = crowded | _crowded(search, window, found)
-            if more == crowded:
-                if reserve_bytes >= search.units.reserve_bytes:
-                    break
-                reserve_bytes += search.units.reserve_bytes
-            crowded = more
-        elif simulation.time_ns < best_ns:
-            orders, best_ns = found, simulation.time_ns
-        else:
+        candidate = fitted(graph, found.forward, found.backward, budget_bytes)
+        if candidate is not None:
+            candidate = annealed(
+                graph, candidate, budget_bytes, deadline=deadline, effort=EXCHANGES
+            )
+        is_faster = candidate is not None and simulate(graph, candidate).time_ns < best_ns
+        if is_faster and candidate is not None:
+            best, best_ns = candidate, simulate(graph, candidate).time_ns
+        closer = looking_closer(made, moments, found, budget_bytes, at_reruns=True)
+        if closer is not None:
+            moments, made = closer, program(facts, closer, budget_bytes)
+            relaxed = _relaxed(made, deadline)
+        elif not is_faster:
             break
-    return orders
+    return best
 
 
-def _rounded(
-    search: _Search, window: Window, model: StageModel, program: LinearProgram, orders: Orders
+def _relaxed(made: Program, deadline: float) -> NDArray[np.float64] | None:
+    remaining_s = max(deadline - time.monotonic(), 0.0)
+    return solve(made.relaxed, time_limit_s=remaining_s, absolute_gap=0.0).values
+
+
+def _disagreeing(
+    made: Program, relaxed: NDArray[np.float64], schedule: Schedule, deadline: float
 ) -> Orders | None:
-    """Orders that take less time than `orders`, as the program sees it; None without any."""
-    start = start_values(window, model, orders)
-    current = np.zeros(len(program.costs))
+    """Faster than `schedule`, as far as the program sees it; None if nothing is."""
+    start = values(made, Orders(*schedule.phases))
+    linear = made.linear
+    current = np.zeros(len(linear.costs))
     current[list(start)] = list(start.values())
-    relaxed = search.solve(replace(program, integral=np.zeros_like(program.integral)), 0.0)
-    cost = float(program.costs @ current)
-    if relaxed.values is None or relaxed.bound > cost - GAP / TIME_UNIT:
-        return None
-    agreed = _agreed(program, current, relaxed.values)
-    found = search.solve(agreed, GAP / TIME_UNIT, start=start, node_limit=NODES)
-    if found.values is None or float(program.costs @ found.values) >= cost - 1e-6:
-        return None
-    rerun = [key for key, column in model.rerun.items() if found.values[column] > 0.5]
-    return read_window(window, rerun, orders.forward)
-
-
-def _agreed(
-    program: LinearProgram, current: NDArray[np.float64], relaxed: NDArray[np.float64]
-) -> LinearProgram:
-    """`program` with the binaries fixed on which both agree."""
-    fixed = program.integral & (np.abs(current - relaxed) < 1e-6)
-    return replace(
-        program,
-        column_lower=np.where(fixed, current, program.column_lower),
-        column_upper=np.where(fixed, current, program.column_upper),
+    fixed = linear.integral & (np.abs(current - relaxed) < 1e-6)
+    rest = replace(
+        linear,
+        column_lower=np.where(fixed, current, linear.column_lower),
+        column_upper=np.where(fixed, current, linear.column_upper),
     )
-
-
-def _crowded(search: _Search, window: Window, orders: Orders) -> frozenset[int]:
-    """Stages at which a re-execution of the window exceeds the budget."""
-    schedule = with_frees(search.graph, orders.forward, orders.backward)
-    during = [
-        step.during_bytes
-        for event, step in zip(schedule.events, timeline(search.graph, schedule), strict=True)
-        if isinstance(event, Compute)
-    ]
-    return frozenset(
-        s
-        for (i, s), bytes_ in zip(
-            staged(window, orders), during[len(orders.forward) :], strict=True
-        )
-        if i in window.nodes and bytes_ > search.budget_bytes
+    found = solve(
+        rest,
+        time_limit_s=max(deadline - time.monotonic(), 0.0),
+        absolute_gap=GAP / TIME_UNIT,
+        start=start,
+        node_limit=NODES,
     )
+    cost = float(linear.costs @ current)
+    if found.values is None or float(linear.costs @ found.values) >= cost - GAP / TIME_UNIT:
+        return None
+    return orders(made, found.values)

@@ -28,7 +28,7 @@ def option_family(problem: CDGraph, *, settings: Settings = DEFAULT) -> OptionFa
     """The Pareto options of one block, fastest first."""
     search = search_corners(problem, settings)
     options = pareto([price(problem, answer.orders) for answer in search.answers])
-    return OptionFamily(options, gap_ns(search), search.solves)
+    return OptionFamily(options, gap_ns(search), search.solves, is_complete=not search.is_cut)
 
 
 def option_families(

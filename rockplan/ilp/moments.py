@@ -1,0 +1,396 @@
+"""The program of a whole graph at some moments: small, and short of the truth only where none is.
+
+takes: a CDGraph, Moments, a budget. returns: Program. guarantees: whatever order `verify` accepts
+and `simulate` finds within the budget, if it executes every node for the first time in the order of
+the graph, is a solution that costs what its re-executions take: the optimum is a lower bound, and a
+solution whose schedule (`orders`) keeps the budget is optimal.
+
+Moments are first executions of backward nodes. In the interval up to a moment, what is read for the
+first time is alive from before, or made again, or made for the first time; what is made again needs
+its own inputs in the same way; what is alive after a moment was alive before it or made in the
+interval. At each moment, and at the start of the backward phase, there is the memory of what is
+alive. Where re-executions are named as crowded there is a row for the memory during each.
+
+What holds in an interval is said of some unions of intervals too (`_Rows.span`): of those from each
+interval to the end, and of those that were split. It follows from the rows of the parts, but not in
+the linear relaxation, in which half of a re-execution in one interval and half in another need half
+of each input: without these rows every moment makes the relaxation weaker.
+
+Columns, for interval s, storage d, node i:
+    keep[s, d]    binary: d is alive when interval s starts
+    reruns[s][i]  binary: i runs again in it
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
+from rockplan.ilp.decode import Orders
+from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder
+from rockplan.ilp.units import MAX_UNITS
+from rockplan.schedule import without_idle
+
+Terms = list[tuple[int, int]]
+Runs = dict[int, int]
+"""Node -> column: it runs again in a span of intervals."""
+
+PEAK_UNITS = 1000
+"""In which the least peak is counted: large against the solver's tolerances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Where the program looks.
+
+    ends: backward nodes, the last one among them. spans: (first node, last node) of unions of
+    intervals. crowded: (end, node): the memory while the node runs again in the interval that ends
+    there.
+    """
+
+    ends: frozenset[int]
+    spans: frozenset[tuple[int, int]] = frozenset()
+    crowded: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Backward nodes from `first` up to and with `node`, whose first execution is a moment.
+
+    wanted: open storages (not held, made before `first`) that these or later nodes read, or that
+    are read to make those again; reads: of these nodes.
+    """
+
+    first: int
+    node: int
+    reads: frozenset[int]
+    wanted: tuple[int, ...]
+
+
+class Facts:
+    """What the programs of one graph have in common.
+
+    is_open: storages that may be dropped after they were made. again: nodes that may run again.
+    """
+
+    def __init__(self, graph: CDGraph) -> None:
+        self.graph = graph
+        self.producer = producers(graph)
+        self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
+        held = set(graph.held)
+        kinds = (DataKind.ACTIVATION, DataKind.GRADIENT)
+        self.is_open = frozenset(
+            d.index for d in graph.data if d.kind in kinds and d.index not in held
+        )
+        handed = set(graph.handed)
+        self.again = [n.recomputable and handed.isdisjoint(n.writes) for n in graph.nodes]
+
+    @functools.cached_property
+    def always(self) -> dict[int, tuple[int, int]]:
+        """Storage -> first and last node at which it is alive in every schedule: tangents, and
+        what is held."""
+        read_by, start = readers(self.graph), len(self.graph.forward)
+        tangents = (d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
+        found = {d: (start, max(read_by[d])) for d in tangents if read_by[d]}
+        last = len(self.graph.nodes) - 1
+        return found | {d: (self.producer.get(d, 0), last) for d in self.graph.held}
+
+    @functools.cached_property
+    def forced_bytes(self) -> list[int]:
+        """Of each node: alive for certain at its first execution: what is always there then, its
+        workspace, what it makes and reads, without what its result may take over."""
+        changes = [0] * (len(self.graph.nodes) + 1)
+        for d, (low, high) in self.always.items():
+            changes[low] += self.sizes[d]
+            changes[high + 1] -= self.sizes[d]
+        base = itertools.accumulate(changes)
+        return [
+            b + self.own_bytes(n, n.index) for b, n in zip(base, self.graph.nodes, strict=False)
+        ]
+
+    def own_bytes(self, node: ComputeNode, moment: int) -> int:
+        """Alive for certain while `node` runs, besides what is always there at `moment`."""
+        own = {d for d in (*node.reads, *node.writes) if not self.is_always(d, moment)}
+        taken_bytes = max((self.sizes[d] for d in node.takes), default=0)
+        return sum(self.sizes[d] for d in own) + node.workspace_bytes - taken_bytes
+
+    def is_always(self, d: int, moment: int) -> bool:
+        low, high = self.always.get(d, (1, 0))
+        return low <= moment <= high
+
+    def closure(self, seeds: Iterable[int]) -> set[int]:
+        """`seeds`, and every open storage that making them again may read."""
+        closed: set[int] = set()
+        pending = list(seeds)
+        while pending:
+            d = pending.pop()
+            if d not in closed:
+                closed.add(d)
+                node = self.graph.nodes[self.producer[d]]
+                if self.again[node.index]:
+                    pending += [r for r in node.reads if r in self.is_open]
+        return closed
+
+    def intervals(self, ends: Collection[int]) -> list[Interval]:
+        found: list[Interval] = []
+        wanted: set[int] = set()
+        starts = [len(self.graph.forward), *(end + 1 for end in sorted(ends))]
+        for first, end in reversed(list(zip(starts, sorted(ends), strict=False))):
+            nodes = self.graph.nodes[first : end + 1]
+            read = {d for n in nodes for d in n.reads if d in self.is_open}
+            # What is made for the first time from here on is there for what comes after it.
+            wanted = self.closure(d for d in wanted | read if self.producer[d] < first)
+            reads = frozenset(d for d in read if self.producer[d] < first)
+            found.append(Interval(first, end, reads, tuple(sorted(wanted))))
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """linear: minimises the time of re-executions, in TIME_UNIT; see the module for its columns."""
+
+    facts: Facts
+    intervals: list[Interval]
+    linear: LinearProgram
+    keep: dict[tuple[int, int], int]
+    reruns: list[Runs]
+
+    @property
+    def relaxed(self) -> LinearProgram:
+        return replace(self.linear, integral=np.zeros_like(self.linear.integral))
+
+    @property
+    def spans(self) -> frozenset[tuple[int, int]]:
+        return frozenset((part.first, part.node) for part in self.intervals)
+
+
+def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
+    """Sizes are rounded down and the budget up, so that no schedule is lost."""
+    unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
+    rows = _Rows(facts, moments, unit_bytes)
+    for terms, alive_bytes in rows.memory:
+        rows.builder.at_most(terms, -(-(budget_bytes - alive_bytes) // unit_bytes))
+    return rows.program()
+
+
+def peak_program(facts: Facts, moments: Moments, most_bytes: int) -> Program:
+    """Minimises the peak, in 1/PEAK_UNITS of most_bytes, instead of the time."""
+    unit_bytes = max(-(-most_bytes // MAX_UNITS), 1)
+    rows = _Rows(facts, moments, unit_bytes)
+    rows.builder.costs = [0.0] * len(rows.builder.costs)
+    peak = rows.builder.amount(PEAK_UNITS)
+    share = PEAK_UNITS / most_bytes
+    for terms, alive_bytes in rows.memory:
+        scaled = [(column, weight * unit_bytes * share) for column, weight in terms]
+        rows.builder.at_most([*scaled, (peak, -1.0)], -alive_bytes * share)
+    return rows.program()
+
+
+class _Rows:
+    """A program while it is written. memory: terms, in units rounded down, and bytes that are alive
+    besides, for each moment at which the budget holds."""
+
+    def __init__(self, facts: Facts, moments: Moments, unit_bytes: int) -> None:
+        self.facts = facts
+        self.unit_bytes = unit_bytes
+        self.builder = builder = ProgramBuilder()
+        self.intervals = facts.intervals(moments.ends)
+        nodes = facts.graph.nodes
+        dropped = set(facts.graph.dropped)
+        unit_ns = max(facts.graph.time_ns, 1) * TIME_UNIT
+        self.keep = {
+            (s, d): builder.binary()
+            for s, part in enumerate(self.intervals)
+            for d in part.wanted
+            if s > 0 or d not in dropped
+        }
+        self.reruns: list[Runs] = [
+            {
+                i: builder.binary(nodes[i].time_ns / unit_ns)
+                for i in sorted({facts.producer[d] for d in part.wanted})
+                if facts.again[i]
+            }
+            for part in self.intervals
+        ]
+        self._spans(moments.spans)
+        self.memory: list[tuple[Terms, int]] = [self._start(), *map(self._moment, self._numbers)]
+        number = {part.node: s for s, part in enumerate(self.intervals)}
+        for s, group in itertools.groupby(sorted(moments.crowded), lambda at: number[at[0]]):
+            self.memory += self._crowded(s, [i for _, i in group if i in self.reruns[s]])
+
+    def program(self) -> Program:
+        return Program(self.facts, self.intervals, self.builder.build(), self.keep, self.reruns)
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.intervals))
+
+    def _units(self, d: int) -> int:
+        return self.facts.sizes[d] // self.unit_bytes
+
+    def _kept(self, s: int, d: int) -> Terms:
+        column = self.keep.get((s, d))
+        return [] if column is None else [(column, self._units(d))]
+
+    def _spans(self, split: Collection[tuple[int, int]]) -> None:
+        """The rows of each interval, of what was split, and of all from each one to the end."""
+        later: Runs = {}
+        for s in reversed(self._numbers):
+            single = self.span(s, s, [self.reruns[s]])
+            end = len(self.intervals) - 1
+            later = self.span(s, end, [single, later]) if s < end else single
+        first = {part.first: s for s, part in enumerate(self.intervals)}
+        last = {part.node: s for s, part in enumerate(self.intervals)}
+        # The largest spans so far that each interval is in; these form a tree.
+        widest = list(self.reruns)
+        for start, end in sorted(split, key=lambda span: (span[1] - span[0], span)):
+            s, e = first[start], last[end]
+            within = [
+                widest[t] for t in range(s, e + 1) if t == s or widest[t] is not widest[t - 1]
+            ]
+            if len(within) > 1:
+                widest[s : e + 1] = [self.span(s, e, within)] * (e + 1 - s)
+
+    def span(self, s: int, end: int, within: Sequence[Runs]) -> Runs:
+        """What is read in the intervals from s to `end` is there; what is kept to their end was
+        there or is made. within: of the spans that this one consists of; the result is that of
+        this one, for nodes before it."""
+        builder, producer = self.builder, self.facts.producer
+        wanted = set(self.intervals[s].wanted)
+        runs: Runs = {}
+        for i in sorted({producer[d] for d in wanted}):
+            parts = [of_part[i] for of_part in within if i in of_part]
+            if len(parts) > 1:
+                runs[i] = builder.fraction()
+                builder.at_least([*((part, 1) for part in parts), (runs[i], -1)], 0)
+            elif parts:
+                runs[i] = parts[0]
+
+        def available(d: int) -> Terms:
+            columns = (self.keep.get((s, d)), runs.get(producer[d]))
+            return [(column, 1) for column in columns if column is not None]
+
+        reads = frozenset().union(*(part.reads for part in self.intervals[s : end + 1]))
+        for d in sorted(wanted & reads):
+            builder.at_least(available(d), 1)
+        for d in sorted(wanted):
+            following = self.keep.get((end + 1, d))
+            if following is not None:
+                builder.at_least([*available(d), (following, -1)], 0)
+        for i, column in runs.items():
+            for d in sorted(wanted.intersection(self.facts.graph.nodes[i].reads)):
+                builder.at_least([*available(d), (column, -1)], 0)
+        return runs
+
+    def _start(self) -> tuple[Terms, int]:
+        """Where the backward phase starts: outputs are there, kept or not."""
+        graph = self.facts.graph
+        made_forward = {d for n in graph.forward for d in n.writes}
+        there = {d for d in graph.held if d in made_forward} | set(graph.outputs)
+        there |= {d.index for d in graph.data if d.kind is DataKind.TANGENT}
+        kept = [d for d in self.intervals[0].wanted if d not in there]
+        terms = [term for d in kept for term in self._kept(0, d)]
+        return terms, sum(self.facts.sizes[d] for d in there)
+
+    def _moment(self, s: int) -> tuple[Terms, int]:
+        """What outlives the moment was alive at it."""
+        node = self.facts.graph.nodes[self.intervals[s].node]
+        following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
+        # Nothing is taken over from the only operand that might be, if it is kept.
+        own = {*node.reads, *node.writes}.difference(node.takes if len(node.takes) == 1 else ())
+        terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
+        return terms, self.facts.forced_bytes[node.index]
+
+    def _crowded(self, s: int, nodes: Sequence[int]) -> list[tuple[Terms, int]]:
+        """While each of `nodes` runs again in interval s, what is alive before and after it and
+        does not run again there itself is alive."""
+        part, facts = self.intervals[s], self.facts
+        at_end = facts.graph.nodes[part.node].reads
+        base_bytes = sum(
+            facts.sizes[d]
+            for d, (_, high) in facts.always.items()
+            if facts.producer.get(d, -1) < part.first and high >= part.node
+        )
+        stays: dict[int, int] = {}
+        for d in part.wanted:
+            following = self.keep.get((s + 1, d))
+            again = self.reruns[s].get(facts.producer[d])
+            if d not in at_end and following is None:
+                continue
+            stays[d] = self.builder.fraction()
+            terms = [(stays[d], 1)] if again is None else [(stays[d], 1), (again, 1)]
+            if d in at_end:
+                self.builder.at_least(terms, 1)
+            elif following is not None:
+                self.builder.at_least([*terms, (following, -1)], 0)
+        found: list[tuple[Terms, int]] = []
+        for i in nodes:
+            node = facts.graph.nodes[i]
+            own_units = facts.own_bytes(node, part.node) // self.unit_bytes
+            beside = {*node.reads, *node.writes}
+            terms = [(c, self._units(d)) for d, c in stays.items() if d not in beside]
+            found.append(([*terms, (self.reruns[s][i], own_units)], base_bytes))
+        return found
+
+
+def orders(found: Program, values: NDArray[np.float64]) -> Orders:
+    """The order that a solution stands for: what it does not keep runs again when it is read next,
+    with what that needs. Legal whatever the values are."""
+    facts = found.facts
+    nodes, producer = facts.graph.nodes, facts.producer
+    backward: list[int] = []
+    there = set(facts.is_open.difference(facts.graph.dropped))
+
+    def missing(node: int) -> list[int]:
+        return [d for d in nodes[node].reads if d in facts.is_open and d not in there]
+
+    for s, part in enumerate(found.intervals):
+        there.difference_update(
+            d
+            for d in part.wanted
+            if (s, d) in found.keep and values[found.keep[s, d]] < 0.5 and facts.again[producer[d]]
+        )
+        for index in range(part.first, part.node + 1):
+            again: set[int] = set()
+            pending = missing(index)
+            while pending:
+                i = producer[pending.pop()]
+                if i not in again:
+                    again.add(i)
+                    pending += missing(i)
+            backward += [*sorted(again), index]
+            for i in (*again, index):
+                there.update(nodes[i].writes)
+    forward = range(len(facts.graph.forward))
+    return Orders(*without_idle(facts.graph, forward, backward))
+
+
+def values(found: Program, schedule: Orders) -> dict[int, float]:
+    """Integer columns as a schedule has them."""
+    columns = {*found.keep.values(), *(c for runs in found.reruns for c in runs.values())}
+    chosen = dict.fromkeys(columns, 0.0)
+    count = len(found.intervals)
+    staged: list[tuple[int, int]] = []
+    executed = set(schedule.forward)
+    s = 0
+    for i in schedule.backward:
+        staged.append((i, s))
+        if i in executed and s < count and i in found.reruns[s]:
+            chosen[found.reruns[s][i]] = 1.0
+        elif i not in executed and i == found.intervals[s].node:
+            s += 1
+        executed.add(i)
+    read_next: set[int] = set()
+    kept: list[frozenset[int]] = [frozenset()] * (count + 1)
+    for i, s in reversed(staged):
+        read_next.difference_update(found.facts.graph.nodes[i].writes)
+        read_next.update(found.facts.graph.nodes[i].reads)
+        kept[s] = frozenset(read_next)
+    chosen |= {column: 1.0 for (s, d), column in found.keep.items() if d in kept[s]}
+    return chosen
