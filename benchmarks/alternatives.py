@@ -39,10 +39,10 @@ from rockplan.dp.search import ChainSolver
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph import CDGraph, without_takes
 from rockplan.graph_builder.canonical import graph_digest
-from rockplan.ilp.refine import lower_bound_ns
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.formulate import entries
 from rockplan.ilp.options import option_families
+from rockplan.ilp.refine import lower_bound_ns
 from rockplan.ilp.stages import find_stages
 from rockplan.ilp.units import in_units
 from rockplan.options import Options

@@ -20,7 +20,6 @@ from typing import ParamSpec, TypeVar
 from rockplan.block import OptionFamily
 from rockplan.dp.search import ChainSolver
 from rockplan.graph import CDGraph
-from rockplan.ilp.refine import lower_bound_ns
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import (
     Solution,
@@ -32,6 +31,7 @@ from rockplan.ilp.decode import (
 from rockplan.ilp.formulate import formulate
 from rockplan.ilp.full import solve_full
 from rockplan.ilp.options import option_family
+from rockplan.ilp.refine import lower_bound_ns
 from rockplan.ilp.stages import Stages, find_stages
 from rockplan.ilp.units import Units, in_units
 from rockplan.schedule import keep_all

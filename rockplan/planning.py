@@ -223,22 +223,19 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
     if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
         found = Improved(fastest, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
-    relaxed = None
-    starts: list[Schedule] = []
+    relaxed = near = None
     if budget_bytes is not None:
-        report("solving the relaxation")
-        relaxed = refined(graph, budget_bytes, deadline=deadline)
-        starts = _near(relaxed, deadline)
-        if relaxed is not None and starts and _is_near(graph, starts[0], relaxed.bound_ns):
-            found = Improved(starts[0], time.monotonic() < deadline)
-            return _finish(problem, found, relaxed.budget_bytes, relaxed.bound_ns)
+        relaxed, near = _relaxed(graph, budget_bytes, deadline)
+        if relaxed is not None and near is not None and _is_near(near, relaxed):
+            found = Improved(near, time.monotonic() < deadline)
+            return _finish(problem, found, budget_bytes, relaxed.bound_ns)
     families = _families(problem.blocks, _cache(options), options)
-    budget_bytes, more = _within(problem, families, budget_bytes, options)
+    budget_bytes, starts = _within(problem, families, budget_bytes, options)
     if relaxed is None:
-        relaxed = refined(graph, budget_bytes, deadline=deadline)
-        starts = _near(relaxed, deadline)
+        relaxed, near = _relaxed(graph, budget_bytes, deadline)
+    starts += [] if near is None else [near]
     bound_s = options.bound_time_limit_s
-    found, bound_ns = _improved(graph, relaxed, [*more, *starts], budget_bytes, deadline, bound_s)
+    found, bound_ns = _improved(graph, relaxed, starts, budget_bytes, deadline, bound_s)
     if not all(family.is_complete for family in families):
         found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, bound_ns)
@@ -247,20 +244,30 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
 NEAR = 0.005
 """Share of the iteration time: a plan that is proven to be so near the fastest one is taken."""
 
+SMALL_NODES = 800
+"""Of graphs for which more is tried: on 2+2 layers of T5 (656) evicted schedules lead further than
+the chain's, and exchanges are quick; on 12 layers of GPT-2 (958) they gained nothing and cost a
+third of the time."""
 
-def _is_near(graph: CDGraph, schedule: Schedule, bound_ns: int) -> bool:
-    return simulate(graph, schedule).time_ns - bound_ns <= NEAR * graph.time_ns
 
-
-def _near(relaxed: Refined | None, deadline: float) -> list[Schedule]:
-    """The schedule of the relaxation, with room made for it where it needs more; none if that
-    fails."""
+def _relaxed(
+    graph: CDGraph, budget_bytes: int, deadline: float
+) -> tuple[Refined | None, Schedule | None]:
+    """The relaxation, and what becomes of its schedule when room is made where it needs more."""
+    report("solving the relaxation")
+    relaxed = refined(graph, budget_bytes, deadline=deadline)
     orders = None if relaxed is None else relaxed.orders
     if relaxed is None or orders is None:
-        return []
-    graph, budget_bytes = relaxed.program.facts.graph, relaxed.budget_bytes
-    found = fitted(graph, orders.forward, orders.backward, budget_bytes)
-    return [] if found is None else [improve(relaxed, found, deadline=deadline)]
+        return relaxed, None
+    near = fitted(graph, orders.forward, orders.backward, budget_bytes)
+    if near is not None and len(graph.nodes) <= SMALL_NODES:
+        near = annealed(graph, near, budget_bytes, deadline=deadline)
+    return relaxed, None if near is None else improve(relaxed, near, deadline=deadline)
+
+
+def _is_near(schedule: Schedule, relaxed: Refined) -> bool:
+    graph = relaxed.program.facts.graph
+    return simulate(graph, schedule).time_ns - relaxed.bound_ns <= NEAR * graph.time_ns
 
 
 def _within(
@@ -299,11 +306,6 @@ def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
     return found
 
 
-# Of graphs whose evicted schedules are tried although the chain has one: 2+2 layers of T5 have 656
-# and gain by it; on 12 layers of GPT-2 (958) they were never ahead and cost a third of the time.
-_EVICTED_NODES = 800
-
-
 def _starts(
     graph: CDGraph,
     solver: ChainSolver,
@@ -313,7 +315,7 @@ def _starts(
     """Of the chain, of evictions, and `smallest`, those within the budget, fastest first; one of
     the chain and `smallest` is."""
     known = [solver.best_schedule(budget_bytes), smallest]
-    if known[0] is None or len(graph.nodes) <= _EVICTED_NODES:
+    if known[0] is None or len(graph.nodes) <= SMALL_NODES:
         known.append(eviction.within(graph, budget_bytes))
     found = {pruned(graph, schedule, budget_bytes): None for schedule in known if schedule}
     return _fastest_first(graph, found)

@@ -65,7 +65,7 @@ def test_the_second_plan_measures_and_solves_nothing(
     monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
     monkeypatch.setattr("rockplan.planning.option_families", forbidden)
     monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.planning.lower_bound_ns", forbidden)
+    monkeypatch.setattr("rockplan.planning.refined", forbidden)
     assert make_plan() == first
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from rockplan.graph import CDGraph
-from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
 from rockplan.ilp.options import option_family
+from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from tests.exhaustive import Exhaustive
 from tests.graphs import Ranges, attention_block, mlp_block, random_block, random_graph
 

@@ -1,26 +1,28 @@
-"""Windows are the stage formulation of what they leave open; improving is never slower."""
+"""Programs at moments hold every schedule; improving with them is legal and never slower."""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from rockplan.anneal import fitted
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price
-from rockplan.ilp.formulate import formulate
 from rockplan.ilp.improve import improve
+from rockplan.ilp.moments import Facts, Moments, Program, orders, program, values
+from rockplan.ilp.refine import looking_closer, refined
 from rockplan.ilp.seeds import seed_orders
-from rockplan.ilp.solve import SolverStatus, solve
-from rockplan.ilp.units import UNLIMITED, in_units
-from rockplan.ilp.window import make_window, read_window, start_values
-from rockplan.schedule import with_frees
+from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
+from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 from tests.exhaustive import stage_schedules
-from tests.graphs import Ranges, mlp_block, random_chain, random_graph
+from tests.graphs import Ranges, attention_block, mlp_block, random_chain, random_graph
 
 RANGES = Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15)
 
@@ -42,66 +44,93 @@ def budgets(graph: CDGraph) -> list[int]:
     return sorted({low, (low + high) // 2, high - 1} & set(range(low, high)))
 
 
-def test_a_window_of_everything_is_the_stage_formulation() -> None:
-    solved = 0
+def improved(graph: CDGraph, before: Schedule, budget_bytes: int) -> Schedule:
+    start = refined(graph, budget_bytes, deadline=time.monotonic() + 60)
+    if start is None:
+        return before
+    return improve(start, before, deadline=time.monotonic() + 60)
+
+
+def closest(facts: Facts, schedule: Orders, budget_bytes: int) -> Moments:
+    """With every moment and crowded re-execution at which the schedule exceeds the budget."""
+    moments = Moments(frozenset({len(facts.graph.nodes) - 1}))
+    while True:
+        made = program(facts, moments, budget_bytes)
+        closer = looking_closer(made, moments, schedule, budget_bytes, at_reruns=True)
+        if closer is None:
+            return moments
+        moments = closer
+
+
+def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
+    """With moments and crowded re-executions where it needs most, and spans that were split."""
+    moments_seen = crowded_seen = 0
+    for seed in range(60):
+        graph = draw(seed)
+        facts = Facts(graph)
+        for found in (*legal_orders(graph), Orders(*thriftiest(graph).phases)):
+            option = price(graph, found)
+            moments = closest(facts, found, peak_bytes(option) // 2)
+            made = program(facts, moments, peak_bytes(option))
+            chosen = values(made, found)
+            assert set(chosen) == set(np.flatnonzero(made.linear.integral))
+            cost = sum(made.linear.costs[column] * value for column, value in chosen.items())
+            assert cost * TIME_UNIT * graph.time_ns <= option.time_ns - graph.time_ns + 1e-3
+            assert is_feasible(made, chosen)
+            moments_seen += len(moments.ends) - 1
+            crowded_seen += len(moments.crowded)
+    assert moments_seen >= 100
+    assert crowded_seen >= 30
+
+
+def is_feasible(made: Program, chosen: dict[int, float]) -> bool:
+    """Is there a solution with these integers?"""
+    lower, upper = made.linear.column_lower.copy(), made.linear.column_upper.copy()
+    for column, value in chosen.items():
+        lower[column] = upper[column] = value
+    fixed = replace(made.relaxed, column_lower=lower, column_upper=upper)
+    return solve(fixed, time_limit_s=60, absolute_gap=0.0).status is SolverStatus.OPTIMAL
+
+
+def test_a_solution_of_a_schedule_reads_as_the_schedule() -> None:
+    """Where each re-execution serves the next first execution, as seeds have it."""
+    same = 0
     for seed in range(24):
         graph = draw(seed)
-        units = in_units(graph, tiny_share=0.0)
-        points = [(found.peak_bytes, found.time_ns) for _, found in stage_schedules(graph)]
-        for start in legal_orders(graph):
-            window = make_window(graph, units, start, range(len(graph.forward)))
-            if window is None:
-                continue
-            model = formulate(window.stages)
-            for budget_bytes in budgets(graph):
-                program = model.within(budget_bytes, UNLIMITED)
-                found = solve(program, time_limit_s=60, absolute_gap=0.0)
-                assert found.status is SolverStatus.OPTIMAL and found.values is not None
-                rerun = [key for key, column in model.rerun.items() if found.values[column] > 0.5]
-                option = price(graph, read_window(window, rerun, start.forward))
-                assert peak_bytes(option) <= budget_bytes
-                assert option.time_ns == min(t for p, t in points if p <= budget_bytes)
-                solved += 1
-    assert solved >= 40
+        facts = Facts(graph)
+        ends = frozenset(n.index for n in graph.backward)
+        for found in legal_orders(graph):
+            made = program(facts, Moments(ends), peak_bytes(price(graph, found)))
+            chosen = values(made, found)
+            solution = np.zeros(len(made.linear.costs))
+            solution[list(chosen)] = list(chosen.values())
+            again = orders(made, solution)
+            verify(graph, with_frees(graph, again.forward, again.backward))
+            assert price(graph, again).time_ns <= price(graph, found).time_ns
+            same += again == found
+    assert same >= 40
 
 
-def test_a_window_reads_the_schedule_in_hand_and_leaves_the_rest() -> None:
-    for seed in range(40):
+def test_whatever_the_values_are_their_order_is_legal() -> None:
+    for seed in range(24):
         graph = draw(seed)
-        rng = random.Random(seed)
-        units = in_units(graph, tiny_share=0.0)
-        start = rng.choice(legal_orders(graph))
-        nodes = rng.sample(range(len(graph.forward)), 2)
-        window = make_window(graph, units, start, nodes)
-        if window is None:
-            continue
-        model = formulate(window.stages)
-        values = start_values(window, model, start)
-        again = [key for key, column in model.rerun.items() if values[column] > 0.5]
-        assert read_window(window, again, start.forward) == start
-        program = model.within(peak_bytes(price(graph, start)), UNLIMITED)
-        found = solve(program, time_limit_s=60, absolute_gap=0.0)
-        assert found.values is not None
-        rerun = [key for key, column in model.rerun.items() if found.values[column] > 0.5]
-        others = [i for i in start.backward if i not in nodes]
-        decided = read_window(window, rerun, start.forward).backward
-        assert [i for i in decided if i not in nodes and i >= len(graph.forward)] == [
-            i for i in others if i >= len(graph.forward)
-        ]
-        assert price(graph, Orders(start.forward, decided)).time_ns <= price(graph, start).time_ns
+        rng = np.random.default_rng(seed)
+        made = program(Facts(graph), Moments(frozenset({len(graph.nodes) - 1})), 100)
+        found = orders(made, rng.random(len(made.linear.costs)))
+        verify(graph, with_frees(graph, found.forward, found.backward))
 
 
 def test_schedules_by_eviction_can_be_improved() -> None:
-    """Backward nodes that run again there stay as they are."""
+    """Backward nodes that run again there may run again, or not."""
     faster = 0
-    for graph in (mlp_block(), *map(draw, range(24))):
+    for graph in (mlp_block(), attention_block(), *map(draw, range(24))):
         before = thriftiest(graph)
         for budget_bytes in budgets(graph):
             if simulate(graph, before).peak_bytes > budget_bytes:
                 continue
-            found = improve(graph, before, budget_bytes, deadline=time.monotonic() + 60)
-            verify(graph, found.schedule)
-            after = simulate(graph, found.schedule)
+            found = improved(graph, before, budget_bytes)
+            verify(graph, found)
+            after = simulate(graph, found)
             assert after.peak_bytes <= budget_bytes
             assert after.time_ns <= simulate(graph, before).time_ns
             faster += after.time_ns < simulate(graph, before).time_ns
@@ -114,12 +143,12 @@ def test_improving_is_legal_within_budget_and_no_slower(seed: int) -> None:
     start = legal_orders(graph)[0]
     before = with_frees(graph, start.forward, start.backward)
     for budget_bytes in budgets(graph):
-        found = improve(graph, before, budget_bytes, deadline=time.monotonic() + 60)
-        verify(graph, found.schedule)
-        after = simulate(graph, found.schedule)
-        assert found.is_complete
+        found = improved(graph, before, budget_bytes)
+        verify(graph, found)
+        after = simulate(graph, found)
         assert after.peak_bytes <= budget_bytes
         assert after.time_ns <= simulate(graph, before).time_ns
+        assert found == improved(graph, before, budget_bytes)
 
 
 def test_improving_finds_most_optima_of_small_graphs() -> None:
@@ -130,21 +159,40 @@ def test_improving_finds_most_optima_of_small_graphs() -> None:
         start = legal_orders(graph)[0]
         before = with_frees(graph, start.forward, start.backward)
         for budget_bytes in budgets(graph):
-            found = improve(graph, before, budget_bytes, deadline=time.monotonic() + 60)
+            found = improved(graph, before, budget_bytes)
             least = min(t for p, t in points if p <= budget_bytes)
-            optimal += simulate(graph, found.schedule).time_ns == least
+            optimal += simulate(graph, found).time_ns <= least
             total += 1
     assert total >= 20
     assert optimal >= 0.9 * total
 
 
-def test_without_time_the_schedule_stays_and_that_is_said() -> None:
+def test_room_is_made_or_nothing_is_returned() -> None:
+    """`fitted` begins with more than the budget."""
+    made = 0
+    for seed in range(24):
+        graph = draw(seed)
+        everything = keep_all_orders(graph)
+        for budget_bytes in budgets(graph):
+            found = fitted(graph, everything.forward, everything.backward, budget_bytes)
+            if found is not None:
+                assert simulate(graph, found).peak_bytes <= budget_bytes
+                made += 1
+    assert made >= 20
+    assert fitted(mlp_block(), *_of(keep_all_orders(mlp_block())), 1) is None
+
+
+def _of(found: Orders) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return found.forward, found.backward
+
+
+def test_without_time_the_schedule_stays() -> None:
     graph = mlp_block()
     start = legal_orders(graph)[0]
     before = with_frees(graph, start.forward, start.backward)
     high = peak_bytes(price(graph, keep_all_orders(graph)))
-    found = improve(graph, before, high - 1, deadline=time.monotonic() - 1)
-    assert found.schedule == before and not found.is_complete
-    again = improve(graph, before, high - 1, deadline=time.monotonic() + 60)
-    assert again.is_complete
-    assert simulate(graph, again.schedule).time_ns < simulate(graph, before).time_ns
+    relaxed = refined(graph, high - 1, deadline=time.monotonic() + 60)
+    assert relaxed is not None
+    assert improve(relaxed, before, deadline=time.monotonic() - 1) == before
+    found = improve(relaxed, before, deadline=time.monotonic() + 60)
+    assert simulate(graph, found).time_ns < simulate(graph, before).time_ns

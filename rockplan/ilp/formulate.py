@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from rockplan.ilp.solve import INFINITY, TIME_UNIT, LinearProgram, ProgramBuilder
@@ -96,10 +95,6 @@ class _Columns:
         column = self.keep.get((s, d))
         return [] if column is None else [(column, weight)]
 
-    def following(self, s: int, d: int, weight: int = 1) -> Terms:
-        """Terms of: the copy that stage s has of d, not one that its node makes, is kept."""
-        return [] if d in self.stages.stages[s].makes else self.keep_terms(s + 1, d, weight)
-
     def rerun_terms(self, s: int, i: int, weight: int = 1) -> Terms:
         column = self.rerun.get((s, i))
         return [] if column is None else [(column, weight)]
@@ -138,11 +133,8 @@ def entries(stages: Stages) -> int:
     return sum(len(s.wanted) * (len(s.movable) + 1) for s in stages.stages)
 
 
-def formulate(stages: Stages, crowded: Collection[int] | None = None) -> StageModel:
-    """Write the program for `stages`, of which there is at least one.
-
-    crowded: stages whose re-executions are held to the peak budget; None for all of them.
-    """
+def formulate(stages: Stages) -> StageModel:
+    """Write the program for `stages`, of which there is at least one."""
     graph = stages.units.graph
     builder = ProgramBuilder()
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
@@ -170,8 +162,7 @@ def formulate(stages: Stages, crowded: Collection[int] | None = None) -> StageMo
     for s in range(len(stages.stages)):
         _add_dependencies(columns, s)
         _add_backward_memory(columns, s)
-        if crowded is None or s in crowded:
-            _add_rerun_memory(columns, s)
+        _add_rerun_memory(columns, s)
     columns.within_peak([], stages.tail)
     _add_forward_memory(columns)
     _add_start_memory(columns)
@@ -199,7 +190,7 @@ def _add_dependencies(columns: _Columns, s: int) -> None:
     for d in stage.reads:
         add(columns.available(s, d), 1.0)
     for d in stage.wanted:
-        following = columns.following(s, d, -1)
+        following = columns.keep_terms(s + 1, d, -1)
         if following:
             add(columns.available(s, d) + following, 0.0)
         columns.builder.at_most(columns.available(s, d), 1.0)
@@ -215,7 +206,7 @@ def _add_dependencies(columns: _Columns, s: int) -> None:
 def _add_backward_memory(columns: _Columns, s: int) -> None:
     """Rule 7, and the backward nodes before the stage and after the last one."""
     stage = columns.stages.stages[s]
-    there = {*stage.reads, *stage.makes}
+    there = set(stage.reads)
     needed_bytes = sum(columns.bytes(d) for d in there)
     after: Terms = []
     if s + 1 < len(columns.stages.stages):
@@ -273,7 +264,7 @@ class _Life:
         position = bisect_left(self.users, i)
         if position < len(self.use):
             return [(self.use[position], self.size)]
-        return columns.following(s, self.data, self.size)
+        return columns.keep_terms(s + 1, self.data, self.size)
 
 
 def _add_life(columns: _Columns, s: int, d: int) -> _Life:
@@ -283,7 +274,7 @@ def _add_life(columns: _Columns, s: int, d: int) -> _Life:
     builder = columns.builder
     is_read = d in stage.reads
     users = tuple(i for i in stage.movable if d in graph.nodes[i].reads)
-    later = columns.following(s, d, -1)
+    later = columns.keep_terms(s + 1, d, -1)
     use: list[int] = []
     for u in () if is_read else reversed(users):
         column = builder.fraction()

@@ -33,7 +33,7 @@ from rockplan.schedule import Compute, keep_all, with_frees
 from rockplan.simulate import simulate, timeline
 
 COLUMNS = 4000
-"""Of a program, beyond which no moment is added to it: its relaxation takes about a quarter of a second."""
+"""Of a program, beyond which no moment is added: its relaxation takes a quarter of a second."""
 
 PATIENCE = 3
 """Moments without a gain in the bound, after which no relaxation follows."""

@@ -26,9 +26,8 @@ from rockplan.simulate import timeline
 class Stage:
     """What may happen directly before one backward node, and that node.
 
-    node: the backward node. reads: free storages that it reads. makes: free storages that it
-    makes (in a window, where it may be a forward node that runs again). wanted: free storages
-    that this or a later stage may use: the closure of their reads under re-execution.
+    node: the backward node. reads: free storages that it reads. wanted: free storages that this
+    or a later stage may use: the closure of their reads under re-execution.
     movable: nodes that may run again here. before: bytes alive besides free storages when the
     stage starts. during: the same while the node runs, with its results and workspace. gap: the
     largest `during` of the backward nodes between the previous stage and this one, 0 without any.
@@ -37,7 +36,6 @@ class Stage:
 
     node: int
     reads: tuple[int, ...]
-    makes: tuple[int, ...]
     wanted: tuple[int, ...]
     movable: tuple[int, ...]
     before: int
@@ -77,7 +75,7 @@ def find_stages(units: Units) -> Stages:
     order = range(len(graph.nodes))
     n_forward = len(graph.forward)
     once = with_frees(graph, order[:n_forward], order[n_forward:])
-    during = _during(without(graph, free), once)
+    during = _during(_without(graph, free), once)
     stages = _stages(graph, free, during)
     forward_only = _during(graph, with_frees(graph, range(n_forward), []))
     held = [d for d in graph.held if graph.data[d].kind is DataKind.ACTIVATION]
@@ -88,9 +86,9 @@ def find_stages(units: Units) -> Stages:
         stages=stages,
         tail=max((during[i] for i in range(last, len(graph.nodes))), default=0),
         producer=producers(graph),
-        transient=transient(graph, free, free, stages),
+        transient=_transient(graph, free, stages),
         dropped=frozenset(graph.dropped),
-        last_use=last_forward_use(graph),
+        last_use=_last_forward_use(graph),
         forward_during=tuple(forward_only[i] for i in range(n_forward)),
         held=sum(graph.data[d].size_bytes for d in held if d not in graph.outputs),
         start_bytes=sum(graph.data[d].size_bytes for d in {*held, *tangents}),
@@ -113,7 +111,6 @@ def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tup
             Stage(
                 node=node,
                 reads=reads[node],
-                makes=(),
                 wanted=tuple(sorted(wanted)),
                 movable=tuple(sorted(movable)),
                 before=before[node],
@@ -133,7 +130,7 @@ def _free(units: Units) -> frozenset[int]:
     )
 
 
-def without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
+def _without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
     """`graph` where free storages weigh nothing."""
     data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
     return replace(graph, data=data)
@@ -165,13 +162,10 @@ def _closure(
     return found
 
 
-def transient(
-    graph: CDGraph, free: frozenset[int], made: frozenset[int], stages: tuple[Stage, ...]
-) -> frozenset[int]:
-    """Storages of `made` that are never kept; only nodes of `stages` run again."""
+def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) -> frozenset[int]:
     wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
-    users: dict[int, list[ComputeNode]] = {d: [] for d in (wanted & made) - read_in_backward}
+    users: dict[int, list[ComputeNode]] = {d: [] for d in wanted - read_in_backward}
     for i in sorted({i for stage in stages for i in stage.movable}):
         for d in graph.nodes[i].reads:
             if d in users:
@@ -187,7 +181,7 @@ def transient(
     return frozenset(d for d in steps if len(users[d]) == 1 and is_step(d, users[d][0]))
 
 
-def last_forward_use(graph: CDGraph) -> dict[int, int | None]:
+def _last_forward_use(graph: CDGraph) -> dict[int, int | None]:
     """data of the forward phase -> the last forward node that makes or reads it; None for what
     lives to the end of that phase anyway."""
     stay = {*graph.outputs, *graph.held}
