@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.anneal import annealed, fitted
+from rockplan.ilp.corners import SOLVE_EFFORT
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.moments import Program, orders, program, values
 from rockplan.ilp.refine import COLUMNS, Refined, looking_closer
@@ -32,8 +33,11 @@ GAP = 5e-4
 NODES = 20
 """Of the search tree of one integer program."""
 
-ROUNDS = 8
-"""Integer programs at most."""
+WHOLE = 1000
+"""Columns of programs that are solved as a whole when nothing else helps: in some seconds."""
+
+EFFORT = 10_000
+"""Iterations of the simplex method after which no other program is solved: some seconds."""
 
 EXCHANGES = 100_000
 """Effort for exchanges on what one of them finds."""
@@ -46,10 +50,13 @@ def improve(start: Refined, schedule: Schedule, *, deadline: float) -> Schedule:
     graph = facts.graph
     made, moments, relaxed = start.program, start.moments, start.relaxed.values
     best, best_ns = schedule, simulate(graph, schedule).time_ns
-    for _ in range(ROUNDS):
-        if relaxed is None or len(made.linear.costs) > 2 * COLUMNS:
-            break
-        found = _disagreeing(made, relaxed, best, deadline)
+    effort = 0
+    while relaxed is not None and effort < EFFORT and len(made.linear.costs) <= 2 * COLUMNS:
+        found, iterations = _solved(made, best, relaxed, deadline)
+        if found is None and len(made.linear.costs) <= WHOLE:
+            found, more = _solved(made, best, None, deadline)
+            iterations += more
+        effort += SOLVE_EFFORT + iterations
         if found is None:
             break
         candidate = fitted(graph, found.forward, found.backward, budget_bytes)
@@ -74,22 +81,27 @@ def _relaxed(made: Program, deadline: float) -> NDArray[np.float64] | None:
     return solve(made.relaxed, time_limit_s=remaining_s, absolute_gap=0.0).values
 
 
-def _disagreeing(
-    made: Program, relaxed: NDArray[np.float64], schedule: Schedule, deadline: float
-) -> Orders | None:
-    """Faster than `schedule`, as far as the program sees it; None if nothing is."""
+def _solved(
+    made: Program,
+    schedule: Schedule,
+    relaxed: NDArray[np.float64] | None,
+    deadline: float,
+) -> tuple[Orders | None, int]:
+    """Faster than `schedule`, as far as the program sees it, None if nothing is found; and how
+    many iterations it took. relaxed: where it agrees with the schedule, that is settled."""
     start = values(made, Orders(*schedule.phases))
     linear = made.linear
     current = np.zeros(len(linear.costs))
     current[list(start)] = list(start.values())
-    fixed = linear.integral & (np.abs(current - relaxed) < 1e-6)
-    rest = replace(
-        linear,
-        column_lower=np.where(fixed, current, linear.column_lower),
-        column_upper=np.where(fixed, current, linear.column_upper),
-    )
+    if relaxed is not None:
+        fixed = linear.integral & (np.abs(current - relaxed) < 1e-6)
+        linear = replace(
+            linear,
+            column_lower=np.where(fixed, current, linear.column_lower),
+            column_upper=np.where(fixed, current, linear.column_upper),
+        )
     found = solve(
-        rest,
+        linear,
         time_limit_s=max(deadline - time.monotonic(), 0.0),
         absolute_gap=GAP / TIME_UNIT,
         start=start,
@@ -97,5 +109,5 @@ def _disagreeing(
     )
     cost = float(linear.costs @ current)
     if found.values is None or float(linear.costs @ found.values) >= cost - GAP / TIME_UNIT:
-        return None
-    return orders(made, found.values)
+        return None, found.iterations
+    return orders(made, found.values), found.iterations
