@@ -12,10 +12,8 @@ what takes least time to make again, with all that has to be made again for it, 
 distance to its next read, as in `eviction`.
 
 Over one execution of every node, from the chain's and from an evicted schedule (roofline prices, 1
-to 2 s of CPU time each), against windows (`ilp.improve`) alone: 2 layers of GPT-2 with fused
-attention at 35 % of keep-all's peak +27.0 and +29.8 instead of +31.2 %, 2+2 layers of T5 at 24 %
-+27.1 and +26.8 instead of +27.3 %, which took 19 s; ResNet-18 at 54 % +12.0 and +11.3 instead of
-+12.0 %, but at 87 % +2.1 instead of +1.8 %.
+to 2 s of CPU time each): 2 layers of GPT-2 with fused attention at 35 % of keep-all's peak +38.4 ->
++27.0 and +39.1 -> +29.8 %, ResNet-18 at 54 % +14.1 -> +12.0 and +13.5 -> +11.3 %.
 """
 
 from __future__ import annotations

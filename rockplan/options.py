@@ -28,8 +28,8 @@ class Options:
     bit, and raise CheckFailed if they differ; needs the memory of both.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
-    bound_time_limit_s: how long the lower bound that the certificate states may take, within
-    time_limit_s; it is looked for beside the search.
+    bound_time_limit_s: how long integer programs may raise the lower bound that the certificate
+    states, within time_limit_s, beside the search; not where the relaxation is enough.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.names` names them (see `rockplan.constraints`).

@@ -11,7 +11,7 @@ is, no schedule fits. The few are what a backward node reads and makes, and what
 nearest and largest first.
 
 Smallest budgets of `planning` above the larger of this and the relaxation's bound
-(`ilp.bound.peak_lower_bound_bytes`), instead of above the latter alone: 2 layers of GPT-2 14
+(`ilp.refine.peak_lower_bound_bytes`), instead of above the latter alone: 2 layers of GPT-2 14
 instead of 51 %, with fused attention 26 instead of 43 %, BERT 14 instead of 46 %, Llama 8 instead
 of 17 %; in half a second each. With 16 storages instead of 12 it stays as it is.
 """
