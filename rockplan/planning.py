@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
@@ -107,17 +108,27 @@ def plan_within(problem: Problem, budget: Budget, options: Options) -> Plan:
 
 
 def curve_of(problem: Problem, options: Options) -> Curve:
-    """Predicted time at every useful peak."""
+    """Predicted time at useful peaks: of what `plan_anew` finds there, or of the chain where that
+    looks further than the relaxation and finds nothing slower."""
+    graph = problem.constrained
     families = _families(problem.blocks, _cache(options), options)
-    solver = ChainSolver(problem.constrained, problem.blocks, families)
-    found = [simulation for _, simulation in solver.curve()]
-    smallest = _smallest(problem.constrained, solver)
-    minimum_bytes = simulate(problem.constrained, smallest).peak_bytes
-    first = simulate(
-        problem.constrained, _starts(problem.constrained, solver, smallest, minimum_bytes)[0]
-    )
+    solver = ChainSolver(graph, problem.blocks, families)
+    smallest = _smallest(graph, solver)
+    minimum_bytes = simulate(graph, smallest).peak_bytes
+    first = simulate(graph, _starts(graph, solver, smallest, minimum_bytes)[0])
     # No smaller budget is accepted, even if this needs a little less.
-    found.append(replace(first, peak_bytes=minimum_bytes))
+    found = [replace(first, peak_bytes=minimum_bytes)]
+    chain = _spaced([simulation for _, simulation in solver.curve()])
+    fastest = simulate(graph, keep_all(graph))
+    for done, of_chain in enumerate(chain):
+        report("looking along the curve", done, len(chain))
+        budget_bytes = of_chain.peak_bytes
+        near = None
+        if minimum_bytes < budget_bytes < fastest.peak_bytes:
+            deadline = time.monotonic() + options.time_limit_s
+            near = _proven_near(*_relaxed(graph, budget_bytes, deadline))
+        best = of_chain if near is None else simulate(graph, near)
+        found.append(replace(best, peak_bytes=budget_bytes))
     return Curve(
         points=useful(
             CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
@@ -127,6 +138,21 @@ def curve_of(problem: Problem, options: Options) -> Curve:
         profile_digest=problem.profile_digest,
         profile_source=_profile_source(problem.profile),
     )
+
+
+POINTS = 16
+"""Of a curve: each takes a relaxation."""
+
+
+def _spaced(simulations: Sequence[Simulation]) -> list[Simulation]:
+    """The smallest and the largest peak, and of those between as many as are wanted, about equally
+    far from each other."""
+    if len(simulations) <= POINTS:
+        return list(simulations)
+    peaks = [s.peak_bytes for s in simulations]
+    step = (peaks[-1] - peaks[0]) / (POINTS - 1)
+    chosen = {bisect_left(peaks, peaks[0] + step * k) for k in range(POINTS - 1)}
+    return [simulations[k] for k in sorted({*chosen, len(peaks) - 1})]
 
 
 def _cache(options: Options) -> Cache | None:
@@ -225,9 +251,10 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
         return _finish(problem, found, budget_bytes, graph.time_ns)
     relaxed = near = None
     if budget_bytes is not None:
+        report("solving the relaxation")
         relaxed, near = _relaxed(graph, budget_bytes, deadline)
-        if relaxed is not None and near is not None and _is_near(near, relaxed):
-            found = Improved(near, time.monotonic() < deadline)
+        if relaxed is not None and (proven := _proven_near(relaxed, near)) is not None:
+            found = Improved(proven, time.monotonic() < deadline)
             return _finish(problem, found, budget_bytes, relaxed.bound_ns)
     families = _families(problem.blocks, _cache(options), options)
     budget_bytes, starts = _within(problem, families, budget_bytes, options)
@@ -254,7 +281,6 @@ def _relaxed(
     graph: CDGraph, budget_bytes: int, deadline: float
 ) -> tuple[Refined | None, Schedule | None]:
     """The relaxation, and what becomes of its schedule when room is made where it needs more."""
-    report("solving the relaxation")
     relaxed = refined(graph, budget_bytes, deadline=deadline)
     orders = None if relaxed is None else relaxed.orders
     if relaxed is None or orders is None:
@@ -265,9 +291,13 @@ def _relaxed(
     return relaxed, None if near is None else improve(relaxed, near, deadline=deadline)
 
 
-def _is_near(schedule: Schedule, relaxed: Refined) -> bool:
+def _proven_near(relaxed: Refined | None, near: Schedule | None) -> Schedule | None:
+    """`near` if that is proven."""
+    if relaxed is None or near is None:
+        return None
     graph = relaxed.program.facts.graph
-    return simulate(graph, schedule).time_ns - relaxed.bound_ns <= NEAR * graph.time_ns
+    gap_ns = simulate(graph, near).time_ns - relaxed.bound_ns
+    return near if gap_ns <= NEAR * graph.time_ns else None
 
 
 def _within(
