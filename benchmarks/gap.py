@@ -1,12 +1,13 @@
 """How far plans are above the proven bounds, at ten budgets from the minimum to keep-all.
 
-    python -m benchmarks.gap [gpt2 resnet18 ...] [--limit 60] [--bound-limit 40] [--again]
+    python -m benchmarks.gap [gpt2 resnet18 ...] [--limit 60] [--bound-limit 40] [--again] ...
 
 Roofline prices (100 GB/s, 2 Tflop/s), so that anyone can repeat all but the seconds. For each model
 the smallest budget against the proven bound on the peak; for each budget the plan that
 `rockplan.plan` makes of these prices in --limit seconds, against a bound on the time that is given
 --bound-limit seconds, offline. Rows are written as they come: run the command again to go on. With
---again everything is planned anew; what was proved about a graph and a budget is kept.
+--again everything is planned anew, or --budgets 0 1 of it; what was proved about a graph and a
+budget is kept.
 
 Writes benchmarks/results/gap.jsonl and gap.md.
 """
@@ -157,7 +158,7 @@ def measure(name: str, found: Found, options: Options, arguments: argparse.Names
         minimum_bytes = smallest_budget(made, options)
         size = least(name, made, minimum_bytes, time.process_time() - start)
         add(found, size)
-    for index in range(BUDGETS):
+    for index in arguments.budgets:
         known = found.get((name, digest, index))
         if known is None or arguments.again:
             assert not isinstance(known, Least)
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--bound-limit", type=float, default=40.0)
     parser.add_argument("--again", action="store_true", help="plan what was planned before")
+    parser.add_argument("--budgets", type=int, nargs="*", default=range(BUDGETS), metavar="0..9")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     options = Options(time_limit_s=arguments.limit, bound_time_limit_s=0.1)

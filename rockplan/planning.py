@@ -31,9 +31,9 @@ from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.corners import Settings
-from rockplan.ilp.improve import improve
 from rockplan.ilp.options import option_families
 from rockplan.ilp.refine import Refined, proved_ns, refined
+from rockplan.improve import improve
 from rockplan.options import Options
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import is_outline_of

@@ -13,11 +13,11 @@ from rockplan.anneal import fitted
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price
-from rockplan.ilp.improve import improve
 from rockplan.ilp.moments import Facts, Moments, Program, orders, program, values
 from rockplan.ilp.refine import looking_closer, refined
 from rockplan.ilp.seeds import seed_orders
 from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
+from rockplan.improve import improve
 from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
