@@ -59,6 +59,9 @@ ATTEMPTS = 40
 STEP = 0.003
 """Of the peak, by which it has to get smaller."""
 
+INSERTIONS = 1000
+"""Made at most so that a schedule fits; on 200 layers of GPT-2 a thousand take 20 s."""
+
 LONGEST = 4
 """Executions of everything, more than which no schedule with a smaller peak takes."""
 
@@ -100,14 +103,13 @@ def fitted(
     forward: Sequence[int],
     backward: Sequence[int],
     budget_bytes: int,
-    *,
-    effort: int = EFFORT,
 ) -> Schedule | None:
     """The computations, legal but for the budget, with re-executions that make room; None if none
     are found."""
     search = _Search(graph, budget_bytes, Draft(graph, forward, backward))
     search.draft.reserve_for_caller(budget_bytes)
-    if not search.makes_room(LONGEST * graph.time_ns, most_effort=effort):
+    most_effort = INSERTIONS * (len(search.draft.may_go) + 1)
+    if not search.makes_room(LONGEST * graph.time_ns, most_effort=most_effort):
         return None
     search.prune()
     found = with_frees(graph, *search.draft.orders)

@@ -286,9 +286,11 @@ def _relaxed(
     if relaxed is None or orders is None:
         return relaxed, None
     near = fitted(graph, orders.forward, orders.backward, budget_bytes)
-    if near is not None and len(graph.nodes) <= SMALL_NODES:
+    is_small = len(graph.nodes) <= SMALL_NODES
+    if near is not None and (is_small or _proven_near(relaxed, near) is None):
         near = annealed(graph, near, budget_bytes, deadline=deadline)
-    return relaxed, None if near is None else improve(relaxed, near, deadline=deadline)
+        near = improve(relaxed, near, deadline=deadline)
+    return relaxed, near
 
 
 def _proven_near(relaxed: Refined | None, near: Schedule | None) -> Schedule | None:
