@@ -20,7 +20,7 @@ import numpy as np
 
 from rockplan.graph import CDGraph, DataKind, producers
 
-MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 16
+MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 19
 """Positions of the backward phase for each computation of the order that a draft begins with: many,
 so that insertions find one, but of a long order not so many that their sum takes long."""
 
