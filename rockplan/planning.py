@@ -111,7 +111,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     """Predicted time at useful peaks: of what `plan_anew` finds there, or of the chain where that
     looks further than the relaxation and finds nothing slower."""
     graph = problem.constrained
-    families = _families(problem.blocks, _cache(options), options)
+    families = _families(problem.blocks, _cache(options), options, options.time_limit_s)
     solver = ChainSolver(graph, problem.blocks, families)
     smallest = _smallest(graph, solver)
     minimum_bytes = simulate(graph, smallest).peak_bytes
@@ -125,7 +125,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
         budget_bytes = of_chain.peak_bytes
         near = None
         if minimum_bytes < budget_bytes < fastest.peak_bytes:
-            deadline = time.monotonic() + options.time_limit_s
+            deadline = time.monotonic() + options.time_limit_s * _RELAXATION_SHARE
             near = _proven_near(*_relaxed(graph, budget_bytes, deadline))
         best = of_chain if near is None else simulate(graph, near)
         found.append(replace(best, peak_bytes=budget_bytes))
@@ -176,9 +176,10 @@ def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
 
 
 def _families(
-    blocks: tuple[Block, ...], cache: Cache | None, options: Options
+    blocks: tuple[Block, ...], cache: Cache | None, options: Options, limit_s: float
 ) -> list[OptionFamily]:
-    """Options of each block; equal blocks are solved once, and not if they are in the cache."""
+    """Options of each block; equal blocks are solved once, and not if they are in the cache.
+    limit_s: for what has to be solved, if it is less than the share of the options."""
     settings = Settings(time_limit_s=options.time_limit_s * _BLOCKS_SHARE)
     problems = {b.digest: b.problem for b in blocks}
     known: dict[str, OptionFamily] = {}
@@ -188,7 +189,8 @@ def _families(
         if found is not None:
             known[digest] = found
     missing = {d: p for d, p in problems.items() if d not in known}
-    solved = option_families(list(missing.values()), settings=settings)
+    limited = replace(settings, time_limit_s=min(settings.time_limit_s, max(limit_s, 0.0)))
+    solved = option_families(list(missing.values()), settings=limited)
     for digest, family in zip(missing, solved, strict=True):
         known[digest] = family
         if cache:
@@ -236,12 +238,17 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
     }
 
 
-# Of the time limit, for the options of blocks.
-_BLOCKS_SHARE = 0.5
+_RELAXATION_SHARE = _BLOCKS_SHARE = 0.5
+"""Of the time limit, at most: for the relaxation, and for the options of blocks."""
+
+_BLOCKS_SHARE_OF_REST = 0.7
+"""Of what the relaxation leaves, at most."""
 
 
 def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
-    deadline = time.monotonic() + options.time_limit_s
+    start = time.monotonic()
+    deadline = start + options.time_limit_s
+    relaxing_until = start + options.time_limit_s * _RELAXATION_SHARE
     graph = problem.constrained
     unplanned = _unplanned(problem.graph)
     budget_bytes = budget.within(unplanned.peak_bytes)
@@ -250,20 +257,24 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
         found = Improved(fastest, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
     relaxed = near = None
+    is_complete = True
     if budget_bytes is not None:
         report("solving the relaxation")
-        relaxed, near = _relaxed(graph, budget_bytes, deadline)
-        if relaxed is not None and (proven := _proven_near(relaxed, near)) is not None:
-            found = Improved(proven, time.monotonic() < deadline)
-            return _finish(problem, found, budget_bytes, relaxed.bound_ns)
-    families = _families(problem.blocks, _cache(options), options)
+        relaxed, near = _relaxed(graph, budget_bytes, relaxing_until)
+        is_complete = time.monotonic() < relaxing_until
+        # Without time for anything else it is taken as it is.
+        if near is not None and (not is_complete or _proven_near(relaxed, near) is not None):
+            assert relaxed is not None
+            return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
+    blocks_s = (deadline - time.monotonic()) * _BLOCKS_SHARE_OF_REST
+    families = _families(problem.blocks, _cache(options), options, blocks_s)
     budget_bytes, starts = _within(problem, families, budget_bytes, options)
     if relaxed is None:
         relaxed, near = _relaxed(graph, budget_bytes, deadline)
     starts += [] if near is None else [near]
     bound_s = options.bound_time_limit_s
     found, bound_ns = _improved(graph, relaxed, starts, budget_bytes, deadline, bound_s)
-    if not all(family.is_complete for family in families):
+    if not (is_complete and all(family.is_complete for family in families)):
         found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, bound_ns)
 

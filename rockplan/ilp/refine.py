@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, proven_ns
@@ -51,14 +51,13 @@ NODE_LIMIT = 1 << 30
 @dataclass(frozen=True, slots=True, eq=False)
 class Refined:
     """The last relaxation that was solved. bound: the largest of all, in TIME_UNIT; 0 if no
-    schedule fits, as far as the relaxations see. is_complete: the deadline did not end it."""
+    schedule fits, as far as the relaxations see."""
 
     budget_bytes: int
     moments: Moments
     program: Program
     relaxed: SolveReport
     bound: float
-    is_complete: bool
 
     @property
     def orders(self) -> Orders | None:
@@ -84,11 +83,11 @@ def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | 
             made.relaxed, time_limit_s=max(deadline - time.monotonic(), 0.0), absolute_gap=0.0
         )
         if report.status is SolverStatus.STOPPED:
-            return None if best is None else replace(best, is_complete=False)
+            break
         known = 0.0 if best is None else best.bound
         bound = report.bound if report.values is not None else 0.0
         without_gain = without_gain + 1 if bound <= known + GAP / TIME_UNIT else 0
-        best = Refined(budget_bytes, moments, made, report, max(bound, known), True)
+        best = Refined(budget_bytes, moments, made, report, max(bound, known))
         if best.orders is None or without_gain == PATIENCE or len(made.linear.costs) > COLUMNS:
             break
         moments = looking_closer(made, moments, best.orders, budget_bytes, at_reruns=False)
