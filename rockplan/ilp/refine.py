@@ -10,13 +10,13 @@ simulated, and where it needs most above the budget there is a moment in the nex
 relaxations, until no first execution exceeds the budget, then of integer programs, where crowded
 re-executions count as well. A solution whose schedule keeps the budget ends it: nothing is faster.
 
-Few moments suffice. Bound over one execution of every node (roofline prices), against moments in
-equal parts of the backward phase without the rows of spans, integer programs for 40 s in both: 2
-layers of GPT-2 at 34 % of keep-all's peak +22.3 instead of +17.2 %, with fused attention at 35 %
-+24.8 instead of +18.0 %, Llama at 34 % +20.1 instead of +16.2 %, 2+2 layers of T5 at 24 % +26.5
-instead of +22.6 %, ResNet-18 at 48 % +17.8 instead of +15.7 %. Relaxations alone: +21.7, +22.7,
-+18.3, +26.3 and +15.5 % in 0.3 to 2 s; 12 layers of GPT-2 at 30 %, +21.4 % in 2 s (before, +11.1
-%).
+Few moments suffice, four to eight here. Bound over one execution of every node (roofline prices),
+against moments in equal parts of the backward phase without the rows of spans, integer programs for
+40 s in both: 2 layers of GPT-2 at 34 % of keep-all's peak +22.3 instead of +17.2 %, with fused
+attention at 35 % +24.8 instead of +18.0 %, Llama at 34 % +20.1 instead of +16.2 %, 2+2 layers of T5
+at 24 % +25.8 instead of +22.6 %, ResNet-18 at 48 % +17.3 instead of +15.7 %. Relaxations alone:
++21.7, +22.7, +18.4, +25.6 and +15.7 % in 0.2 to 0.6 s; 12 layers of GPT-2 at 30 % +21.2 % in 0.4 s,
+where the other had +11.1 % after 2 and +16.4 % after 20 s.
 """
 
 from __future__ import annotations
