@@ -60,7 +60,7 @@ STEP = 0.003
 """Of the peak, by which it has to get smaller."""
 
 INSERTIONS = 1000
-"""Made at most so that a schedule fits; on 200 layers of GPT-2 a thousand take 20 s."""
+"""Made at most so that a schedule fits; on 200 layers of GPT-2 a few hundred take 10 s."""
 
 LONGEST = 4
 """Executions of everything, more than which no schedule with a smaller peak takes."""
@@ -103,13 +103,15 @@ def fitted(
     forward: Sequence[int],
     backward: Sequence[int],
     budget_bytes: int,
+    *,
+    deadline: float = NEVER,
 ) -> Schedule | None:
     """The computations, legal but for the budget, with re-executions that make room; None if none
-    are found."""
+    are found before the deadline, as of time.monotonic."""
     search = _Search(graph, budget_bytes, Draft(graph, forward, backward))
     search.draft.reserve_for_caller(budget_bytes)
-    most_effort = INSERTIONS * (len(search.draft.may_go) + 1)
-    if not search.makes_room(LONGEST * graph.time_ns, most_effort=most_effort):
+    search.deadline = deadline
+    if not search.makes_room(LONGEST * graph.time_ns):
         return None
     search.prune()
     found = with_frees(graph, *search.draft.orders)
@@ -153,13 +155,14 @@ class _Rule:
 
 
 class _Search:
-    """spent: storages weighed."""
+    """spent: storages weighed. deadline: after which no room is made, as of time.monotonic."""
 
     def __init__(self, graph: CDGraph, budget_bytes: int, draft: Draft) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
         self.draft = draft
         self.random = random.Random(0)
+        self.deadline = NEVER
         self.spent = 0
 
     def prune(self) -> None:
@@ -178,16 +181,16 @@ class _Search:
         else:
             self.draft.undo(left_out)
 
-    def makes_room(
-        self, limit_ns: float, never: int | None = None, most_effort: float = NEVER
-    ) -> bool:
+    def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
         """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
         nothing is inserted, if the schedule would take `limit_ns` or nothing helps."""
         draft = self.draft
         rule = _Rule(self.random.choice(DISTANCE_POWERS), never)
         done: list[Change] = []
         position, bytes_ = self._worst()
-        while bytes_ > self.budget_bytes and draft.time_ns < limit_ns and self.spent < most_effort:
+        while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
+            if len(done) == INSERTIONS or time.monotonic() > self.deadline:
+                break
             gap = self._cheapest(position, rule)
             slot = None if gap is None else draft.slot_before(gap.next_read)
             if gap is None or slot is None:

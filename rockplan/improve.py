@@ -59,7 +59,7 @@ def improve(start: Refined, schedule: Schedule, *, deadline: float) -> Schedule:
         effort += SOLVE_EFFORT + iterations
         if found is None:
             break
-        candidate = fitted(graph, found.forward, found.backward, budget_bytes)
+        candidate = fitted(graph, found.forward, found.backward, budget_bytes, deadline=deadline)
         if candidate is not None:
             candidate = annealed(
                 graph, candidate, budget_bytes, deadline=deadline, effort=EXCHANGES

@@ -296,7 +296,7 @@ def _relaxed(
     orders = None if relaxed is None else relaxed.orders
     if relaxed is None or orders is None:
         return relaxed, None
-    near = fitted(graph, orders.forward, orders.backward, budget_bytes)
+    near = fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=deadline)
     is_small = len(graph.nodes) <= SMALL_NODES
     if near is not None and (is_small or _proven_near(relaxed, near) is None):
         near = annealed(graph, near, budget_bytes, deadline=deadline)
