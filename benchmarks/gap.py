@@ -1,6 +1,7 @@
 """How far plans are above the proven bounds, at ten budgets from the minimum to keep-all.
 
-    python -m benchmarks.gap [gpt2 resnet18 ...] [--limit 60] [--bound-limit 40] [--again] ...
+    python -m benchmarks.gap [gpt2 resnet18 ...] [--limit 60] [--bound-limit 40]
+                             [--again [--budgets 0 1 ...]]
 
 Roofline prices (100 GB/s, 2 Tflop/s), so that anyone can repeat all but the seconds. For each model
 the smallest budget against the proven bound on the peak; for each budget the plan that
@@ -173,11 +174,13 @@ def add(found: Found, new: Least | Row) -> None:
 
 
 def read() -> Found:
+    """Of each model what is known of the graph that was planned last."""
     path = RESULTS / "gap.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
     made = [Row(**r) if "index" in r else Least(**r) for r in rows]
-    return {r.key: r for r in made}
+    latest = {r.model: r.digest for r in made}
+    return {r.key: r for r in made if latest[r.model] == r.digest}
 
 
 def report(found: Found) -> str:

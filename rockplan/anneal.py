@@ -11,31 +11,35 @@ are kept, and by simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983) some tha
 what takes least time to make again, with all that has to be made again for it, per byte and
 distance to its next read, as in `eviction`.
 
-Over one execution of every node, from the chain's and from an evicted schedule (roofline prices, 1
-to 2 s of CPU time each): 2 layers of GPT-2 with fused attention at 35 % of keep-all's peak +38.4 ->
-+27.0 and +39.1 -> +29.8 %, ResNet-18 at 54 % +14.1 -> +12.0 and +13.5 -> +11.3 %.
+Over one execution of every node, from the chain's and from an evicted schedule (roofline prices,
+half of the effort, 1 to 2 s of CPU time each): 2 layers of GPT-2 with fused attention at 35 % of
+keep-all's peak +38.4 -> +27.0 and +39.1 -> +29.8 %, ResNet-18 at 54 % +14.1 -> +12.0 and
++13.5 -> +11.3 %.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rockplan.draft import Change, Draft, Gap
+import numpy as np
+
+from rockplan.draft import Draft
 from rockplan.graph import CDGraph
 from rockplan.prune import prune
 from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 
-EFFORT = 300_000
-"""Work for one schedule, in storages weighed: about 1 s."""
+EFFORT, SQUEEZING = 600_000, 1_000_000
+"""Work for one schedule, and for a smaller peak, in storages weighed: about 2 and 4 s."""
 
-LEAVING_OUT, POSITIONS = 5, 500
-"""The time in which a storage is weighed: a fifth of that of an attempt to leave something out, and
-that in which the memory at so many positions is looked at."""
+LEAVING_OUT, INSERTING, POSITIONS = 40, 80, 500
+"""In the time in which so many storages are weighed something is left out, or inserted; and in that
+of one the memory at so many positions is looked at."""
 
 HOT, COLD = 0.1, 0.001
 """Temperatures at the start and at the end, of the time for re-executions."""
@@ -53,17 +57,22 @@ PATIENCE = 30
 """Exchanges without a gain for each re-execution, after which a search ends: small graphs have been
 seen from all sides by then, large ones seldom come so far."""
 
-ATTEMPTS = 40
+ATTEMPTS = 100
 """At a smaller peak in a row that fail, after which a search for it ends."""
 
 STEP = 0.003
 """Of the peak, by which it has to get smaller."""
 
 INSERTIONS = 1000
-"""Made at most so that a schedule fits; on 200 layers of GPT-2 a few hundred take 10 s."""
+"""Made at most so that a schedule fits; on 200 layers of GPT-2 up to 300 take 3 to 9 s."""
+
+AGAIN = 3
+"""Insertions of the same storage for the same node in one search for room: more would have what it
+needs take turns for ever."""
 
 LONGEST = 4
-"""Executions of everything, more than which no schedule with a smaller peak takes."""
+"""Executions of everything, more than which no schedule with a smaller peak takes; and none takes
+one more than that whose peak was smallest before."""
 
 EXCHANGES = 5
 """Between two attempts at a smaller peak."""
@@ -80,8 +89,7 @@ def annealed(
     effort: int = EFFORT,
 ) -> Schedule:
     """`schedule` or a faster one within `budget_bytes`; deadline: as of time.monotonic."""
-    search = _Search(graph, budget_bytes, Draft(graph, *schedule.phases))
-    search.draft.reserve_for_caller(budget_bytes)
+    search = _Search(graph, budget_bytes, Draft(graph, *schedule.phases), deadline)
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
@@ -108,9 +116,7 @@ def fitted(
 ) -> Schedule | None:
     """The computations, legal but for the budget, with re-executions that make room; None if none
     are found before the deadline, as of time.monotonic."""
-    search = _Search(graph, budget_bytes, Draft(graph, forward, backward))
-    search.draft.reserve_for_caller(budget_bytes)
-    search.deadline = deadline
+    search = _Search(graph, budget_bytes, Draft(graph, forward, backward), deadline)
     if not search.makes_room(LONGEST * graph.time_ns):
         return None
     search.prune()
@@ -119,7 +125,7 @@ def fitted(
     return found
 
 
-def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = EFFORT) -> Schedule:
+def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = SQUEEZING) -> Schedule:
     """`schedule` or one whose peak is smaller.
 
     Room is made for a smaller budget, whatever it costs; where none is found, some exchanges within
@@ -130,7 +136,7 @@ def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = EFFORT) -> Sch
     failed = 0
     while search.spent < effort and best_bytes > 0 and failed < ATTEMPTS:
         search.budget_bytes = int(best_bytes * (1 - STEP))
-        if search.makes_room(LONGEST * graph.time_ns):
+        if search.makes_room(min(LONGEST * graph.time_ns, search.draft.time_ns + graph.time_ns)):
             search.prune()
             best_bytes, best, failed = search.draft.worst()[1], search.draft.orders, 0
             continue
@@ -148,26 +154,33 @@ def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = EFFORT) -> Sch
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """Of one exchange. distance_power: of the scores; never: what was left out, which is not to
-    run again for others."""
+    run again for others; made: how often it was inserted, by storage and the node that reads it."""
 
     distance_power: float
     never: int | None
+    made: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 class _Search:
     """spent: storages weighed. deadline: after which no room is made, as of time.monotonic."""
 
-    def __init__(self, graph: CDGraph, budget_bytes: int, draft: Draft) -> None:
+    def __init__(
+        self, graph: CDGraph, budget_bytes: int, draft: Draft, deadline: float = NEVER
+    ) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
         self.draft = draft
         self.random = random.Random(0)
-        self.deadline = NEVER
+        self.deadline = deadline
         self.spent = 0
+        self.sizes = np.array([d.size_bytes for d in graph.data], dtype=np.float64)
+        self.times_ns = np.array([n.time_ns for n in graph.nodes], dtype=np.float64)
+        self.makers = np.array([draft.producer.get(d.index, -1) for d in graph.data])
 
     def prune(self) -> None:
         self.spent += LEAVING_OUT * len(self.draft.reruns())
         prune(self.draft, self.budget_bytes)
+        self.draft.settle()
 
     def exchange_any(self, temperature_ns: float) -> None:
         """Leaves out a re-execution, if a schedule comes of it that is faster, or slower by what
@@ -175,71 +188,79 @@ class _Search:
         position = self.random.choice(self.draft.reruns())
         limit_ns = self.draft.time_ns + self.random.expovariate(1.0) * temperature_ns
         node = self.draft.nodes[position]
-        left_out = self.draft.leave_out(position)
+        self.draft.leave_out(position)
         if self.makes_room(limit_ns, node):
             self.prune()
         else:
-            self.draft.undo(left_out)
+            self.draft.undo(0)
 
     def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
         """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
-        nothing is inserted, if the schedule would take `limit_ns` or nothing helps."""
+        nothing is inserted, if the schedule would take `limit_ns`, nothing helps, or time is up."""
         draft = self.draft
         rule = _Rule(self.random.choice(DISTANCE_POWERS), never)
-        done: list[Change] = []
+        before = draft.changes
         position, bytes_ = self._worst()
         while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
-            if len(done) == INSERTIONS or time.monotonic() > self.deadline:
+            if draft.changes - before == INSERTIONS or time.monotonic() > self.deadline:
                 break
-            gap = self._cheapest(position, rule)
-            slot = None if gap is None else draft.slot_before(gap.next_read)
-            if gap is None or slot is None:
+            cheapest = self._cheapest(position, rule)
+            if cheapest is None:
                 break
-            done.append(draft.insert(slot, draft.producer[gap.data]))
+            d, next_read = cheapest
+            rule.made[d, draft.nodes[next_read]] += 1
+            draft.insert(draft.slot_before(next_read), draft.producer[d])
             position, bytes_ = self._worst()
         if bytes_ <= self.budget_bytes and draft.time_ns < limit_ns:
             return True
-        draft.undo(done)
+        draft.undo(before)
         return False
 
     def _worst(self) -> tuple[int, int]:
         self.spent += 1 + self.draft.end // POSITIONS
         return self.draft.worst()
 
-    def _cheapest(self, position: int, rule: _Rule) -> Gap | None:
-        """The storage that goes at `position`."""
-        draft, nodes = self.draft, self.graph.nodes
-        self.spent += len(draft.may_go)
-        weighed: list[tuple[float, float, Gap]] = []
-        for d in draft.may_go:
-            gap = draft.gap(d, position)
-            maker = draft.producer[d]
-            if gap is not None and maker != rule.never:
-                weight = draft.sizes[d] * float(gap.next_read - position) ** rule.distance_power
-                weighed.append(((1.0 + nodes[maker].time_ns) / weight, weight, gap))
-        weighed.sort(key=lambda item: item[0])
+    def _cheapest(self, position: int, rule: _Rule) -> tuple[int, int] | None:
+        """The storage that goes at `position`, and where it is read next."""
+        draft = self.draft
+        self.spent += INSERTING
+        data, next_read = draft.around(position)
+        makers = self.makers[data]
+        weights = self.sizes[data] * (next_read - position) ** rule.distance_power
+        at_least = (1.0 + self.times_ns[makers]) / weights
+        if rule.never is not None:
+            at_least[makers == rule.never] = NEVER
         best, least = None, NEVER
-        for at_least, weight, gap in weighed:
+        for k in np.argsort(at_least, kind="stable").tolist():
             # The others cost more already without what has to be made again for them.
-            if at_least >= least:
+            if at_least[k] >= least:
                 break
-            cost_ns = self._cost_ns(gap.data, gap.next_read, {}, 0)
-            score = cost_ns / weight * (1.0 + NOISE * self.random.random())
+            d, read = int(data[k]), int(next_read[k])
+            if rule.made[d, draft.nodes[read]] >= AGAIN:
+                continue
+            cost_ns = self._cost_ns(d, read, {}, 0, least * weights[k])
+            score = cost_ns / weights[k] * (1.0 + NOISE * self.random.random())
             if score < least:
-                best, least = gap, score
+                best, least = (d, read), score
         return best
 
-    def _cost_ns(self, d: int, position: int, known: dict[int, float], depth: int) -> float:
-        """Time to make `d` again before `position`, with what has to be made again for it."""
+    def _cost_ns(
+        self, d: int, position: int, known: dict[int, float], depth: int, limit_ns: float
+    ) -> float:
+        """Time to make `d` again before `position`, with what has to be made again for it; NEVER if
+        it is not less than the limit."""
         draft = self.draft
+        self.spent += 1
         maker = draft.producer.get(d)
         if maker is None or not draft.may_run_again[maker] or depth > DEPTH:
             return NEVER
         cost_ns = 1.0 + self.graph.nodes[maker].time_ns
         for r in draft.reads[maker]:
+            if cost_ns >= limit_ns:
+                return NEVER
             if r not in known:
                 known[r] = 0.0
                 if not draft.outlives(r, position):
-                    known[r] = self._cost_ns(r, position, known, depth + 1)
+                    known[r] = self._cost_ns(r, position, known, depth + 1, limit_ns - cost_ns)
             cost_ns += known[r]
-        return cost_ns
+        return cost_ns if cost_ns < limit_ns else NEVER

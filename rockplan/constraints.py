@@ -1,10 +1,11 @@
-"""Constraints by name: activations that a user wants kept, or recomputed.
+"""Constraints: activations that a user wants kept or recomputed, room that the caller needs.
 
 takes: a CDGraph and patterns. returns: the graph that solvers get. guarantees: every legal
-schedule of the result is a legal schedule of `graph` that obeys the patterns.
+schedule of the result is a legal schedule of `graph` that obeys the patterns, and needs no more.
 
 What is kept is never made again: its node counts as one that may run once. What is recomputed is
-in `CDGraph.dropped`: dead between the phases. `verify` judges both, and no solver knows more.
+in `CDGraph.dropped`: dead between the phases. `verify` judges both, and no solver knows more. What
+the caller's loss needs is workspace of the last forward node.
 
 A pattern without '/' names a module, and stands for all activations that are made in it and in
 its submodules; one with '/' names activations (`rockplan.names`), with or without their
@@ -24,8 +25,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from rockplan.errors import InvalidConstraint
-from rockplan.graph import CDGraph, DataKind, producers
+from rockplan.graph import CDGraph, DataKind, caller_bytes, producers
 from rockplan.names import activation_names
+from rockplan.schedule import Compute, keep_all
+from rockplan.simulate import timeline
 
 NEAREST = 3
 """Names that an error offers."""
@@ -47,6 +50,24 @@ def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> 
         nodes=tuple(replace(n, recomputable=False) if n.index in once else n for n in graph.nodes),
         dropped=tuple(sorted(dropped)),
     )
+
+
+def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
+    """`graph` whose last forward node needs, as workspace, what the caller's loss will need.
+
+    That is memory of the caller, so the promised peak counts the gradients only. But a plan that
+    fills its budget there to the last byte would make a step need more. Keeping everything needs
+    no more than in eager: where that leaves less room for a loss, eager leaves no more.
+    """
+    everything = keep_all(graph)
+    last = graph.nodes[len(graph.forward) - 1]
+    steps = zip(everything.events, timeline(graph, everything), strict=True)
+    there_bytes = next(s.during_bytes for e, s in steps if e == Compute(last.index))
+    most_bytes = eager_peak_bytes - (there_bytes - last.workspace_bytes)
+    room_bytes = max(last.workspace_bytes, min(caller_bytes(graph), most_bytes))
+    needing = replace(last, workspace_bytes=room_bytes)
+    nodes = (*graph.nodes[: last.index], needing, *graph.nodes[last.index + 1 :])
+    return replace(graph, nodes=nodes)
 
 
 def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rockplan.gaps import Gaps
 from rockplan.graph import CDGraph, DataKind, producers
 
-MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 19
+MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
 """Positions of the backward phase for each computation of the order that a draft begins with: many,
 so that insertions find one, but of a long order not so many that their sum takes long."""
+
+APART = 2
+"""Positions from one computation to the next, at least."""
 
 EMPTY = -1
 """In place of a node: nothing runs at the position."""
@@ -31,21 +36,12 @@ _FORBIDDEN = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class _Change:
     """`node` was inserted at `position`, or removed there."""
 
     position: int
     node: int
     inserted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A storage is alive around a position and not used from `last_use` to `next_read`."""
-
-    data: int
-    last_use: int
-    next_read: int
 
 
 class Draft:
@@ -78,13 +74,17 @@ class Draft:
             and self.may_run_again[self.producer[d.index]]
         ]
         """Storages that can be made again, hence dropped."""
+        may_go = frozenset(self.may_go)
+        self._uses = [{d for d in (*n.reads, *n.writes) if d in may_go} for n in graph.nodes]
+        self._gaps, self._changed = Gaps(), set(may_go)
+        self._changes: list[_Change] = []
         self._lay_out(forward, backward)
 
     def _lay_out(self, forward: Sequence[int], backward: Sequence[int]) -> None:
         graph = self.graph
         self.boundary = len(forward)
-        slots = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
-        self.end = self.boundary + 1 + slots * (len(backward) + 1)
+        self._slots = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
+        self.end = self.boundary + self._slots * (len(backward) + 1)
         self.nodes = [EMPTY] * self.end
         self.time_ns = 0
         # Bytes of storages and saved generator states at each position, and those beside them.
@@ -103,7 +103,8 @@ class Draft:
         for position, node in enumerate(forward):
             self.insert(position, node)
         for k, node in enumerate(backward, start=1):
-            self.insert(self.boundary + slots * k, node)
+            self.insert(self.boundary + self._slots * k, node)
+        self.settle()
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -120,18 +121,6 @@ class Draft:
         position = int(during.argmax())
         return position, int(during[position])
 
-    def reserve_for_caller(self, budget_bytes: int) -> None:
-        """Counts, where the backward phase starts, as much again as the gradients that come in: the
-        caller's loss needs that while it computes them. Of what is left of the budget there, so
-        that an order that is within the budget stays so.
-
-        It is the caller's, so `simulate` counts none of it; but changes that fill the budget there
-        to the last byte would make a step need more than the budget.
-        """
-        tangents = [d for d in self.graph.data if d.kind is DataKind.TANGENT]
-        left_bytes = max(budget_bytes - int(self._bytes[self.boundary]), 0)
-        self._beside[self.boundary] = min(sum(d.size_bytes for d in tangents), left_bytes)
-
     def during_bytes(self) -> list[int]:
         """Of each computation, in order."""
         during = (self._bytes + self._beside).tolist()
@@ -141,7 +130,7 @@ class Draft:
         """Positions of what runs again, by node."""
         return [p for runs in self._runs for p in runs[1:]]
 
-    def insert(self, position: int, node: int) -> Change:
+    def insert(self, position: int, node: int) -> None:
         """Runs `node` at an empty position."""
         self._weigh_state(node, -1)
         insort(self._runs[node], position)
@@ -153,9 +142,10 @@ class Draft:
         for d in self.graph.nodes[node].writes:
             self._make(d, position)
         self._weigh(position)
-        return Change(position, node, True)
+        self._changed |= self._uses[node]
+        self._changes.append(_Change(position, node, inserted=True))
 
-    def remove(self, position: int) -> Change:
+    def remove(self, position: int) -> None:
         """Runs nothing there."""
         node = self.nodes[position]
         self._weigh_state(node, -1)
@@ -168,11 +158,29 @@ class Draft:
             self._unmake(d, position)
         for d in self.reads[node]:
             self._drop_read(d, position)
-        return Change(position, node, False)
+        self._changed |= self._uses[node]
+        self._changes.append(_Change(position, node, inserted=False))
 
-    def leave_out(self, position: int) -> list[Change]:
+    @property
+    def changes(self) -> int:
+        """How many can be undone."""
+        return len(self._changes)
+
+    def undo(self, changes: int) -> None:
+        """Takes back what was done last, until so many changes are left."""
+        for change in reversed(self._changes[changes:]):
+            if change.inserted:
+                self.remove(change.position)
+            else:
+                self.insert(change.position, change.node)
+        del self._changes[changes:]
+
+    def settle(self) -> None:
+        """What was done is not undone any more."""
+        self._changes.clear()
+
+    def leave_out(self, position: int) -> None:
         """Removes a re-execution, and those of which nothing is read then."""
-        done: list[Change] = []
         pending = [position]
         while pending:
             position = pending.pop()
@@ -180,29 +188,27 @@ class Draft:
             if node == EMPTY:
                 continue
             makers = [self._maker(d, position) for d in self.reads[node]]
-            done.append(self.remove(position))
+            self.remove(position)
             pending += [p for p in makers if self._is_rerun(p) and self._is_idle(p)]
-        return done
 
-    def undo(self, done: Sequence[Change]) -> None:
-        """Takes back what was done last."""
-        for change in reversed(done):
-            if change.inserted:
-                self.remove(change.position)
-            else:
-                self.insert(change.position, change.node)
+    def around(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Storages that may go and are alive at `position`, unused, and next read in the backward
+        phase, ascending; and where each is read next."""
+        for d in self._changed:
+            self._gaps.replace(d, self._gaps_of(d))
+        self._changed.clear()
+        return self._gaps.around(position)
 
-    def gap(self, d: int, position: int) -> Gap | None:
-        """Around `position`, if d is alive there, unused, and next read in the backward phase."""
+    def _gaps_of(self, d: int) -> list[tuple[int, int]]:
+        """From each use of a copy to its next read, if that is in the backward phase."""
         made, read = self._made[d], self._read[d]
-        k = bisect_right(made, position)
-        j = bisect_left(read, position)
-        if not k or made[k - 1] == position or j == len(read) or read[j] == position:
-            return None
-        following = read[j]
-        if following <= self.boundary or (k < len(made) and made[k] < following):
-            return None
-        return Gap(d, max(made[k - 1], read[j - 1] if j else EMPTY), following)
+        found: list[tuple[int, int]] = []
+        for j in range(bisect_right(read, self.boundary), len(read)):
+            copy = made[bisect_left(made, read[j]) - 1]
+            last_use = max(copy, read[j - 1] if j else EMPTY)
+            if read[j] - last_use > 1:
+                found.append((last_use, read[j]))
+        return found
 
     def outlives(self, d: int, position: int) -> bool:
         """Is d, made before `position`, alive there and read later?"""
@@ -213,12 +219,45 @@ class Draft:
         j = bisect_left(read, position)
         return j < len(read) and (k == len(made) or read[j] < made[k])
 
-    def slot_before(self, position: int) -> int | None:
-        """An empty position after whatever runs before `position`; None without any."""
-        previous = position - 1
-        while self.nodes[previous] == EMPTY and previous > self.boundary:
-            previous -= 1
-        return (previous + position + 1) // 2 if position - previous > 1 else None
+    def slot_before(self, position: int) -> int:
+        """An empty position after whatever runs before `position`. It may move what is at others:
+        those that were known, but for changes that can be undone, no longer hold."""
+        previous = self._previous(position)
+        if position - previous < 2 * APART:
+            position = self._spread(position)
+            previous = self._previous(position)
+        return (previous + position + 1) // 2
+
+    def _previous(self, position: int) -> int:
+        """Where something runs before, or the boundary."""
+        position -= 1
+        while self.nodes[position] == EMPTY and position > self.boundary:
+            position -= 1
+        return position
+
+    def _spread(self, position: int) -> int:
+        """Moves apart what is in use; returns where what was at `position` is then."""
+        used = {p for p in range(self.boundary + 1, self.end) if self.nodes[p] != EMPTY}
+        used |= {change.position for change in self._changes}
+        old = np.array([*range(self.boundary + 1), *sorted(used)])
+        room = np.where(old < self.boundary, 1, self._slots)
+        new = np.cumsum(room) - room
+        # Where nothing runs all is as it is after what runs before: APART leaves one such position.
+        nodes = np.array(self.nodes)
+        after = np.where((nodes[old] == EMPTY) & (old != self.boundary), old, old + 1)
+        source = np.repeat(after, room)
+        source[new] = old
+        self.nodes = nodes[source].tolist()
+        self.end = len(source)
+        self._bytes, self._beside = self._bytes[source], self._beside[source]
+        moved = np.full(nodes.size, EMPTY)
+        moved[old] = new
+        now = moved.tolist()
+        for positions in (*self._made, *self._read, *self._runs):
+            positions[:] = [now[p] for p in positions]
+        self._gaps.move(moved)
+        self._changes = [replace(c, position=now[c.position]) for c in self._changes]
+        return int(now[position])
 
     def fits_without(self, position: int, budget_bytes: int) -> bool:
         """False if the re-execution there cannot be left out within the budget, seen from what it

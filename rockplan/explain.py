@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
-from rockplan.graph import CDGraph, DataKind, Phase, producers, without_takes
+from rockplan.graph import CDGraph, DataKind, Phase, as_eager, producers
 from rockplan.lifetimes import (
     Lifetime,
     Owner,
@@ -135,7 +135,7 @@ def explain(plan: Plan, *, unplanned: bool = False) -> Explanation:
     a second or so for a thousand operations.
     """
     if unplanned:
-        graph = without_takes(plan.graph)
+        graph = as_eager(plan.graph)
         return explain_schedule(graph, keep_all(graph))
     return explain_schedule(plan.graph, plan.schedule)
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from rockplan.codegen.module import plan_of
 from rockplan.errors import InvalidInput
-from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, without_takes
+from rockplan.graph import CDGraph, ComputeNode, DataKind, as_eager, producers
 from rockplan.peers import repeated_blocks
 from rockplan.plan import Plan, format_bytes, kept_data, recomputations
 from rockplan.schedule import Schedule, with_frees
@@ -195,9 +195,10 @@ def _is_there(node: ComputeNode, kept: frozenset[int]) -> bool:
 
 
 def _simulated(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Simulation:
-    schedule = _schedule(graph, wrapped)
-    verify(graph, schedule)
-    return simulate(without_takes(graph), schedule)
+    executed = as_eager(graph)
+    schedule = _schedule(executed, wrapped)
+    verify(executed, schedule)
+    return simulate(executed, schedule)
 
 
 def _bytes(graph: CDGraph, data: frozenset[int] | tuple[int, ...]) -> int:

@@ -3,7 +3,7 @@
 The unit of memory is the storage: views and in-place results live in the storage that they
 share, so they are members of one DataNode. The unit of execution is the ComputeNode: all calls
 that must run together because they write one storage. A graph lists forward nodes, then backward
-nodes, each in the order in which eager PyTorch executes them.
+nodes, the former in the order in which eager PyTorch executes them.
 
 These are values: nothing here imports torch, and no pass changes a graph in place.
 """
@@ -151,6 +151,7 @@ class CDGraph:
     execution of a random node that executes more than once.
     dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
     backward phase: whatever needs them later makes them again.
+    eager_order: all nodes in the order in which eager executes them; empty if it is theirs.
     """
 
     data: tuple[DataNode, ...]
@@ -161,6 +162,7 @@ class CDGraph:
     rng_state_bytes: int = 0
     values: tuple[Value, ...] = ()
     dropped: tuple[int, ...] = ()
+    eager_order: tuple[int, ...] = ()
 
     @property
     def forward(self) -> tuple[ComputeNode, ...]:
@@ -180,8 +182,20 @@ class CDGraph:
         return sum(n.time_ns for n in self.nodes)
 
 
+def as_eager(graph: CDGraph) -> CDGraph:
+    """`graph` as eager executes it: in its order, every result in a storage of its own."""
+    return without_takes(in_eager_order(graph))
+
+
+def in_eager_order(graph: CDGraph) -> CDGraph:
+    """`graph` as it was before `graph_builder.reorder`; forward nodes keep their indices."""
+    nodes = [graph.nodes[i] for i in graph.eager_order] or graph.nodes
+    placed = tuple(replace(n, index=i) for i, n in enumerate(nodes))
+    return replace(graph, nodes=placed, eager_order=())
+
+
 def without_takes(graph: CDGraph) -> CDGraph:
-    """`graph` as eager executes it: every result has a storage of its own."""
+    """`graph` where every result has a storage of its own."""
     return replace(graph, nodes=tuple(with_takes(n, ()) for n in graph.nodes))
 
 
@@ -193,6 +207,20 @@ def with_takes(node: ComputeNode, allowed: Collection[int]) -> ComputeNode:
     calls = [c for d, c in zip(node.takes, node.taking, strict=False) if d in allowed]
     takes = tuple(d for d in node.takes if d in allowed)
     return replace(node, takes=takes, taking=tuple(calls))
+
+
+_CALLER_GRADIENTS = 4
+
+
+def caller_bytes(graph: CDGraph) -> int:
+    """What the caller's loss needs where the backward phase starts, beyond the outputs: the
+    gradients that come in, and three times as much from which they are computed.
+
+    As measured, a mean of squares needs 4 times their bytes, cross entropy, `mse_loss` and
+    `binary_cross_entropy_with_logits` 3, a sum of products 2, a sum 1.
+    """
+    tangents = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
+    return _CALLER_GRADIENTS * sum(tangents)
 
 
 def producers(graph: CDGraph) -> dict[int, int]:

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.anneal import annealed, fitted
+from rockplan.graph import CDGraph
 from rockplan.ilp.corners import SOLVE_EFFORT
 from rockplan.ilp.decode import Orders
-from rockplan.ilp.moments import Program, orders, program, values
+from rockplan.ilp.moments import Program, orders_of, program, solution_of
 from rockplan.ilp.refine import COLUMNS, Refined, looking_closer
 from rockplan.ilp.solve import TIME_UNIT, solve
 from rockplan.schedule import Schedule
@@ -59,14 +60,11 @@ def improve(start: Refined, schedule: Schedule, *, deadline: float) -> Schedule:
         effort += SOLVE_EFFORT + iterations
         if found is None:
             break
-        candidate = fitted(graph, found.forward, found.backward, budget_bytes, deadline=deadline)
-        if candidate is not None:
-            candidate = annealed(
-                graph, candidate, budget_bytes, deadline=deadline, effort=EXCHANGES
-            )
-        is_faster = candidate is not None and simulate(graph, candidate).time_ns < best_ns
-        if is_faster and candidate is not None:
-            best, best_ns = candidate, simulate(graph, candidate).time_ns
+        candidate = _exchanged(graph, found, budget_bytes, deadline) or best
+        candidate_ns = simulate(graph, candidate).time_ns
+        is_faster = candidate_ns < best_ns
+        if is_faster:
+            best, best_ns = candidate, candidate_ns
         closer = looking_closer(made, moments, found, budget_bytes, at_reruns=True)
         if closer is not None:
             moments, made = closer, program(facts, closer, budget_bytes)
@@ -74,6 +72,15 @@ def improve(start: Refined, schedule: Schedule, *, deadline: float) -> Schedule:
         elif not is_faster:
             break
     return best
+
+
+def _exchanged(
+    graph: CDGraph, found: Orders, budget_bytes: int, deadline: float
+) -> Schedule | None:
+    fits = fitted(graph, found.forward, found.backward, budget_bytes, deadline=deadline)
+    if fits is None:
+        return None
+    return annealed(graph, fits, budget_bytes, deadline=deadline, effort=EXCHANGES)
 
 
 def _relaxed(made: Program, deadline: float) -> NDArray[np.float64] | None:
@@ -89,7 +96,7 @@ def _solved(
 ) -> tuple[Orders | None, int]:
     """Faster than `schedule`, as far as the program sees it, None if nothing is found; and how
     many iterations it took. relaxed: where it agrees with the schedule, that is settled."""
-    start = values(made, Orders(*schedule.phases))
+    start = solution_of(made, Orders(*schedule.phases))
     linear = made.linear
     current = np.zeros(len(linear.costs))
     current[list(start)] = list(start.values())
@@ -110,4 +117,4 @@ def _solved(
     cost = float(linear.costs @ current)
     if found.values is None or float(linear.costs @ found.values) >= cost - GAP / TIME_UNIT:
         return None, found.iterations
-    return orders(made, found.values), found.iterations
+    return orders_of(made, found.values), found.iterations

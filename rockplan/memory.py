@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rockplan.graph import CDGraph, DataKind, Phase, producers, without_takes
+from rockplan.graph import CDGraph, DataKind, Phase, as_eager, producers
 from rockplan.lifetimes import Lifetime, Owner, lifetimes, maker
 from rockplan.names import ROOT, activation_names, operation_names, operator_of
 from rockplan.plan import Plan
@@ -90,8 +90,8 @@ def planned_timeline(plan: Plan) -> MemoryTimeline:
 
 
 def eager_timeline(plan: Plan) -> MemoryTimeline:
-    """Predicted memory over the step that keeps everything, without taking storages over."""
-    graph = without_takes(plan.graph)
+    """Predicted memory over the step that keeps everything, as eager executes it."""
+    graph = as_eager(plan.graph)
     return timeline_of(graph, keep_all(graph), "keeping everything")
 
 

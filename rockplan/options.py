@@ -22,9 +22,10 @@ class Options:
     differentiated where different steps use different ones.
     time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
     is returned, and its status says that time was short. Half of it at most is for the relaxation
-    of the whole graph, and 70 % of what is left for options of blocks. A search for the smallest
-    budget, where it is asked for or might not be met, is not cut short: what fits does not depend
-    on the clock.
+    of the whole graph, unless its schedule does not fit yet, and half of what is left for options
+    of blocks. Not cut short are the dynamic program over blocks (a minute on 15,000 operations,
+    where it is needed) and a search for the smallest budget, where it is asked for or might not be
+    met: what fits does not depend on the clock.
     check: run one step of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the

@@ -27,8 +27,8 @@ from rockplan.graph import (
     DataKind,
     DataNode,
     Phase,
+    as_eager,
     with_takes,
-    without_takes,
 )
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.schedule import Compute, Event, Free, Schedule, keep_all
@@ -249,6 +249,7 @@ def _graph_row(graph: CDGraph) -> dict[str, object]:
         "outputs": list(graph.outputs),
         "held": list(graph.held),
         "handed": list(graph.handed),
+        "eager_order": list(graph.eager_order),
         "rng_state_bytes": graph.rng_state_bytes,
     }
 
@@ -290,7 +291,25 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
     if phases != sorted(phases, key=lambda phase: phase is Phase.BACKWARD):
         raise ValueError("a forward operation after a backward operation")
     outputs, held, handed = (_below(row[k], len(data)) for k in ("outputs", "held", "handed"))
-    return CDGraph(data, nodes, outputs, held, handed, natural(row["rng_state_bytes"]))
+    return CDGraph(
+        data=data,
+        nodes=nodes,
+        outputs=outputs,
+        held=held,
+        handed=handed,
+        rng_state_bytes=natural(row["rng_state_bytes"]),
+        eager_order=_read_order(row, phases),
+    )
+
+
+def _read_order(row: Mapping[str, Any], phases: list[Phase]) -> tuple[int, ...]:
+    """Plans of before operations were reordered have none."""
+    order = naturals(row.get("eager_order", []))
+    if order and sorted(order) != list(range(len(phases))):
+        raise ValueError("the order of eager does not name each operation once")
+    if [phases[i] for i in order] != phases[: len(order)]:
+        raise ValueError("the order of eager has a forward operation after a backward operation")
+    return order
 
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
@@ -349,12 +368,14 @@ def _below(values: object, limit: int) -> tuple[int, ...]:
 
 def _check_promises(plan: Plan) -> None:
     """Refuse a plan whose schedule is not legal, or needs other bytes or time than it states."""
+    executed = as_eager(plan.graph)
     try:
         verify(plan.graph, plan.schedule)
+        verify(executed, keep_all(executed))
     except IllegalSchedule as error:
         raise ValueError(f"the schedule is not legal: {error}") from error
     found = simulate(plan.graph, plan.schedule)
-    everything = simulate(without_takes(plan.graph), keep_all(plan.graph))
+    everything = simulate(executed, keep_all(executed))
     needed = (found.peak_bytes, found.saved_bytes, found.time_ns)
     eager = (everything.peak_bytes, everything.time_ns)
     if needed != (plan.peak_bytes, plan.saved_bytes, plan.time_ns) or eager != (

@@ -21,11 +21,12 @@ from rockplan.anneal import annealed, fitted, squeezed
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget
 from rockplan.cache import Cache, default_folder
-from rockplan.constraints import constrain
+from rockplan.collection import paused_collection
+from rockplan.constraints import constrain, with_room_for_loss
 from rockplan.curve import Curve, CurvePoint, useful
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
-from rockplan.graph import CDGraph, without_takes
+from rockplan.graph import CDGraph, as_eager
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key
@@ -51,7 +52,8 @@ class Problem:
     """What is planned, before a budget is known.
 
     graph: with the prices of `profile`; constrained: the same under the constraints of the
-    options, of which `blocks` are the blocks. The digests are those of graph and profile.
+    options and with room for the caller's loss, of which `blocks` are the blocks. The digests are
+    those of graph and profile. unplanned: every node once, as eager does.
     """
 
     graph: CDGraph
@@ -60,6 +62,7 @@ class Problem:
     profile: Profile
     graph_digest: str
     profile_digest: str
+    unplanned: Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,15 @@ def measured(lowered: Lowered, options: Options) -> Problem:
     return problem_of(lowered.graph, _profile(lowered, _cache(options)), options)
 
 
+@paused_collection()
 def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
     """The problem of a graph under a profile of its calls."""
     report("finding blocks")
     priced = price(graph, profile)
+    eager = as_eager(priced)
+    unplanned = simulate(eager, keep_all(eager))
     constrained = constrain(priced, options.keep, options.recompute)
+    constrained = with_room_for_loss(constrained, unplanned.peak_bytes)
     return Problem(
         graph=priced,
         constrained=constrained,
@@ -87,6 +94,7 @@ def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
         profile=profile,
         graph_digest=graph_digest(priced),
         profile_digest=profile_digest(profile),
+        unplanned=unplanned,
     )
 
 
@@ -108,8 +116,8 @@ def plan_within(problem: Problem, budget: Budget, options: Options) -> Plan:
 
 
 def curve_of(problem: Problem, options: Options) -> Curve:
-    """Predicted time at useful peaks: of what `plan_anew` finds there, or of the chain where that
-    looks further than the relaxation and finds nothing slower."""
+    """Predicted time at useful peaks: of the relaxation's schedule where it is proven near, which
+    is what `plan_anew` returns there, else of the chain's, from which that goes on."""
     graph = problem.constrained
     families = _families(problem.blocks, _cache(options), options, options.time_limit_s)
     solver = ChainSolver(graph, problem.blocks, families)
@@ -123,17 +131,18 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     for done, of_chain in enumerate(chain):
         report("looking along the curve", done, len(chain))
         budget_bytes = of_chain.peak_bytes
-        near = None
+        best = of_chain
         if minimum_bytes < budget_bytes < fastest.peak_bytes:
-            deadline = time.monotonic() + options.time_limit_s * _RELAXATION_SHARE
-            near = _proven_near(*_relaxed(graph, budget_bytes, deadline))
-        best = of_chain if near is None else simulate(graph, near)
+            deadline = time.monotonic() + options.time_limit_s * SHARE
+            relaxed, near = _relaxed(graph, budget_bytes, deadline)
+            if near is not None and _is_accepted(relaxed, near):
+                best = simulate(graph, near)
         found.append(replace(best, peak_bytes=budget_bytes))
     return Curve(
         points=useful(
             CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
         ),
-        unplanned_bytes=_unplanned(problem.graph).peak_bytes,
+        unplanned_bytes=problem.unplanned.peak_bytes,
         graph_digest=problem.graph_digest,
         profile_digest=problem.profile_digest,
         profile_source=_profile_source(problem.profile),
@@ -180,7 +189,7 @@ def _families(
 ) -> list[OptionFamily]:
     """Options of each block; equal blocks are solved once, and not if they are in the cache.
     limit_s: for what has to be solved, if it is less than the share of the options."""
-    settings = Settings(time_limit_s=options.time_limit_s * _BLOCKS_SHARE)
+    settings = Settings(time_limit_s=options.time_limit_s * SHARE)
     problems = {b.digest: b.problem for b in blocks}
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():
@@ -238,20 +247,16 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
     }
 
 
-_RELAXATION_SHARE = _BLOCKS_SHARE = 0.5
-"""Of the time limit, at most: for the relaxation, and for the options of blocks."""
-
-_BLOCKS_SHARE_OF_REST = 0.7
-"""Of what the relaxation leaves, at most."""
+SHARE = 0.5
+"""Of the time limit for the relaxation, and of the rest for the options of blocks, at most."""
 
 
 def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
     start = time.monotonic()
     deadline = start + options.time_limit_s
-    relaxing_until = start + options.time_limit_s * _RELAXATION_SHARE
+    relaxing_until = start + options.time_limit_s * SHARE
     graph = problem.constrained
-    unplanned = _unplanned(problem.graph)
-    budget_bytes = budget.within(unplanned.peak_bytes)
+    budget_bytes = budget.within(problem.unplanned.peak_bytes)
     fastest = keep_all(graph)
     if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
         found = Improved(fastest, is_complete=True)
@@ -260,13 +265,13 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
     is_complete = True
     if budget_bytes is not None:
         report("solving the relaxation")
-        relaxed, near = _relaxed(graph, budget_bytes, relaxing_until)
+        relaxed, near = _relaxed(graph, budget_bytes, relaxing_until, fitting_until=deadline)
         is_complete = time.monotonic() < relaxing_until
         # Without time for anything else it is taken as it is.
-        if near is not None and (not is_complete or _proven_near(relaxed, near) is not None):
+        if near is not None and (not is_complete or _is_accepted(relaxed, near)):
             assert relaxed is not None
             return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
-    blocks_s = (deadline - time.monotonic()) * _BLOCKS_SHARE_OF_REST
+    blocks_s = (deadline - time.monotonic()) * SHARE
     families = _families(problem.blocks, _cache(options), options, blocks_s)
     budget_bytes, starts = _within(problem, families, budget_bytes, options)
     if relaxed is None:
@@ -282,35 +287,53 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
 NEAR = 0.005
 """Share of the iteration time: a plan that is proven to be so near the fastest one is taken."""
 
+NEAR_IF_LARGE, ENOUGH_IF_LARGE = 0.01, 0.02
+"""The same for graphs of more than SMALL_NODES; and once exchanges were tried. On 12 layers of
+GPT-2 these take 3 to 6 s and gain 0.03 to 0.27 %; blocks took 10 to 30 s more at 25 and 28 % of
+keep-all's peak, and gained 0.00 and 0.03 %, and on 200 layers a minute, whatever the time limit."""
+
 SMALL_NODES = 800
 """Of graphs for which more is tried: on 2+2 layers of T5 (656) evicted schedules lead further than
 the chain's, and exchanges are quick; on 12 layers of GPT-2 (958) they gained nothing and cost a
 third of the time."""
 
 
+@paused_collection()
 def _relaxed(
-    graph: CDGraph, budget_bytes: int, deadline: float
+    graph: CDGraph, budget_bytes: int, deadline: float, *, fitting_until: float | None = None
 ) -> tuple[Refined | None, Schedule | None]:
-    """The relaxation, and what becomes of its schedule when room is made where it needs more."""
+    """The relaxation, and what becomes of its schedule when room is made where it needs more.
+
+    fitting_until: room is made until then, where that is later than the deadline of the rest: with
+    nothing that fits, blocks are left, which take longer on large graphs and lead less far.
+    """
     relaxed = refined(graph, budget_bytes, deadline=deadline)
     orders = None if relaxed is None else relaxed.orders
     if relaxed is None or orders is None:
         return relaxed, None
-    near = fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=deadline)
-    is_small = len(graph.nodes) <= SMALL_NODES
-    if near is not None and (is_small or _proven_near(relaxed, near) is None):
+    latest = deadline if fitting_until is None else fitting_until
+    near = fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
+    if near is not None and (_is_small(graph) or not _is_proven(relaxed, near, NEAR_IF_LARGE)):
         near = annealed(graph, near, budget_bytes, deadline=deadline)
         near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
 
 
-def _proven_near(relaxed: Refined | None, near: Schedule | None) -> Schedule | None:
-    """`near` if that is proven."""
-    if relaxed is None or near is None:
-        return None
+def _is_accepted(relaxed: Refined | None, near: Schedule) -> bool:
+    """Is it known to be so near the fastest schedule that no other is looked for?"""
+    if relaxed is None:
+        return False
+    small = _is_small(relaxed.program.facts.graph)
+    return _is_proven(relaxed, near, NEAR if small else ENOUGH_IF_LARGE)
+
+
+def _is_proven(relaxed: Refined, near: Schedule, share: float) -> bool:
     graph = relaxed.program.facts.graph
-    gap_ns = simulate(graph, near).time_ns - relaxed.bound_ns
-    return near if gap_ns <= NEAR * graph.time_ns else None
+    return simulate(graph, near).time_ns - relaxed.bound_ns <= share * graph.time_ns
+
+
+def _is_small(graph: CDGraph) -> bool:
+    return len(graph.nodes) <= SMALL_NODES
 
 
 def _within(
@@ -358,7 +381,7 @@ def _starts(
     """Of the chain, of evictions, and `smallest`, those within the budget, fastest first; one of
     the chain and `smallest` is."""
     known = [solver.best_schedule(budget_bytes), smallest]
-    if known[0] is None or len(graph.nodes) <= SMALL_NODES:
+    if known[0] is None or _is_small(graph):
         known.append(eviction.within(graph, budget_bytes))
     found = {pruned(graph, schedule, budget_bytes): None for schedule in known if schedule}
     return _fastest_first(graph, found)
@@ -410,9 +433,9 @@ def _operation(graph: CDGraph, node: int) -> str:
     return f"{found.phase.value} operation {found.name}{place}{line}"
 
 
+@paused_collection()
 def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) -> Plan:
-    graph = problem.graph
-    unplanned = _unplanned(graph)
+    graph, unplanned = problem.graph, problem.unplanned
     ends = frozenset(b.backward[-1] for b in problem.blocks if b.backward)
     during = [step.during_bytes for step in timeline(graph, best.schedule)]
     merged = merge_handovers(graph, best.schedule, during, ends)
@@ -437,11 +460,6 @@ def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) 
         profile_source=_profile_source(problem.profile),
         torch_version=str(torch.__version__),
     )
-
-
-def _unplanned(graph: CDGraph) -> Simulation:
-    """Every node once, as eager does: each result in a storage of its own."""
-    return simulate(without_takes(graph), keep_all(graph))
 
 
 def _certificate(graph: CDGraph, found: Simulation, bound_ns: int) -> Certificate:

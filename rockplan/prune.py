@@ -18,10 +18,8 @@ from rockplan.verify import verify
 
 
 def pruned(graph: CDGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """`schedule` without re-executions that the budget does not ask for, most expensive first; room
-    for the caller's loss stays (`Draft.reserve_for_caller`)."""
+    """`schedule` without re-executions that the budget does not ask for, most expensive first."""
     draft = Draft(graph, *schedule.phases)
-    draft.reserve_for_caller(budget_bytes)
     while prune(draft, budget_bytes):
         pass
     found = with_frees(graph, *draft.orders)
@@ -36,9 +34,10 @@ def prune(draft: Draft, budget_bytes: int) -> bool:
     for position in sorted(draft.reruns(), key=lambda p: (-times_ns[draft.nodes[p]], p)):
         if draft.nodes[position] == EMPTY or not draft.fits_without(position, budget_bytes):
             continue
-        done = draft.leave_out(position)
+        before = draft.changes
+        draft.leave_out(position)
         if draft.worst()[1] > budget_bytes:
-            draft.undo(done)
+            draft.undo(before)
         else:
             is_shorter = True
     return is_shorter

@@ -10,9 +10,8 @@ import pytest
 
 from rockplan.anneal import annealed, squeezed
 from rockplan.eviction import thriftiest, within
-from rockplan.graph import CDGraph, DataKind
-from rockplan.prune import pruned
-from rockplan.schedule import Schedule, keep_all
+from rockplan.graph import CDGraph
+from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 from tests.exhaustive import stage_schedules
@@ -84,28 +83,6 @@ def test_exchanges_find_most_optima_of_small_graphs() -> None:
             total += 1
     assert total >= 20
     assert optimal >= 0.9 * total
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_room_for_the_loss_of_the_caller_stays(seed: int) -> None:
-    """Where the backward phase starts, exchanges and leaving out leave as much as the gradients
-    that come in need, unless the schedule that they begin with leaves less."""
-    graph = chain(random.Random(seed), RANGES)
-    tangent_bytes = sum(d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
-    assert tangent_bytes > 0
-    least = thriftiest(graph)
-    low = simulate(graph, least).peak_bytes
-    for budget_bytes in (low, low * 6 // 5, low * 3 // 2):
-        after = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
-        allowed = max(boundary_bytes(graph, least), budget_bytes - tangent_bytes)
-        assert boundary_bytes(graph, after) <= allowed
-        assert boundary_bytes(graph, pruned(graph, least, budget_bytes)) <= allowed
-
-
-def boundary_bytes(graph: CDGraph, schedule: Schedule) -> int:
-    """Alive when the backward phase starts, with the gradients that come in."""
-    tangents = sum(d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
-    return simulate(graph, schedule).saved_bytes + tangents
 
 
 def test_without_time_what_can_be_left_out_is_all_that_goes() -> None:

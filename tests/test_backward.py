@@ -83,6 +83,43 @@ def test_gradients_of_inputs() -> None:
     both(planned, eager, use, "inputs")
 
 
+class Loss(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 32, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x), torch.arange(64) % 32)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_weights_are_gone_when_that_of_an_input_is_made_last(bias: bool) -> None:
+    x = torch.randn(64, 40, requires_grad=True)
+    planned = rockplan.solve(Loss(bias), x, "100%")
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(lambda: planned(x).backward())
+    # A plan counts eight bytes for what the caller may make of a loss.
+    assert 0 <= planned.plan.peak_bytes - peak_bytes <= 8 and left_bytes == 0
+
+
+class Recurrent(nn.Module):
+    """Its operator returns the gradient of both biases as one, by the shape rule, or as two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(24, 48, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.rnn(x)[0]
+        return result
+
+
+def test_results_of_one_operator_that_share_a_storage_by_rule_only() -> None:
+    x = torch.randn(2, 3, 24)
+    planned = rockplan.solve(Recurrent(), x, "100%")
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(lambda: planned(x).sum().backward())
+    assert peak_bytes <= planned.plan.peak_bytes and left_bytes == 0
+
+
 def test_results_that_share_storage_may_not_be_changed_behind_the_plan() -> None:
     torch.manual_seed(0)
     case = Case("net", Net().train(), (torch.randn(32, 16),), {}, mean_square)

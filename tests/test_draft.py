@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rockplan.draft import EMPTY, Change, Draft
+from rockplan.draft import Draft
 from rockplan.errors import IllegalSchedule
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
@@ -45,33 +45,43 @@ def started(graph: CDGraph) -> Draft:
     return Draft(graph, *thriftiest(graph).phases)
 
 
+@pytest.mark.parametrize("slots", [4, 64])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_memory_is_that_of_the_simulator_after_every_change(seed: int) -> None:
+def test_memory_is_that_of_the_simulator_after_every_change(
+    monkeypatch: pytest.MonkeyPatch, seed: int, slots: int
+) -> None:
+    """Few positions: all move apart again and again."""
+    monkeypatch.setattr("rockplan.draft.MOST_SLOTS", slots)
+    monkeypatch.setattr("rockplan.draft.LEAST_SLOTS", slots)
     rng = random.Random(seed)
     graph = draw(rng)
     draft = started(graph)
     check(graph, draft)
     for _ in range(12):
         before, during = draft.orders, draft.during_bytes()
-        done = change(draft, rng)
+        changes = draft.changes
+        change(draft, rng)
         check(graph, draft)
         if rng.random() < 0.5:
-            draft.undo(done)
+            draft.undo(changes)
             assert (draft.orders, draft.during_bytes()) == (before, during)
 
 
-def change(draft: Draft, rng: random.Random) -> list[Change]:
+def change(draft: Draft, rng: random.Random) -> None:
     """Makes a random storage again where it is next read, or leaves something out."""
     reruns = draft.reruns()
     if reruns and rng.random() < 0.5:
-        return draft.leave_out(rng.choice(reruns))
-    positions = [p for p in range(draft.boundary, draft.end) if draft.nodes[p] != EMPTY]
-    gaps = [g for d in draft.may_go for p in positions if (g := draft.gap(d, p))]
-    if not gaps:
-        return []
-    gap = rng.choice(gaps)
-    slot = draft.slot_before(gap.next_read)
-    return [] if slot is None else [draft.insert(slot, draft.producer[gap.data])]
+        draft.leave_out(rng.choice(reruns))
+        return
+    gaps = sorted({g for p in range(draft.boundary, draft.end) for g in gaps_around(draft, p)})
+    if gaps:
+        d, next_read = rng.choice(gaps)
+        draft.insert(draft.slot_before(next_read), draft.producer[d])
+
+
+def gaps_around(draft: Draft, position: int) -> list[tuple[int, int]]:
+    data, next_read = draft.around(position)
+    return list(zip(data.tolist(), next_read.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

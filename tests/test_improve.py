@@ -13,7 +13,7 @@ from rockplan.anneal import fitted
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price
-from rockplan.ilp.moments import Facts, Moments, Program, orders, program, values
+from rockplan.ilp.moments import Facts, Moments, Program, orders_of, program, solution_of
 from rockplan.ilp.refine import looking_closer, refined
 from rockplan.ilp.seeds import seed_orders
 from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
@@ -72,7 +72,7 @@ def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
             option = price(graph, found)
             moments = closest(facts, found, peak_bytes(option) // 2)
             made = program(facts, moments, peak_bytes(option))
-            chosen = values(made, found)
+            chosen = solution_of(made, found)
             assert set(chosen) == set(np.flatnonzero(made.linear.integral))
             cost = sum(made.linear.costs[column] * value for column, value in chosen.items())
             assert cost * TIME_UNIT * graph.time_ns <= option.time_ns - graph.time_ns + 1e-3
@@ -101,10 +101,10 @@ def test_a_solution_of_a_schedule_reads_as_the_schedule() -> None:
         ends = frozenset(n.index for n in graph.backward)
         for found in legal_orders(graph):
             made = program(facts, Moments(ends), peak_bytes(price(graph, found)))
-            chosen = values(made, found)
+            chosen = solution_of(made, found)
             solution = np.zeros(len(made.linear.costs))
             solution[list(chosen)] = list(chosen.values())
-            again = orders(made, solution)
+            again = orders_of(made, solution)
             verify(graph, with_frees(graph, again.forward, again.backward))
             assert price(graph, again).time_ns <= price(graph, found).time_ns
             same += again == found
@@ -116,7 +116,7 @@ def test_whatever_the_values_are_their_order_is_legal() -> None:
         graph = draw(seed)
         rng = np.random.default_rng(seed)
         made = program(Facts(graph), Moments(frozenset({len(graph.nodes) - 1})), 100)
-        found = orders(made, rng.random(len(made.linear.costs)))
+        found = orders_of(made, rng.random(len(made.linear.costs)))
         verify(graph, with_frees(graph, found.forward, found.backward))
 
 

@@ -176,11 +176,12 @@ class _Emitter:
 
     def _merged_slices(self) -> list[tuple[int, int]]:
         """Slices, where the last one hands something over: what follows the last gradient
-        belongs to it."""
+        belongs to it. Gradients that are held, as those of inputs are, go with the last."""
         slices = list(self._slices())
         first, last = slices[-1]
         hands = any(self._is_handed(e) for e in self._schedule.events[first:last])
-        if not hands and len(slices) > 1:
+        held = {self._graph.values[g].data for _, g in self._unhanded} - self._handed_data
+        if not (hands or held) and len(slices) > 1:
             slices[-2:] = [(slices[-2][0], last)]
         return slices
 

@@ -65,6 +65,7 @@ def graph_digest(graph: CDGraph) -> str:
             [_program(n) for n in graph.nodes],
             [_value(v) for v in graph.values],
             [list(graph.outputs), list(graph.held), list(graph.handed), list(graph.dropped)],
+            list(graph.eager_order),
         ]
     )
 

@@ -33,6 +33,7 @@ from rockplan.graph import (
 from rockplan.graph_builder.capture import Capture
 from rockplan.graph_builder.operators import unread_statistics, without_statistics
 from rockplan.graph_builder.record import RecordedCall
+from rockplan.graph_builder.reorder import reordered
 from rockplan.graph_builder.takeover import with_takeovers
 from rockplan.interface import Interface
 
@@ -74,7 +75,7 @@ def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
     live = _live_calls(capture, storages, views, gradients)
     units = _units(capture, storages, live)
     lowered = _assemble(capture, storages, views, gradients, units, rng_state_bytes)
-    return replace(lowered, graph=with_takeovers(lowered.graph))
+    return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
 
 
 Gradients = tuple[tuple[int, tuple[int, ...]], ...]
@@ -544,7 +545,7 @@ def _node(
 
 def _title(names: Sequence[str]) -> str:
     """The first of the calls' names that is not an allocation: 'bernoulli_0' says what fills the
-    storage that 'empty_like_0' makes."""
+    storage that 'empty_strided_0' makes."""
     return next((name for name in names if "empty" not in name), names[0])
 
 

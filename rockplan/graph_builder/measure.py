@@ -91,13 +91,13 @@ def call_key(graph: CDGraph, call: Call) -> str:
 
     def described(argument: object) -> object:
         if isinstance(argument, ValueRef):
-            return replace(graph.values[argument.index].spec, offset=0)
+            return canonical_literal(replace(graph.values[argument.index].spec, offset=0))
         if isinstance(argument, tuple | list):
-            return tuple(described(item) for item in argument)
-        return argument
+            return ["sequence", [described(item) for item in argument]]
+        return canonical_literal(argument)
 
-    arguments = [[name, canonical_literal(described(value))] for name, value in call.kwargs]
-    return digest([call.op, canonical_literal(described(call.args)), arguments])
+    arguments = [[name, described(value)] for name, value in call.kwargs]
+    return digest([call.op, described(call.args), arguments])
 
 
 def measure(
@@ -268,7 +268,9 @@ def _step(graph: CDGraph, call: Call, costs: Mapping[str, OpCost]) -> _Step:
         if value is None:
             unnamed_bytes += size_bytes
         elif size_bytes:
-            made[graph.values[value].data] = size_bytes
+            # Results that share a storage by the shape rule may have one each.
+            data = graph.values[value].data
+            made[data] = made.get(data, 0) + size_bytes
     named = (ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs])))
     results = (v for v in call.results if v is not None)
     touched = frozenset(graph.values[v].data for v in (*named, *results))
@@ -292,6 +294,7 @@ def _replay(node: ComputeNode, steps: list[_Step]) -> int:
 # Execution
 
 
+@paused_collection()
 def _unique_calls(graph: CDGraph) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for node in graph.nodes:

@@ -177,6 +177,46 @@ def unread_statistics(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
     return (_BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED[name])[:2]
 
 
+# Operators that look at the shape and dtype of their first argument alone: what makes the same
+# without it, and the position of what they fill it with.
+_SAME_WITHOUT_ARGUMENT: dict[str, tuple[str, int | None]] = {
+    "aten.zeros_like.default": ("aten.zeros.default", None),
+    "aten.ones_like.default": ("aten.ones.default", None),
+    "aten.full_like.default": ("aten.full.default", 1),
+    "aten.rand_like.default": ("aten.rand.default", None),
+    "aten.randn_like.default": ("aten.randn.default", None),
+    "aten.new_zeros.default": ("aten.zeros.default", None),
+    "aten.new_ones.default": ("aten.ones.default", None),
+    "aten.new_full.default": ("aten.full.default", 2),
+}
+_EMPTY = frozenset(
+    {"aten.empty_like.default", "aten.new_empty.default", "aten.new_empty_strided.default"}
+)
+
+
+def without_argument(
+    operator: OpOverload, args: tuple[Any, ...], result: Any
+) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
+    """(operator, args, kwargs) that make the same as a call that reads no element of its argument,
+    without it: a dropout mask need not wait for what it masks, nor have it made again.
+
+    None for other calls, and where the new tensor has strides that only `empty` can be given.
+    """
+    name = operator_name(operator)
+    if name not in _EMPTY and name not in _SAME_WITHOUT_ARGUMENT:
+        return None
+    shape, strides = tuple(result.shape), result.stride()
+    kind = {"dtype": result.dtype, "device": result.device}
+    if name in _EMPTY:
+        return torch.ops.aten.empty_strided.default, (shape, strides), kind
+    if strides != make_contiguous_strides_for(shape):
+        return None
+    same, fill = _SAME_WITHOUT_ARGUMENT[name]
+    if fill is None:
+        return resolve(same), (shape,), kind
+    return (resolve(same), (shape, args[fill]), kind) if len(args) > fill else None
+
+
 @functools.cache
 def follows_shapes(operator: OpOverload) -> bool:
     """True if the shape rule of the operator looks at nothing but shapes, strides, dtypes, devices

@@ -179,6 +179,9 @@ class Recorder(TorchDispatchMode):
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in _result_leaves(result)
         )
+        alone = operators.without_argument(func, args, result)
+        if alone is not None:
+            call, reads = self._call(*alone, ()), ()
         call = Call(call.op, call.args, call.kwargs, results)
         random = operators.is_random(func, args, kwargs)
         self.calls.append(RecordedCall(call, self.phase, reads, writes, random, module, source))

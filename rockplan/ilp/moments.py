@@ -3,7 +3,7 @@
 takes: a CDGraph, Moments, a budget. returns: Program. guarantees: whatever order `verify` accepts
 and `simulate` finds within the budget, if it executes every node for the first time in the order of
 the graph, is a solution that costs what its re-executions take: the optimum is a lower bound, and a
-solution whose schedule (`orders`) keeps the budget is optimal.
+solution whose schedule (`orders_of`) keeps the budget is optimal.
 
 Moments are first executions of backward nodes. In the interval up to a moment, what is read for the
 first time is alive from before, or made again, or made for the first time; what is made again needs
@@ -339,9 +339,9 @@ class _Rows:
         return found
 
 
-def orders(found: Program, values: NDArray[np.float64]) -> Orders:
+def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
     """The order that a solution stands for: what it does not keep runs again when it is read next,
-    with what that needs. Legal whatever the values are."""
+    with what that needs. Legal whatever the solution is."""
     facts = found.facts
     nodes, producer = facts.graph.nodes, facts.producer
     backward: list[int] = []
@@ -354,7 +354,9 @@ def orders(found: Program, values: NDArray[np.float64]) -> Orders:
         there.difference_update(
             d
             for d in part.wanted
-            if (s, d) in found.keep and values[found.keep[s, d]] < 0.5 and facts.again[producer[d]]
+            if (s, d) in found.keep
+            and solution[found.keep[s, d]] < 0.5
+            and facts.again[producer[d]]
         )
         for index in range(part.first, part.node + 1):
             again: set[int] = set()
@@ -371,7 +373,7 @@ def orders(found: Program, values: NDArray[np.float64]) -> Orders:
     return Orders(*without_idle(facts.graph, forward, backward))
 
 
-def values(found: Program, schedule: Orders) -> dict[int, float]:
+def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
     """Integer columns as a schedule has them."""
     columns = {*found.keep.values(), *(c for runs in found.reruns for c in runs.values())}
     chosen = dict.fromkeys(columns, 0.0)

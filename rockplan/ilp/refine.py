@@ -10,13 +10,13 @@ simulated, and where it needs most above the budget there is a moment in the nex
 relaxations, until no first execution exceeds the budget, then of integer programs, where crowded
 re-executions count as well. A solution whose schedule keeps the budget ends it: nothing is faster.
 
-Few moments suffice, four to eight here. Bound over one execution of every node (roofline prices),
-against moments in equal parts of the backward phase without the rows of spans, integer programs for
-40 s in both: 2 layers of GPT-2 at 34 % of keep-all's peak +22.3 instead of +17.2 %, with fused
-attention at 35 % +24.8 instead of +18.0 %, Llama at 34 % +20.1 instead of +16.2 %, 2+2 layers of T5
-at 24 % +25.8 instead of +22.6 %, ResNet-18 at 48 % +17.3 instead of +15.7 %. Relaxations alone:
-+21.7, +22.7, +18.4, +25.6 and +15.7 % in 0.2 to 0.6 s; 12 layers of GPT-2 at 30 % +21.2 % in 0.4 s,
-where the other had +11.1 % after 2 and +16.4 % after 20 s.
+Few moments suffice, four to eight here. Bound over one execution of every node (roofline prices,
+operations in eager's order), against moments in equal parts of the backward phase without the rows
+of spans, integer programs for 40 s in both: 2 layers of GPT-2 at 34 % of keep-all's peak +22.3
+instead of +17.2 %, with fused attention at 35 % +24.8 instead of +18.0 %, Llama at 34 % +20.1
+instead of +16.2 %, 2+2 layers of T5 at 24 % +25.8 instead of +22.6 %, ResNet-18 at 48 % +17.3
+instead of +15.7 %. Relaxations alone: +21.7, +22.7, +18.4, +25.6 and +15.7 % in 0.2 to 0.6 s; 12
+layers of GPT-2 at 30 % +21.2 % in 0.4 s, where the other had +11.1 % after 2, +16.4 % after 20 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from dataclasses import dataclass
 
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, proven_ns
-from rockplan.ilp.moments import PEAK_UNITS, Facts, Moments, Program, orders, peak_program, program
+from rockplan.ilp.moments import (
+    PEAK_UNITS,
+    Facts,
+    Moments,
+    Program,
+    orders_of,
+    peak_program,
+    program,
+)
 from rockplan.ilp.solve import TIME_UNIT, SolveReport, SolverStatus, solve
 from rockplan.schedule import Compute, keep_all, with_frees
 from rockplan.simulate import simulate, timeline
@@ -62,7 +70,7 @@ class Refined:
     @property
     def orders(self) -> Orders | None:
         """Near a fast schedule within the budget, though it may need more."""
-        return None if self.relaxed.values is None else orders(self.program, self.relaxed.values)
+        return None if self.relaxed.values is None else orders_of(self.program, self.relaxed.values)
 
     @property
     def bound_ns(self) -> int:
@@ -70,7 +78,8 @@ class Refined:
 
 
 def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | None:
-    """None if nothing need be made again, or nothing can. deadline: as of time.monotonic."""
+    """None if nothing need be made again, nothing can, or there was no time. deadline: as of
+    time.monotonic."""
     facts = Facts(graph)
     moments = _first(graph)
     best: Refined | None = None
@@ -109,7 +118,7 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
         bound = max(bound, report.bound)
         if report.status is not SolverStatus.OPTIMAL or report.values is None:
             break
-        found = orders(made, report.values)
+        found = orders_of(made, report.values)
         closer = looking_closer(made, moments, found, start.budget_bytes, at_reruns=True)
         if closer is None:
             break
@@ -148,7 +157,7 @@ def peak_lower_bound_bytes(graph: CDGraph, *, time_limit_s: float) -> int:
         best_bytes = max(best_bytes, least_bytes)
         if len(made.linear.costs) > COLUMNS:
             break
-        found = orders(made, report.values)
+        found = orders_of(made, report.values)
         moments = looking_closer(made, moments, found, best_bytes, at_reruns=False)
     return best_bytes
 

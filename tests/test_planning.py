@@ -1,0 +1,124 @@
+"""From a priced graph to a certified plan: what ends the search, and what the plan then says."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rockplan
+from benchmarks.models import mlp
+from benchmarks.priced import prepared
+from rockplan import Options, planning
+from rockplan.anneal import fitted
+from rockplan.block import OptionFamily
+from rockplan.budget import parse_budget
+from rockplan.constraints import with_room_for_loss
+from rockplan.graph import CDGraph, as_eager, caller_bytes
+from rockplan.ilp import corners
+from rockplan.ilp.refine import refined
+from rockplan.plan import Plan, Status
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
+from tests.graphs import random_graph
+
+NO_CACHE = Options(cache=False, time_limit_s=600)
+"""No time limit strikes, however slow the machine is."""
+
+
+@pytest.fixture(scope="module")
+def problem() -> planning.Problem:
+    return prepared("gpt2-sdpa", NO_CACHE)
+
+
+def plan(problem: planning.Problem, options: Options = NO_CACHE) -> Plan:
+    return planning.plan_anew(problem, parse_budget("60%"), options)
+
+
+def forbid_nearness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "NEAR", -1.0)
+
+
+def test_what_the_relaxation_proves_near_needs_no_options_of_blocks(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object, **__: object) -> tuple[OptionFamily, ...]:
+        raise AssertionError("blocks are solved")
+
+    monkeypatch.setattr(planning, "option_families", unwanted)
+    found = plan(problem)
+    gap_ns = found.certificate.objective_ns - found.certificate.bound_ns
+    assert 0 <= gap_ns <= planning.NEAR * problem.graph.time_ns < found.time_ns
+    assert found.certificate.status is not Status.TIME_LIMIT
+    forbid_nearness(monkeypatch)
+    with pytest.raises(AssertionError, match="blocks are solved"):
+        plan(problem)
+
+
+def test_the_blocks_lead_to_a_plan_that_is_not_slower(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = plan(problem)
+    forbid_nearness(monkeypatch)
+    searched = plan(problem)
+    assert searched.certificate.bound_ns <= searched.time_ns <= near.time_ns
+    assert searched.certificate.status is not Status.TIME_LIMIT
+
+
+def test_a_gap_that_is_unknown_is_not_a_time_limit(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs too large for the solver leave a block's gap unknown, however much time there is."""
+    forbid_nearness(monkeypatch)
+    monkeypatch.setattr(corners, "MAX_ENTRIES", 10)
+    assert plan(problem).certificate.status is Status.FEASIBLE
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 0.05, 0.5])
+def test_when_time_is_up_there_is_a_plan_that_says_so(
+    problem: planning.Problem, time_limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_nearness(monkeypatch)
+    options = Options(cache=False, time_limit_s=time_limit_s)
+    found = plan(problem, options)
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.certificate.status is Status.TIME_LIMIT
+    assert found.certificate.bound_ns < found.time_ns
+
+
+@pytest.mark.parametrize("budget", ["35%", "50%", "80%", "95%"])
+def test_the_callers_loss_has_room(budget: str) -> None:
+    torch.manual_seed(0)
+    case = mlp(depth=8)
+    made = rockplan.plan(case.model, case.args, budget, options=NO_CACHE)
+    assert caller_bytes(made.graph) >= 4 * case.model(*case.args).nbytes
+    assert made.saved_bytes + caller_bytes(made.graph) <= made.budget_bytes
+
+
+def test_keeping_everything_needs_no_more_than_eager_for_room() -> None:
+    for seed in range(200):
+        graph = random_graph(random.Random(seed), 6)
+        eager = as_eager(graph)
+        most_bytes = simulate(eager, keep_all(eager)).peak_bytes
+        roomy = with_room_for_loss(graph, most_bytes)
+        assert simulate(roomy, keep_all(roomy)).peak_bytes <= most_bytes
+        last = len(graph.forward) - 1
+        assert without_workspace(roomy, last) == without_workspace(graph, last)
+
+
+def without_workspace(graph: CDGraph, node: int) -> CDGraph:
+    nodes = (replace(n, workspace_bytes=0) if n.index == node else n for n in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def test_room_is_not_made_after_the_deadline(problem: planning.Problem) -> None:
+    graph = problem.constrained
+    budget_bytes = plan(problem).budget_bytes
+    relaxed = refined(graph, budget_bytes, deadline=time.monotonic() + 60)
+    assert relaxed is not None and relaxed.orders is not None
+    forward, backward = relaxed.orders.forward, relaxed.orders.backward
+    assert fitted(graph, forward, backward, budget_bytes) is not None
+    assert fitted(graph, forward, backward, budget_bytes, deadline=time.monotonic()) is None
