@@ -7,14 +7,13 @@ phase runs every node for the first time in order; the same on every run: effort
 seconds.
 source: DTR (Kirisame et al., ICLR 2021) with the future known: its score, what it costs to make a
 storage again over its size and the time it was not used, has here the time until it is read next,
-as in Belady's rule.
+as in Belady's rule. What a node lacks is made in the order of Sethi and Ullman (JACM 1970), what
+takes most memory beyond its own size first; what the node has already may go meanwhile.
 
 Backward nodes run again as forward ones do, which the stage formulation does not allow; where
-memory is shortest this is what fits. Least peaks, as shares of the least of a chain (roofline
-prices, every result in a storage of its own): ResNet-18 .987 and UNet with 4 skips .866, which
-nothing goes below, 2 layers of GPT-2 .943 and, with fused attention, .852, DenseNet .885, but BERT
-1.03; in 0.3 to 1.2 s each. Integer programs that minimise the peak found .987 (ResNet-18), .972
-and 1.000 (GPT-2) in minutes.
+memory is shortest this is what fits. The order decides: with the most expensive or the first one
+first, and what a node has kept meanwhile, least peaks were (of `benchmarks.priced`, MiB) 32.0 for
+GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00 (`peak_bound`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rockplan.schedule import Schedule, keep_all, with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
 
-STEP = 0.005
+STEP = 0.003
 """Of the least peak: how finely it is searched."""
 
 EXECUTIONS = 8
@@ -38,12 +37,14 @@ EXECUTIONS = 8
 DEPTH = 200
 """Nodes that may wait for one another; an attempt with more fails."""
 
-LEAST_EFFORT = 800_000
-"""Storages weighed for all attempts to find the least peak: 8 s. On 2 layers of a transformer one
-attempt weighs 20,000, on 2+2 layers of T5 50,000."""
+LEAST_EFFORT, ATTEMPTS = 1_500_000, 10
+"""Storages weighed for all attempts to find the least peak, a few seconds, and the share of one: on
+2 layers of a transformer it weighs 2,000 to 10,000, on 2+2 layers of T5 20,000 to 60,000."""
 
 EFFORT = 200_000
 """The same for one budget."""
+
+NEVER = float("inf")
 
 FAR = 1_000_000
 """Positions until a storage is read that no later node reads: it may serve to make others."""
@@ -55,30 +56,32 @@ class _Rule:
 
     loses_first: before all others goes what cannot be made again and no later node reads (it might
     serve to make others again); else it goes last.
-    dearest_first: of what a node reads and is not there, the most expensive is made first; else
-    the one that was made first.
     """
 
     cost_power: float
     distance_power: float
     loses_first: bool
-    dearest_first: bool
 
 
 RULES = (
-    _Rule(1.0, 1.0, True, True),
-    _Rule(1.0, 0.5, True, True),
-    _Rule(0.5, 1.0, True, False),
-    _Rule(2.0, 1.0, True, True),
-    _Rule(1.0, 1.0, False, False),
-    _Rule(1.0, 0.5, False, True),
+    _Rule(0.5, 0.5, True),
+    _Rule(1.0, 1.0, True),
+    _Rule(1.0, 0.5, True),
+    _Rule(0.5, 1.0, True),
+    _Rule(2.0, 1.0, True),
+    _Rule(1.0, 1.0, False),
+    _Rule(2.0, 1.0, False),
 )
-"""None is best everywhere. For its least peak GPT-2 with fused attention needs one that is not
-dearest_first (else 5 % more), Llama one that is (3 %), ResNet-18 one that is not loses_first."""
+"""None is best everywhere. For its least peak ResNet-18 needs one that is not loses_first, T5 the
+first."""
 
 
 class _Failed(Exception):
-    """An attempt does not fit; seen by this module only."""
+    """What was tried does not fit; seen by this module only."""
+
+
+class _GaveUp(Exception):
+    """An attempt takes too much; seen by this module only."""
 
 
 @dataclass
@@ -87,9 +90,10 @@ class _Effort:
 
     left: int
 
-    @property
-    def is_spent(self) -> bool:
-        return self.left <= 0
+    def spend(self, weighed: int) -> None:
+        self.left -= weighed
+        if self.left <= 0:
+            raise _GaveUp
 
 
 def thriftiest(graph: CDGraph) -> Schedule:
@@ -113,19 +117,18 @@ def _is_better(a: Simulation, b: Simulation) -> bool:
 
 
 def _thriftiest_by(graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort) -> Schedule:
-    """Bisection below the peak of `best`; a rule that does not gain one step is not asked again."""
-    most_bytes = simulate(graph, best).peak_bytes
-    low, high = _floor_bytes(graph) - 1, most_bytes
-    budget_bytes = min(int(most_bytes * (1 - STEP)), most_bytes - 1)
-    while high - low > max(most_bytes * STEP, 1):
-        found = _attempt(graph, budget_bytes, rule, effort)
-        if found is not None:
-            best, high = found, simulate(graph, found).peak_bytes
-        elif high == most_bytes:
-            break
+    """Smaller and smaller peaks, by steps that double when there is one and halve when not."""
+    step = STEP
+    while step >= STEP and effort.left > 0:
+        most_bytes = simulate(graph, best).peak_bytes
+        attempt = _Effort(min(effort.left, LEAST_EFFORT // ATTEMPTS))
+        effort.left -= attempt.left
+        found = _attempt(graph, int(most_bytes * (1 - step)), rule, attempt)
+        effort.left += max(attempt.left, 0)
+        if found is None:
+            step /= 2
         else:
-            low = budget_bytes
-        budget_bytes = (low + high) // 2
+            best, step = found, min(2 * step, 0.5)
     return best
 
 
@@ -137,33 +140,16 @@ def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
     return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns, default=None)
 
 
-def _floor_bytes(graph: CDGraph) -> int:
-    """No schedule needs less: what a node reads and makes is alive with its workspace, save a
-    result that takes over a storage that it reads."""
-    sizes = _sizes(graph)
-    return max(
-        (
-            n.workspace_bytes
-            + sum(sizes[d] for d in {*n.reads, *n.writes})
-            - max((sizes[d] for d in n.takes), default=0)
-            for n in graph.nodes
-        ),
-        default=0,
-    )
-
-
 def _sizes(graph: CDGraph) -> list[int]:
     return [0 if d.kind.resident else d.size_bytes for d in graph.data]
 
 
 def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) -> Schedule | None:
     """A schedule within the budget by `rule`, if it leads to one."""
-    if effort.is_spent:
-        return None
     run = _Run(graph, budget_bytes, rule, effort)
     try:
         run.execute_all()
-    except _Failed:
+    except (_Failed, _GaveUp):
         return None
     schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
     if simulate(graph, schedule).peak_bytes > budget_bytes:
@@ -197,6 +183,14 @@ class _Run:
         self.may_run_again = [
             n.recomputable and self.handed.isdisjoint(n.writes) for n in graph.nodes
         ]
+        # Of each node: what it reads that can go, and the bytes that it takes beside that.
+        self.inputs = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
+        self.beside_bytes = [
+            n.workspace_bytes + sum(self.sizes[d] for d in n.writes) for n in graph.nodes
+        ]
+        self.taken_bytes = [max((self.sizes[d] for d in n.takes), default=0) for n in graph.nodes]
+        # Of each storage: the node that makes it again, None if none does.
+        self.maker = [self._again(d.index) for d in graph.data]
         self.stay = frozenset(graph.held)
         self.outputs = frozenset(graph.outputs)
 
@@ -212,15 +206,6 @@ class _Run:
                 if d not in self.stay and self._next_use(d) is None:
                     self._remove(d)
 
-    def _take_over(self, node: ComputeNode) -> None:
-        """Drops an operand whose storage the result may take, though it might serve to make
-        others again."""
-        for d in node.takes:
-            later = (u for u in self.readers[d] if u >= self.position and u != node.index)
-            if self.locks[d] == 1 and next(later, None) is None:
-                self._remove(d)
-                return
-
     def _start_backward(self) -> None:
         for d in self.graph.dropped:
             self._remove(d)
@@ -232,33 +217,95 @@ class _Run:
     def _execute(self, index: int, depth: int) -> None:
         """Run a node, and first what it reads and is not there."""
         node = self.graph.nodes[index]
-        reads = [d for d in node.reads if not self.graph.data[d].kind.resident]
-        self.locks.update(reads)
-        order = self.forward if self.position < self.n_forward else self.backward
-        for d in self._in_order([d for d in reads if d not in self.alive]):
-            if d not in self.alive:
-                again = self.producer.get(d)
-                limit = EXECUTIONS * len(self.graph.nodes)
-                if again is None or not self.may_run_again[again]:
-                    raise _Failed
-                if depth >= DEPTH or len(order) >= limit:
-                    raise _Failed
-                self._execute(again, depth + 1)
-        needed_bytes = node.workspace_bytes + sum(self.sizes[d] for d in node.writes)
-        if self.live_bytes + needed_bytes > self.budget_bytes:
-            self._take_over(node)
-        self._make_room(needed_bytes)
-        order.append(index)
+        mine: list[int] = []
+        try:
+            self._collect(node, mine, depth)
+            self._make_room_for(node)
+        finally:
+            self.locks.subtract(mine)
+        self._order.append(index)
         for d in node.writes:
             self._add(d)
-        self.locks.subtract(reads)
 
-    def _in_order(self, missing: Sequence[int]) -> Sequence[int]:
-        """What a node lacks, in the order in which to make it."""
-        if not self.rule.dearest_first:
-            return missing
+    def _collect(self, node: ComputeNode, mine: list[int], depth: int) -> None:
+        """All that the node reads is there, and locked as `mine`. What takes most memory beyond its
+        own is made first, when the least is locked (Sethi and Ullman 1970); if that was wrong, it
+        is made before all others once more."""
+        reads = self.inputs[node.index]
+        tried: set[int] = set()
+        while missing := [d for d in reads if d not in self.alive]:
+            d = self._most_needed(missing)
+            try:
+                self._make(d, depth)
+            except _Failed:
+                if not mine or d in tried:
+                    raise
+                tried.add(d)
+                self.locks.subtract(mine)
+                mine.clear()
+                continue
+            mine.append(d)
+            self.locks[d] += 1
+        others = [d for d in reads if d not in mine]
+        self.locks.update(others)
+        mine += others
+
+    def _most_needed(self, missing: Sequence[int]) -> int:
         known: dict[int, float] = {}
-        return sorted(missing, key=lambda d: (-self._cost(d, known), d))
+        best = min(missing, key=lambda d: (self.sizes[d] - self._needed_bytes(d, known), d))
+        self.effort.spend(len(known))
+        return best
+
+    def _make(self, d: int, depth: int) -> None:
+        maker = self.maker[d]
+        if maker is None:
+            raise _Failed
+        if depth >= DEPTH or len(self._order) >= EXECUTIONS * len(self.graph.nodes):
+            raise _GaveUp
+        self._execute(maker, depth + 1)
+
+    @property
+    def _order(self) -> list[int]:
+        return self.forward if self.position < self.n_forward else self.backward
+
+    def _needed_bytes(self, d: int, known: dict[int, float]) -> float:
+        """Bytes beside what is alive that it takes to make `d`, if nothing of that goes, and what
+        two others need is made twice; NEVER if it cannot be made."""
+        if d in known:
+            return known[d]
+        maker = self.maker[d]
+        if maker is None:
+            return NEVER
+        missing = [r for r in self.inputs[maker] if r not in self.alive]
+        most: float = 0
+        held_bytes = 0
+        for less, r in sorted((self.sizes[r] - self._needed_bytes(r, known), r) for r in missing):
+            most = max(most, held_bytes + self.sizes[r] - less)
+            held_bytes += self.sizes[r]
+        most = max(most, held_bytes + self.beside_bytes[maker] - self.taken_bytes[maker])
+        known[d] = most
+        return most
+
+    def _make_room_for(self, node: ComputeNode) -> None:
+        """For what the node makes, if need be in the storage of an operand, which may have to be
+        made again then."""
+        needed_bytes = self.beside_bytes[node.index]
+        free = [d for d in node.takes if self.locks[d] == 1 and d not in self.stay]
+        taken: list[int] = []
+        if self.live_bytes + needed_bytes > self.budget_bytes:
+            taken = [d for d in free if self._is_read_last(d, node)][:1]
+            self._drop(taken, needed_bytes)
+        try:
+            self._make_room(needed_bytes)
+        except _Failed:
+            if taken or self.position < self.n_forward:
+                raise
+            self._drop([d for d in free if self.maker[d] is not None][:1], needed_bytes)
+            self._make_room(needed_bytes)
+
+    def _is_read_last(self, d: int, node: ComputeNode) -> bool:
+        """It is not read later, though it might serve to make others again."""
+        return all(u < self.position or u == node.index for u in self.readers[d])
 
     def _add(self, d: int) -> None:
         if d not in self.alive:
@@ -275,18 +322,20 @@ class _Run:
         if self.live_bytes + needed_bytes <= self.budget_bytes:
             return
         candidates = list(self._candidates())
-        self.effort.left -= len(candidates)
-        if self.effort.is_spent:
-            raise _Failed
+        self.effort.spend(len(candidates))
         lost = [d for d, use in candidates if use is None and self._is_last(d)]
         if self.rule.loses_first:
             self._drop(lost, needed_bytes)
-        known: dict[int, float] = {}
-        scores = [(self._score(d, use, known), d) for d, use in candidates if d in self.alive]
-        self._drop([d for score, d in sorted(scores) if score < float("inf")], needed_bytes)
+        self._drop(self._scored(candidates), needed_bytes)
         self._drop(lost, needed_bytes)
         if self.live_bytes + needed_bytes > self.budget_bytes:
             raise _Failed
+
+    def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
+        """Those that can be made again, in the order in which they go."""
+        known: dict[int, float] = {}
+        scores = [(self._score(d, use, known), d) for d, use in candidates if d in self.alive]
+        return [d for score, d in sorted(scores) if score < NEVER]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
         """The first of `data`, as many as must go."""
@@ -314,28 +363,28 @@ class _Run:
 
     def _is_last(self, d: int) -> bool:
         """Once it is gone it cannot be made again, as things are."""
-        return self._cost_of_producer(d, {}) == float("inf")
+        return self._cost(d, {}) == NEVER
 
-    def _can_return(self, d: int) -> bool:
-        made_by = self.producer.get(d)
-        return made_by is not None and self.may_run_again[made_by]
+    def _again(self, d: int) -> int | None:
+        maker = self.producer.get(d)
+        return maker if maker is not None and self.may_run_again[maker] else None
 
     def _score(self, d: int, use: int | None, known: dict[int, float]) -> float:
-        cost = self._cost_of_producer(d, known)
+        cost = self._cost(d, known)
         distance = FAR if use is None else use - self.position + 1
         weight = self.sizes[d] * distance**self.rule.distance_power
         return float(cost**self.rule.cost_power / weight)
 
     def _cost(self, d: int, known: dict[int, float]) -> float:
-        """Nanoseconds to have `d`; a storage that two others need counts twice."""
-        if d in self.alive or self.graph.data[d].kind.resident:
-            return 0.0
-        if d not in known:
-            known[d] = self._cost_of_producer(d, known)
-        return known[d]
-
-    def _cost_of_producer(self, d: int, known: dict[int, float]) -> float:
-        if not self._can_return(d):
-            return float("inf")
-        node = self.graph.nodes[self.producer[d]]
-        return 1.0 + node.time_ns + sum(self._cost(r, known) for r in node.reads)
+        """Nanoseconds to make `d`; a storage that two others need counts twice."""
+        if d in known:
+            return known[d]
+        maker = self.maker[d]
+        if maker is None:
+            return NEVER
+        cost = 1.0 + self.graph.nodes[maker].time_ns
+        for r in self.inputs[maker]:
+            if r not in self.alive:
+                cost += self._cost(r, known)
+        known[d] = cost
+        return cost

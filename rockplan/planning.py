@@ -121,7 +121,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     graph = problem.constrained
     families = _families(problem.blocks, _cache(options), options, options.time_limit_s)
     solver = ChainSolver(graph, problem.blocks, families)
-    smallest = _smallest(graph, solver)
+    smallest = _smallest(graph, solver, time.monotonic() + options.time_limit_s * SHARE)
     minimum_bytes = simulate(graph, smallest).peak_bytes
     first = simulate(graph, _starts(graph, solver, smallest, minimum_bytes)[0])
     # No smaller budget is accepted, even if this needs a little less.
@@ -273,7 +273,7 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
             return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
     blocks_s = (deadline - time.monotonic()) * SHARE
     families = _families(problem.blocks, _cache(options), options, blocks_s)
-    budget_bytes, starts = _within(problem, families, budget_bytes, options)
+    budget_bytes, starts = _within(problem, families, budget_bytes, options, deadline)
     if relaxed is None:
         relaxed, near = _relaxed(graph, budget_bytes, deadline)
     starts += [] if near is None else [near]
@@ -307,16 +307,24 @@ def _relaxed(
     fitting_until: room is made until then, where that is later than the deadline of the rest: with
     nothing that fits, blocks are left, which take longer on large graphs and lead less far.
     """
-    relaxed = refined(graph, budget_bytes, deadline=deadline)
-    orders = None if relaxed is None else relaxed.orders
-    if relaxed is None or orders is None:
-        return relaxed, None
     latest = deadline if fitting_until is None else fitting_until
-    near = fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
-    if near is not None and (_is_small(graph) or not _is_proven(relaxed, near, NEAR_IF_LARGE)):
+    relaxed, near = _fitted(graph, budget_bytes, deadline, latest)
+    if relaxed is None or near is None:
+        return relaxed, near
+    if _is_small(graph) or not _is_proven(relaxed, near, NEAR_IF_LARGE):
         near = annealed(graph, near, budget_bytes, deadline=deadline)
         near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
+
+
+def _fitted(
+    graph: CDGraph, budget_bytes: int, deadline: float, latest: float
+) -> tuple[Refined | None, Schedule | None]:
+    relaxed = refined(graph, budget_bytes, deadline=deadline)
+    orders = None if relaxed is None else relaxed.orders
+    if orders is None:
+        return relaxed, None
+    return relaxed, fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
 
 
 def _is_accepted(relaxed: Refined | None, near: Schedule) -> bool:
@@ -341,6 +349,7 @@ def _within(
     families: list[OptionFamily],
     budget_bytes: int | None,
     options: Options,
+    deadline: float,
 ) -> tuple[int, list[Schedule]]:
     """The budget, None for the smallest, in bytes, and schedules to improve. Raises
     InfeasibleBudget."""
@@ -349,7 +358,7 @@ def _within(
     solver = ChainSolver(graph, problem.blocks, families)
     smallest = None
     if budget_bytes is None or solver.best_schedule(budget_bytes) is None:
-        smallest = _smallest(graph, solver)
+        smallest = _smallest(graph, solver, deadline)
         minimum_bytes = simulate(graph, smallest).peak_bytes
         budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < minimum_bytes:
@@ -357,7 +366,7 @@ def _within(
     return budget_bytes, _starts(graph, solver, smallest, budget_bytes)
 
 
-def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
+def _smallest(graph: CDGraph, solver: ChainSolver, deadline: float) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget."""
     report("looking for the smallest peak")
     found = eviction.thriftiest(graph)
@@ -365,7 +374,22 @@ def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
         of_chain = solver.best_schedule(solver.minimum_bytes)
         assert of_chain is not None
         found = of_chain
-    found = squeezed(graph, found)
+    found = _squeezed(graph, found)
+    # The relaxation is asked first when a plan is made: what it leads to with less would be
+    # accepted below the smallest budget.
+    less_bytes = 1
+    while less_bytes:
+        asked_bytes = simulate(graph, found).peak_bytes - less_bytes
+        _, near = _fitted(graph, asked_bytes, deadline, deadline)
+        if near is not None:
+            found, less_bytes = _squeezed(graph, near), 2 * less_bytes
+        else:
+            less_bytes = 1 if less_bytes > 1 else 0
+    return found
+
+
+def _squeezed(graph: CDGraph, schedule: Schedule) -> Schedule:
+    found = squeezed(graph, schedule)
     # Leaving something out may lower the peak as well.
     while (shorter := pruned(graph, found, simulate(graph, found).peak_bytes)) != found:
         found = shorter

@@ -58,7 +58,7 @@ def test_the_least_peak_is_often_the_least_there_is() -> None:
         below = Exhaustive(graph, peak_bytes - 1, None, is_free=True, in_order=True)
         exact += below.fastest_ns() is None
         total += 1
-    assert exact >= 0.75 * total
+    assert exact >= 0.95 * total
 
 
 def test_with_enough_memory_nothing_runs_again() -> None:

@@ -15,7 +15,7 @@ from benchmarks.priced import prepared
 from rockplan import Options, planning
 from rockplan.anneal import fitted
 from rockplan.block import OptionFamily
-from rockplan.budget import parse_budget
+from rockplan.budget import Budget, parse_budget
 from rockplan.constraints import with_room_for_loss
 from rockplan.graph import CDGraph, as_eager, caller_bytes
 from rockplan.ilp import corners
@@ -87,6 +87,21 @@ def test_when_time_is_up_there_is_a_plan_that_says_so(
     assert found.peak_bytes <= found.budget_bytes
     assert found.certificate.status is Status.TIME_LIMIT
     assert found.certificate.bound_ns < found.time_ns
+
+
+def test_nothing_below_the_minimum_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the relaxation alone leads to schedules with a small peak."""
+    monkeypatch.setattr(planning.eviction, "thriftiest", keep_all)
+    monkeypatch.setattr(planning, "squeezed", lambda _, schedule: schedule)
+    monkeypatch.setattr(planning, "NEAR", 10.0)
+    made = prepared("densenet", NO_CACHE)
+    with pytest.raises(rockplan.InfeasibleBudget) as caught:
+        planning.plan_anew(made, Budget(size_bytes=1), NO_CACHE)
+    minimum_bytes = caught.value.minimum_bytes
+    found = planning.plan_anew(made, Budget(size_bytes=minimum_bytes), NO_CACHE)
+    assert found.peak_bytes <= minimum_bytes
+    with pytest.raises(rockplan.InfeasibleBudget):
+        planning.plan_anew(made, Budget(size_bytes=minimum_bytes - 1), NO_CACHE)
 
 
 @pytest.mark.parametrize("budget", ["35%", "50%", "80%", "95%"])
