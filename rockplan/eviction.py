@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
@@ -28,18 +28,18 @@ from rockplan.schedule import Schedule, keep_all, with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
 
-STEP = 0.003
-"""Of the least peak: how finely it is searched."""
+STEPS = (0.3, 0.1, 0.05, 0.02, 0.01, 0.006, 0.003)
+"""Of the least peak: how it is searched, and how finely."""
 
 EXECUTIONS = 8
 """An attempt fails once it runs this many times as many nodes as the graph has."""
 
-DEPTH = 200
-"""Nodes that may wait for one another; an attempt with more fails."""
+DEPTH = 600
+"""Storages that have to be made for one another, beyond which an attempt fails."""
 
-LEAST_EFFORT, ATTEMPTS = 1_500_000, 10
-"""Storages weighed for all attempts to find the least peak, a few seconds, and the share of one: on
-2 layers of a transformer it weighs 2,000 to 10,000, on 2+2 layers of T5 20,000 to 60,000."""
+LEAST_EFFORT, ATTEMPTS = 3_000_000, 20
+"""Storages weighed for all attempts to find the least peak, some seconds, and the share of one: on
+2 layers of a transformer it weighs 2,000 to 10,000, on 2+2 layers of T5 20,000 to 120,000."""
 
 EFFORT = 200_000
 """The same for one budget."""
@@ -56,24 +56,27 @@ class _Rule:
 
     loses_first: before all others goes what cannot be made again and no later node reads (it might
     serve to make others again); else it goes last.
+    waits: after all others goes what waiting nodes read; else they count as the next to read it.
     """
 
     cost_power: float
     distance_power: float
     loses_first: bool
+    waits: bool
 
 
 RULES = (
-    _Rule(0.5, 0.5, True),
-    _Rule(1.0, 1.0, True),
-    _Rule(1.0, 0.5, True),
-    _Rule(0.5, 1.0, True),
-    _Rule(2.0, 1.0, True),
-    _Rule(1.0, 1.0, False),
-    _Rule(2.0, 1.0, False),
+    _Rule(0.5, 0.5, True, False),
+    _Rule(1.0, 1.0, True, False),
+    _Rule(1.0, 0.5, True, True),
+    _Rule(0.5, 1.0, True, False),
+    _Rule(2.0, 1.0, True, True),
+    _Rule(1.0, 1.0, False, False),
+    _Rule(2.0, 1.0, False, False),
+    _Rule(1.0, 1.0, True, True),
 )
 """None is best everywhere. For its least peak ResNet-18 needs one that is not loses_first, T5 the
-first."""
+first, 12 layers of GPT-2 one that waits."""
 
 
 class _Failed(Exception):
@@ -117,18 +120,17 @@ def _is_better(a: Simulation, b: Simulation) -> bool:
 
 
 def _thriftiest_by(graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort) -> Schedule:
-    """Smaller and smaller peaks, by steps that double when there is one and halve when not."""
-    step = STEP
-    while step >= STEP and effort.left > 0:
-        most_bytes = simulate(graph, best).peak_bytes
-        attempt = _Effort(min(effort.left, LEAST_EFFORT // ATTEMPTS))
-        effort.left -= attempt.left
-        found = _attempt(graph, int(most_bytes * (1 - step)), rule, attempt)
-        effort.left += max(attempt.left, 0)
-        if found is None:
-            step /= 2
-        else:
-            best, step = found, min(2 * step, 0.5)
+    """Smaller and smaller peaks. Where a small step fails a larger one may not."""
+    for step in STEPS:
+        while effort.left > 0:
+            attempt = _Effort(min(effort.left, LEAST_EFFORT // ATTEMPTS))
+            effort.left -= attempt.left
+            most_bytes = simulate(graph, best).peak_bytes
+            found = _attempt(graph, int(most_bytes * (1 - step)), rule, attempt)
+            effort.left += max(attempt.left, 0)
+            if found is None:
+                break
+            best = found
     return best
 
 
@@ -160,7 +162,9 @@ def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) ->
 
 @dataclass
 class _Run:
-    """One attempt; local to it. locks: storages that running or waiting nodes read."""
+    """One attempt; local to it. locks, waited_for: storages that running or waiting nodes read, and
+    that have to stay, or may go and be made again. first: of what a node reads, made before the
+    rest, since it failed otherwise; tried: all such pairs."""
 
     graph: CDGraph
     budget_bytes: int
@@ -172,6 +176,9 @@ class _Run:
     live_bytes: int = 0
     position: int = 0
     locks: Counter[int] = field(default_factory=Counter)
+    waited_for: Counter[int] = field(default_factory=Counter)
+    first: dict[int, int] = field(default_factory=dict)
+    tried: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -200,7 +207,7 @@ class _Run:
             self.position = node.index
             if node.index == self.n_forward:
                 self._start_backward()
-            self._execute(node.index, 0)
+            self._execute(node.index)
             self.position += 1
             for d in sorted(self.handed.intersection((*node.reads, *node.writes))):
                 if d not in self.stay and self._next_use(d) is None:
@@ -214,38 +221,61 @@ class _Run:
                 self._add(data.index)
         self._make_room(0)
 
-    def _execute(self, index: int, depth: int) -> None:
+    def _execute(self, index: int) -> None:
         """Run a node, and first what it reads and is not there."""
+        waiting = [self._executing(index)]
+        failed: _Failed | None = None
+        while waiting:
+            try:
+                maker = next(waiting[-1]) if failed is None else waiting[-1].throw(failed)
+            except StopIteration:
+                waiting.pop()
+                failed = None
+            except _Failed as error:
+                waiting.pop()
+                failed = error
+            else:
+                waiting.append(self._executing(maker))
+                failed = None
+        if failed is not None:
+            raise failed
+
+    def _executing(self, index: int) -> Generator[int, None, None]:
+        """Yields nodes that have to run before it goes on; each may raise _Failed there."""
         node = self.graph.nodes[index]
         mine: list[int] = []
+        self.waited_for.update(self.inputs[index])
         try:
-            self._collect(node, mine, depth)
+            yield from self._collecting(node, mine)
             self._make_room_for(node)
         finally:
             self.locks.subtract(mine)
+            self.waited_for.subtract(self.inputs[index])
         self._order.append(index)
         for d in node.writes:
             self._add(d)
 
-    def _collect(self, node: ComputeNode, mine: list[int], depth: int) -> None:
+    def _collecting(self, node: ComputeNode, mine: list[int]) -> Generator[int, None, None]:
         """All that the node reads is there, and locked as `mine`. What takes most memory beyond its
-        own is made first, when the least is locked (Sethi and Ullman 1970); if that was wrong, it
-        is made before all others once more."""
+        own is made first, when the least is locked; where that was wrong, the other is from then
+        on."""
         reads = self.inputs[node.index]
-        tried: set[int] = set()
         while missing := [d for d in reads if d not in self.alive]:
-            d = self._most_needed(missing)
+            d = self.first.get(node.index, -1)
+            if d not in missing:
+                d = self._most_needed(missing)
             try:
-                self._make(d, depth)
+                yield self._maker_of(d)
             except _Failed:
-                if not mine or d in tried:
+                if not mine or (node.index, d) in self.tried:
                     raise
-                tried.add(d)
+                self.tried.add((node.index, d))
+                self.first[node.index] = d
                 self.locks.subtract(mine)
                 mine.clear()
-                continue
-            mine.append(d)
-            self.locks[d] += 1
+            else:
+                mine.append(d)
+                self.locks[d] += 1
         others = [d for d in reads if d not in mine]
         self.locks.update(others)
         mine += others
@@ -256,19 +286,19 @@ class _Run:
         self.effort.spend(len(known))
         return best
 
-    def _make(self, d: int, depth: int) -> None:
+    def _maker_of(self, d: int) -> int:
         maker = self.maker[d]
         if maker is None:
             raise _Failed
-        if depth >= DEPTH or len(self._order) >= EXECUTIONS * len(self.graph.nodes):
+        if len(self._order) >= EXECUTIONS * len(self.graph.nodes):
             raise _GaveUp
-        self._execute(maker, depth + 1)
+        return maker
 
     @property
     def _order(self) -> list[int]:
         return self.forward if self.position < self.n_forward else self.backward
 
-    def _needed_bytes(self, d: int, known: dict[int, float]) -> float:
+    def _needed_bytes(self, d: int, known: dict[int, float], depth: int = 0) -> float:
         """Bytes beside what is alive that it takes to make `d`, if nothing of that goes, and what
         two others need is made twice; NEVER if it cannot be made."""
         if d in known:
@@ -276,15 +306,38 @@ class _Run:
         maker = self.maker[d]
         if maker is None:
             return NEVER
-        missing = [r for r in self.inputs[maker] if r not in self.alive]
+        if depth > DEPTH:
+            raise _GaveUp
+        operands: list[tuple[float, int]] = []
+        for r in self.inputs[maker]:
+            if r not in self.alive:
+                needed_bytes = self._needed_bytes(r, known, depth + 1)
+                operands.append((self.sizes[r] - needed_bytes, self.sizes[r]))
+        operands.sort()
         most: float = 0
         held_bytes = 0
-        for less, r in sorted((self.sizes[r] - self._needed_bytes(r, known), r) for r in missing):
-            most = max(most, held_bytes + self.sizes[r] - less)
-            held_bytes += self.sizes[r]
+        for less, size in operands:
+            most = max(most, held_bytes + size - less)
+            held_bytes += size
         most = max(most, held_bytes + self.beside_bytes[maker] - self.taken_bytes[maker])
         known[d] = most
         return most
+
+    def _cost(self, d: int, known: dict[int, float], depth: int = 0) -> float:
+        """Nanoseconds to make `d`; a storage that two others need counts twice."""
+        if d in known:
+            return known[d]
+        maker = self.maker[d]
+        if maker is None:
+            return NEVER
+        if depth > DEPTH:
+            raise _GaveUp
+        cost = 1.0 + self.graph.nodes[maker].time_ns
+        for r in self.inputs[maker]:
+            if r not in self.alive:
+                cost += self._cost(r, known, depth + 1)
+        known[d] = cost
+        return cost
 
     def _make_room_for(self, node: ComputeNode) -> None:
         """For what the node makes, if need be in the storage of an operand, which may have to be
@@ -332,10 +385,15 @@ class _Run:
             raise _Failed
 
     def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
-        """Those that can be made again, in the order in which they go."""
+        """Those that can be made again, in the order in which they go: last what waiting nodes
+        read, or a network of n residual additions would be made 2 ** n times."""
         known: dict[int, float] = {}
-        scores = [(self._score(d, use, known), d) for d, use in candidates if d in self.alive]
-        return [d for score, d in sorted(scores) if score < NEVER]
+        found: list[tuple[bool, float, int]] = []
+        for d, use in candidates:
+            if d in self.alive and (score := self._score(d, use, known)) < NEVER:
+                is_last = self.rule.waits and self.waited_for[d] > 0
+                found.append((is_last, score, d))
+        return [d for *_, d in sorted(found)]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
         """The first of `data`, as many as must go."""
@@ -372,19 +430,7 @@ class _Run:
     def _score(self, d: int, use: int | None, known: dict[int, float]) -> float:
         cost = self._cost(d, known)
         distance = FAR if use is None else use - self.position + 1
+        if self.waited_for[d]:
+            distance = 1
         weight = self.sizes[d] * distance**self.rule.distance_power
         return float(cost**self.rule.cost_power / weight)
-
-    def _cost(self, d: int, known: dict[int, float]) -> float:
-        """Nanoseconds to make `d`; a storage that two others need counts twice."""
-        if d in known:
-            return known[d]
-        maker = self.maker[d]
-        if maker is None:
-            return NEVER
-        cost = 1.0 + self.graph.nodes[maker].time_ns
-        for r in self.inputs[maker]:
-            if r not in self.alive:
-                cost += self._cost(r, known)
-        known[d] = cost
-        return cost
