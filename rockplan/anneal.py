@@ -34,8 +34,8 @@ from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 
-EFFORT, SQUEEZING = 600_000, 1_000_000
-"""Work for one schedule, and for a smaller peak, in storages weighed: about 2 and 4 s."""
+EFFORT, SQUEEZING = 600_000, 500_000
+"""Work for one schedule, and for a smaller peak, in storages weighed: about 2 s."""
 
 LEAVING_OUT, INSERTING, POSITIONS = 40, 80, 500
 """In the time in which so many storages are weighed something is left out, or inserted; and in that
