@@ -18,7 +18,6 @@ Storages of which each is read only to write the next in its place are one.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class _View:
         self.maker = {p: facts.producer[p] for p in self.sizes}
         self.nodes = [_node(n, facts, place) for n in graph.nodes]
         self.last_read = {d: n for n, node in enumerate(self.nodes) for d in node.reads}
-        self.always_bytes = _always_bytes(facts)
+        self.always_bytes = facts.always_bytes
         self.least_bytes = SMALLEST * max(self.sizes.values(), default=0)
 
     def around(self, last: int, storages: int) -> tuple[int, ...]:
@@ -223,14 +222,6 @@ def _node(node: ComputeNode, facts: Facts, place: dict[int, int]) -> _Node:
         # It writes in the place of what it reads.
         return _Node(reads, frozenset(), (), 0, again=False)
     return _Node(reads, writes, takes, node.workspace_bytes, facts.again[node.index])
-
-
-def _always_bytes(facts: Facts) -> list[int]:
-    changes = [0] * (len(facts.graph.nodes) + 1)
-    for d, (low, high) in facts.always.items():
-        changes[low] += facts.sizes[d]
-        changes[high + 1] -= facts.sizes[d]
-    return list(itertools.accumulate(changes))[:-1]
 
 
 def _smallest_cut(

@@ -102,16 +102,21 @@ class Facts:
         return found | {d: (self.producer.get(d, 0), last) for d in self.graph.held}
 
     @functools.cached_property
-    def forced_bytes(self) -> list[int]:
-        """Of each node: alive for certain at its first execution: what is always there then, its
-        workspace, what it makes and reads, without what its result may take over."""
+    def always_bytes(self) -> list[int]:
+        """Of each node: what is always there at its first execution."""
         changes = [0] * (len(self.graph.nodes) + 1)
         for d, (low, high) in self.always.items():
             changes[low] += self.sizes[d]
             changes[high + 1] -= self.sizes[d]
-        base = itertools.accumulate(changes)
+        return list(itertools.accumulate(changes))[:-1]
+
+    @functools.cached_property
+    def forced_bytes(self) -> list[int]:
+        """Of each node: alive for certain at its first execution: what is always there then, its
+        workspace, what it makes and reads, without what its result may take over."""
         return [
-            b + self.own_bytes(n, n.index) for b, n in zip(base, self.graph.nodes, strict=False)
+            b + self.own_bytes(n, n.index)
+            for b, n in zip(self.always_bytes, self.graph.nodes, strict=True)
         ]
 
     def own_bytes(self, node: ComputeNode, moment: int) -> int:
