@@ -194,8 +194,8 @@ def report(found: Found) -> str:
         f"{BYTES_PER_S:g} B/s and {FLOPS_PER_S:g} flop/s. Where and when: `gap.jsonl`.",
         "",
         "Smallest budget, and what no schedule that executes everything for the first time in the "
-        "order of the graph goes below (the larger of `peak_bound` and of the relaxation), as shares "
-        "of keep-all's peak; seconds of CPU time with the options of blocks.",
+        "order of the graph goes below (the larger of `peak_bound` and of the relaxation), as "
+        "shares of keep-all's peak; seconds of CPU time with the options of blocks.",
         "",
         "| model | operations | smallest budget | bound | above the bound | seconds |",
         "|---|---|---|---|---|---|",

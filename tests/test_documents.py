@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from rockplan import read_plans
 from rockplan.cli import app
 from rockplan.plan_file import dump_plans, parse_plans
-from tests.test_distributed import torchrun
+from tests.test_distributed import LEAVE, torchrun
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +53,7 @@ def named(kind: str) -> dict[str, Any]:
 def test_example_runs(name: str, code: str, tmp_path: Path) -> None:
     if "torchrun" in code:
         script = tmp_path / "train.py"
-        script.write_text(code)
+        script.write_text(code + LEAVE)
         torchrun([str(script)], tmp_path)
         return
     exec(compile(code, name, "exec"), {"__name__": name})
