@@ -151,7 +151,8 @@ def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) ->
     run = _Run(graph, budget_bytes, rule, effort)
     try:
         run.execute_all()
-    except (_Failed, _GaveUp):
+    except (_Failed, _GaveUp, RecursionError):
+        # The last one where the caller's own stack is deep: `DEPTH` leaves room for 300 frames.
         return None
     schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
     if simulate(graph, schedule).peak_bytes > budget_bytes:
