@@ -97,7 +97,8 @@ class _Emitter:
     """Walks the events of one schedule.
 
     `_live` maps each storage to the variables that hold it, `_saved` to those that wait in
-    `frame.saved` until a slice needs them: a storage is in one of the two.
+    `frame.saved` until a slice needs them: a storage is in one of the two, or in neither where
+    only the caller holds it. `_alive` has all that are alive in the schedule.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class _Emitter:
         self._schedule = schedule
         self._names = _Names()
         self._lines: list[str] = []
+        self._alive: set[int] = set()
         self._live: dict[int, list[int]] = defaultdict(list)
         self._saved: dict[int, list[int]] = {}
         self._shadowed: set[int] = set()
@@ -249,8 +251,12 @@ class _Emitter:
     def _event(self, position: int) -> None:
         event = self._schedule.events[position]
         if isinstance(event, Compute):
-            self._compute(self._graph.nodes[event.node], self._taken.get(position))
-        elif event.data not in self._handed_data:
+            node = self._graph.nodes[event.node]
+            self._compute(node, self._taken.get(position))
+            self._alive.update(node.writes)
+            return
+        self._alive.discard(event.data)
+        if event.data not in self._handed_data:
             self._drop(event.data)
 
     def _drop(self, data: int) -> None:
@@ -306,7 +312,7 @@ class _Emitter:
 
     def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
         """A re-execution makes its own copy of a storage that is alive, and drops it."""
-        alive = {d: self._live.pop(d, []) for d in node.writes if d in self._saved or self._live[d]}
+        alive = {d: self._live.pop(d, []) for d in node.writes if d in self._alive}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
         for call in calls:
