@@ -14,7 +14,7 @@ from torch import nn
 import rockplan
 from benchmarks.models import Case, densenet, encoder, gpt2, t5
 from rockplan.codegen.module import Planned, build_program
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, caller_bytes
 from rockplan.schedule import Schedule, keep_all_order, merge_handovers, with_frees
 from rockplan.simulate import simulate, timeline
 from rockplan.verify import verify
@@ -103,7 +103,10 @@ def test_random_schedules(name: str) -> None:
         exchange_schedule(planned, schedule)
         case.model.zero_grad()
         train_side_by_side(case, planned, twin(case), steps=1)
-        predicted = simulate(graph, schedule).peak_bytes
+        predicted = simulate(graph, schedule)
+        # What the planner's schedules leave room for, and these do not (`with_room_for_loss`).
+        loss_bytes = predicted.saved_bytes + caller_bytes(graph)
         measured, left = rockplan.peak_live_bytes(lambda: case.step(planned))
         assert left == 0, seed
-        assert 0.99 * predicted <= measured <= predicted, seed
+        assert 0.99 * predicted.peak_bytes <= measured, seed
+        assert measured <= max(predicted.peak_bytes, loss_bytes), seed
