@@ -202,7 +202,7 @@ def _drop_any(alive: Sets, storages: int) -> None:
 def _places(graph: CDGraph, facts: Facts) -> dict[int, int]:
     """Of each storage that may be dropped: the first of those in its place."""
     read_by = readers(graph)
-    place = {d: d for d in facts.is_open if d in facts.producer}
+    place = {d: d for d in facts.is_open if facts.producer[d] >= 0}
     for node in graph.nodes:
         reads = [d for d in node.reads if d in place]
         if len(reads) == 1 == len(node.writes) and reads[0] in node.takes:
@@ -221,7 +221,7 @@ def _node(node: ComputeNode, facts: Facts, place: dict[int, int]) -> _Node:
     if reads & writes:
         # It writes in the place of what it reads.
         return _Node(reads, frozenset(), (), 0, again=False)
-    return _Node(reads, writes, takes, node.workspace_bytes, facts.again[node.index])
+    return _Node(reads, writes, takes, node.workspace_bytes, node.index in facts.again)
 
 
 def _smallest_cut(

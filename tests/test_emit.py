@@ -76,7 +76,7 @@ def random_schedule(rng: random.Random, graph: CDGraph) -> Schedule:
     schedule = with_frees(graph, *phases)
     if rng.random() < 0.5:
         during = [step.during_bytes for step in timeline(graph, schedule)]
-        ends = frozenset(rng.sample([n.index for n in graph.backward], 2))
+        ends = frozenset(rng.choices([n.index for n in graph.backward], k=2))
         schedule = merge_handovers(graph, schedule, during, ends)
     verify(graph, schedule)
     return schedule

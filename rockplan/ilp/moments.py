@@ -76,20 +76,24 @@ class Interval:
 class Facts:
     """What the programs of one graph have in common.
 
-    is_open: storages that may be dropped after they were made. again: nodes that may run again.
+    is_open: storages that may be dropped: after they were made, or tangents, which nothing makes
+    again. producer: -1 for tangents. again: nodes that may run again.
     """
 
     def __init__(self, graph: CDGraph) -> None:
         self.graph = graph
-        self.producer = producers(graph)
+        tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
+        self.producer = producers(graph) | dict.fromkeys(tangents, -1)
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
         held = set(graph.held)
-        kinds = (DataKind.ACTIVATION, DataKind.GRADIENT)
+        kinds = (DataKind.ACTIVATION, DataKind.GRADIENT, DataKind.TANGENT)
         self.is_open = frozenset(
             d.index for d in graph.data if d.kind in kinds and d.index not in held
         )
         handed = set(graph.handed)
-        self.again = [n.recomputable and handed.isdisjoint(n.writes) for n in graph.nodes]
+        self.again = frozenset(
+            n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes)
+        )
 
     @functools.cached_property
     def always(self) -> dict[int, tuple[int, int]]:
@@ -99,7 +103,7 @@ class Facts:
         tangents = (d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
         found = {d: (start, max(read_by[d])) for d in tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
-        return found | {d: (self.producer.get(d, 0), last) for d in self.graph.held}
+        return found | {d: (max(self.producer[d], 0), last) for d in self.graph.held}
 
     @functools.cached_property
     def always_bytes(self) -> list[int]:
@@ -137,9 +141,10 @@ class Facts:
             d = pending.pop()
             if d not in closed:
                 closed.add(d)
-                node = self.graph.nodes[self.producer[d]]
-                if self.again[node.index]:
-                    pending += [r for r in node.reads if r in self.is_open]
+                maker = self.producer[d]
+                if maker in self.again:
+                    reads = self.graph.nodes[maker].reads
+                    pending += [r for r in reads if r in self.is_open]
         return closed
 
     def intervals(self, ends: Collection[int]) -> list[Interval]:
@@ -218,8 +223,7 @@ class _Rows:
         self.reruns: list[Runs] = [
             {
                 i: builder.binary(nodes[i].time_ns / unit_ns)
-                for i in sorted({facts.producer[d] for d in part.wanted})
-                if facts.again[i]
+                for i in sorted({facts.producer[d] for d in part.wanted} & facts.again)
             }
             for part in self.intervals
         ]
@@ -309,6 +313,7 @@ class _Rows:
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
         # Nothing is taken over from the only operand that might be, if it is kept.
         own = {*node.reads, *node.writes}.difference(node.takes if len(node.takes) == 1 else ())
+        own.update(d for d in following if self.facts.is_always(d, node.index))
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
         return terms, self.facts.forced_bytes[node.index]
 
@@ -317,13 +322,16 @@ class _Rows:
         does not run again there itself is alive."""
         part, facts = self.intervals[s], self.facts
         at_end = facts.graph.nodes[part.node].reads
-        base_bytes = sum(
-            facts.sizes[d]
+        always = {
+            d
             for d, (_, high) in facts.always.items()
-            if facts.producer.get(d, -1) < part.first and high >= part.node
-        )
+            if facts.producer[d] < part.first and high >= part.node
+        }
+        base_bytes = sum(facts.sizes[d] for d in always)
         stays: dict[int, int] = {}
         for d in part.wanted:
+            if d in always:
+                continue
             following = self.keep.get((s + 1, d))
             again = self.reruns[s].get(facts.producer[d])
             if d not in at_end and following is None:
@@ -361,7 +369,7 @@ def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
             for d in part.wanted
             if (s, d) in found.keep
             and solution[found.keep[s, d]] < 0.5
-            and facts.again[producer[d]]
+            and producer[d] in facts.again
         )
         for index in range(part.first, part.node + 1):
             again: set[int] = set()
