@@ -9,7 +9,11 @@ Moments are first executions of backward nodes. In the interval up to a moment, 
 first time is alive from before, or made again, or made for the first time; what is made again needs
 its own inputs in the same way; what is alive after a moment was alive before it or made in the
 interval. At each moment, and at the start of the backward phase, there is the memory of what is
-alive. Where re-executions are named as crowded there is a row for the memory during each.
+alive.
+
+Where memory is short between first executions, a re-execution is a moment too (`Mark`): the last
+one of its node in an interval, or, where the node does not run there, the start of it. So each part
+of an interval has its own memory, and what runs in two of its parts counts twice.
 
 What holds in an interval is said of some unions of intervals too (`_Rows.span`): of those from each
 interval to the end, and of those that were split. It follows from the rows of the parts, but not in
@@ -34,43 +38,70 @@ from numpy.typing import NDArray
 from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder
-from rockplan.ilp.units import MAX_UNITS
 from rockplan.schedule import without_idle
 
 Terms = list[tuple[int, int]]
 Runs = dict[int, int]
 """Node -> column: it runs again in a span of intervals."""
 
+MAX_UNITS = 1 << 22
+"""Of memory in one program: what HiGHS may leave each binary from an integer, 1e-6, is some bytes
+in a GiB then. With 1 << 16, DenseNet at its least peak seemed to fit in a schedule that needs 192
+bytes more, and takes 2 % of an iteration less."""
+
 PEAK_UNITS = 1000
 """In which the least peak is counted: large against the solver's tolerances."""
+
+
+Key = tuple[int, int]
+"""Of an interval: the first execution after it, and the number of the mark that ends it, or 0."""
+
+START: Key = (-1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The last re-execution of `node` in an interval between two first executions, the second of
+    which is that of `end`, as far as marks with smaller numbers leave it in one piece."""
+
+    node: int
+    end: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Where the program looks.
 
-    ends: backward nodes, the last one among them. spans: (first node, last node) of unions of
-    intervals. crowded: (end, node): the memory while the node runs again in the interval that ends
-    there.
+    ends: backward nodes, the last one among them. marks: of one end in order of time; all that is
+    executed for the first time from the moment before to that end is the end. spans: (key of the
+    interval before, key of the last one) of unions of intervals.
     """
 
     ends: frozenset[int]
-    spans: frozenset[tuple[int, int]] = frozenset()
-    crowded: frozenset[tuple[int, int]] = frozenset()
+    marks: tuple[Mark, ...] = ()
+    spans: frozenset[tuple[Key, Key]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Backward nodes from `first` up to and with `node`, whose first execution is a moment.
+    """From one moment to the next: of the backward nodes from `first` up to and with `end`, which
+    run for the first time there, or of the time before that up to `mark`.
 
     wanted: open storages (not held, made before `first`) that these or later nodes read, or that
-    are read to make those again; reads: of these nodes.
+    are read to make those again; reads: of these nodes; absent: nodes that do not run again in it.
     """
 
     first: int
-    node: int
+    end: int
+    mark: Mark | None
     reads: frozenset[int]
     wanted: tuple[int, ...]
+    absent: frozenset[int]
+
+    @property
+    def key(self) -> Key:
+        return self.end, 0 if self.mark is None else self.mark.number
 
 
 class Facts:
@@ -147,18 +178,48 @@ class Facts:
                     pending += [r for r in reads if r in self.is_open]
         return closed
 
-    def intervals(self, ends: Collection[int]) -> list[Interval]:
+    def intervals(self, moments: Moments) -> list[Interval]:
         found: list[Interval] = []
         wanted: set[int] = set()
-        starts = [len(self.graph.forward), *(end + 1 for end in sorted(ends))]
-        for first, end in reversed(list(zip(starts, sorted(ends), strict=False))):
+        ends = sorted(moments.ends)
+        starts = [len(self.graph.forward), *(end + 1 for end in ends)]
+        for first, end in reversed(list(zip(starts, ends, strict=False))):
             nodes = self.graph.nodes[first : end + 1]
             read = {d for n in nodes for d in n.reads if d in self.is_open}
             # What is made for the first time from here on is there for what comes after it.
             wanted = self.closure(d for d in wanted | read if self.producer[d] < first)
             reads = frozenset(d for d in read if self.producer[d] < first)
-            found.append(Interval(first, end, reads, tuple(sorted(wanted))))
+            marks = [mark for mark in moments.marks if mark.end == end]
+            for mark, absent in reversed(_parts(marks, None, frozenset())):
+                read_here = reads if mark is None else frozenset[int]()
+                part = Interval(first, end, mark, read_here, tuple(sorted(wanted)), absent)
+                found.append(part)
         return found[::-1]
+
+
+def _parts(
+    marks: Sequence[Mark], last: Mark | None, absent: frozenset[int]
+) -> list[tuple[Mark | None, frozenset[int]]]:
+    """Of an interval that ends with `last`, cut at `marks`: what ends each part of it, and what
+    does not run in it."""
+    if not marks:
+        return [(last, absent)]
+    k = _oldest(marks)
+    later = _parts(marks[k + 1 :], last, absent | {marks[k].node})
+    return [*_parts(marks[:k], marks[k], absent), *later]
+
+
+def _oldest(marks: Sequence[Mark]) -> int:
+    return min(range(len(marks)), key=lambda k: marks[k].number)
+
+
+def _lengths(nodes: Sequence[int], marks: Sequence[Mark]) -> list[int]:
+    """How many of `nodes`, what runs in one interval, run in each part of it."""
+    if not marks:
+        return [len(nodes)]
+    k = _oldest(marks)
+    cut = max((p + 1 for p, i in enumerate(nodes) if i == marks[k].node), default=0)
+    return [*_lengths(nodes[:cut], marks[:k]), *_lengths(nodes[cut:], marks[k + 1 :])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,8 +237,28 @@ class Program:
         return replace(self.linear, integral=np.zeros_like(self.linear.integral))
 
     @property
-    def spans(self) -> frozenset[tuple[int, int]]:
-        return frozenset((part.first, part.node) for part in self.intervals)
+    def spans(self) -> frozenset[tuple[Key, Key]]:
+        keys = [part.key for part in self.intervals]
+        return frozenset(zip([START, *keys], keys, strict=False))
+
+    def places(self, schedule: Orders) -> list[int]:
+        """For each computation of the backward phase: its interval; their number where no first
+        execution follows."""
+        executed = set(schedule.forward)
+        is_first: list[bool] = []
+        for i in schedule.backward:
+            is_first.append(i not in executed)
+            executed.add(i)
+        found: list[int] = []
+        groups = itertools.groupby(enumerate(self.intervals), lambda at: at[1].end)
+        for end, group in groups:
+            numbers, parts = zip(*group, strict=True)
+            stop = next(p for p, i in enumerate(schedule.backward) if i == end and is_first[p])
+            nodes = schedule.backward[len(found) : stop + 1]
+            lengths = _lengths(nodes, [part.mark for part in parts if part.mark is not None])
+            for s, length in zip(numbers, lengths, strict=True):
+                found += [s] * length
+        return found + [len(self.intervals)] * (len(schedule.backward) - len(found))
 
 
 def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
@@ -210,7 +291,7 @@ class _Rows:
         self.facts = facts
         self.unit_bytes = unit_bytes
         self.builder = builder = ProgramBuilder()
-        self.intervals = facts.intervals(moments.ends)
+        self.intervals = facts.intervals(moments)
         nodes = facts.graph.nodes
         dropped = set(facts.graph.dropped)
         unit_ns = max(facts.graph.time_ns, 1) * TIME_UNIT
@@ -223,15 +304,14 @@ class _Rows:
         self.reruns: list[Runs] = [
             {
                 i: builder.binary(nodes[i].time_ns / unit_ns)
-                for i in sorted({facts.producer[d] for d in part.wanted} & facts.again)
+                for i in sorted(
+                    ({facts.producer[d] for d in part.wanted} & facts.again) - part.absent
+                )
             }
             for part in self.intervals
         ]
         self._spans(moments.spans)
-        self.memory: list[tuple[Terms, int]] = [self._start(), *map(self._moment, self._numbers)]
-        number = {part.node: s for s, part in enumerate(self.intervals)}
-        for s, group in itertools.groupby(sorted(moments.crowded), lambda at: number[at[0]]):
-            self.memory += self._crowded(s, [i for _, i in group if i in self.reruns[s]])
+        self.memory = [self._start(), *map(self._moment, self._numbers)]
 
     def program(self) -> Program:
         return Program(self.facts, self.intervals, self.builder.build(), self.keep, self.reruns)
@@ -247,19 +327,18 @@ class _Rows:
         column = self.keep.get((s, d))
         return [] if column is None else [(column, self._units(d))]
 
-    def _spans(self, split: Collection[tuple[int, int]]) -> None:
+    def _spans(self, split: Collection[tuple[Key, Key]]) -> None:
         """The rows of each interval, of what was split, and of all from each one to the end."""
         later: Runs = {}
         for s in reversed(self._numbers):
             single = self.span(s, s, [self.reruns[s]])
             end = len(self.intervals) - 1
             later = self.span(s, end, [single, later]) if s < end else single
-        first = {part.first: s for s, part in enumerate(self.intervals)}
-        last = {part.node: s for s, part in enumerate(self.intervals)}
+        number = {part.key: s for s, part in enumerate(self.intervals)} | {START: -1}
+        spans = ((number[before] + 1, number[last]) for before, last in split)
         # The largest spans so far that each interval is in; these form a tree.
         widest = list(self.reruns)
-        for start, end in sorted(split, key=lambda span: (span[1] - span[0], span)):
-            s, e = first[start], last[end]
+        for s, e in sorted(spans, key=lambda span: (span[1] - span[0], span)):
             within = [
                 widest[t] for t in range(s, e + 1) if t == s or widest[t] is not widest[t - 1]
             ]
@@ -309,79 +388,77 @@ class _Rows:
 
     def _moment(self, s: int) -> tuple[Terms, int]:
         """What outlives the moment was alive at it."""
-        node = self.facts.graph.nodes[self.intervals[s].node]
+        part, facts = self.intervals[s], self.facts
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
+        if part.mark is not None:
+            return self._marked(s, part.mark, following)
+        node = facts.graph.nodes[part.end]
         # Nothing is taken over from the only operand that might be, if it is kept.
         own = {*node.reads, *node.writes}.difference(node.takes if len(node.takes) == 1 else ())
-        own.update(d for d in following if self.facts.is_always(d, node.index))
+        own.update(d for d in following if facts.is_always(d, node.index))
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
-        return terms, self.facts.forced_bytes[node.index]
+        return terms, facts.forced_bytes[node.index]
 
-    def _crowded(self, s: int, nodes: Sequence[int]) -> list[tuple[Terms, int]]:
-        """While each of `nodes` runs again in interval s, what is alive before and after it and
-        does not run again there itself is alive."""
-        part, facts = self.intervals[s], self.facts
-        at_end = facts.graph.nodes[part.node].reads
+    def _marked(self, s: int, mark: Mark, following: Iterable[int]) -> tuple[Terms, int]:
+        """What a re-execution reads and makes is there if it runs."""
+        facts = self.facts
+        node = facts.graph.nodes[mark.node]
         always = {
-            d
-            for d, (_, high) in facts.always.items()
-            if facts.producer[d] < part.first and high >= part.node
+            d for d, (_, high) in facts.always.items() if facts.producer[d] < mark.end <= high
         }
-        base_bytes = sum(facts.sizes[d] for d in always)
-        stays: dict[int, int] = {}
-        for d in part.wanted:
-            if d in always:
-                continue
-            following = self.keep.get((s + 1, d))
-            again = self.reruns[s].get(facts.producer[d])
-            if d not in at_end and following is None:
-                continue
-            stays[d] = self.builder.fraction()
-            terms = [(stays[d], 1)] if again is None else [(stays[d], 1), (again, 1)]
-            if d in at_end:
-                self.builder.at_least(terms, 1)
-            elif following is not None:
-                self.builder.at_least([*terms, (following, -1)], 0)
-        found: list[tuple[Terms, int]] = []
-        for i in nodes:
-            node = facts.graph.nodes[i]
-            own_units = facts.own_bytes(node, part.node) // self.unit_bytes
-            beside = {*node.reads, *node.writes}
-            terms = [(c, self._units(d)) for d, c in stays.items() if d not in beside]
-            found.append(([*terms, (self.reruns[s][i], own_units)], base_bytes))
-        return found
+        own = always.union(node.reads, node.writes)
+        terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
+        own_units = facts.own_bytes(node, mark.end) // self.unit_bytes
+        terms += [(column, own_units) for i, column in self.reruns[s].items() if i == node.index]
+        return terms, sum(facts.sizes[d] for d in always)
 
 
 def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
     """The order that a solution stands for: what it does not keep runs again when it is read next,
-    with what that needs. Legal whatever the solution is."""
+    with what that needs, or before the mark beyond which it is kept. Legal whatever the solution
+    is."""
     facts = found.facts
     nodes, producer = facts.graph.nodes, facts.producer
     backward: list[int] = []
     there = set(facts.is_open.difference(facts.graph.dropped))
 
-    def missing(node: int) -> list[int]:
-        return [d for d in nodes[node].reads if d in facts.is_open and d not in there]
+    def is_chosen(column: int | None) -> bool:
+        return column is not None and solution[column] >= 0.5
+
+    def make(wanted: Iterable[int], last: int | None = None) -> None:
+        """Run again what makes those of `wanted` that are not there, and at last `last`."""
+        again: set[int] = set()
+        pending = [d for d in wanted if d not in there]
+        while pending:
+            i = producer[pending.pop()]
+            if i not in again:
+                again.add(i)
+                pending += [d for d in nodes[i].reads if d in facts.is_open and d not in there]
+        order = sorted(again)
+        if last is not None and order[-1:] != [last]:
+            order.append(last)
+        backward.extend(order)
+        for i in order:
+            there.update(nodes[i].writes)
+
+    def opened(index: int) -> list[int]:
+        return [d for d in nodes[index].reads if d in facts.is_open]
 
     for s, part in enumerate(found.intervals):
         there.difference_update(
             d
             for d in part.wanted
             if (s, d) in found.keep
-            and solution[found.keep[s, d]] < 0.5
+            and not is_chosen(found.keep[s, d])
             and producer[d] in facts.again
         )
-        for index in range(part.first, part.node + 1):
-            again: set[int] = set()
-            pending = missing(index)
-            while pending:
-                i = producer[pending.pop()]
-                if i not in again:
-                    again.add(i)
-                    pending += missing(i)
-            backward += [*sorted(again), index]
-            for i in (*again, index):
-                there.update(nodes[i].writes)
+        if part.mark is None:
+            for index in range(part.first, part.end + 1):
+                make(opened(index), index)
+        elif is_chosen(found.reruns[s].get(part.mark.node)):
+            kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
+            made_again = [d for d in kept if producer[d] in facts.again]
+            make((*made_again, *opened(part.mark.node)), part.mark.node)
     forward = range(len(facts.graph.forward))
     return Orders(*without_idle(facts.graph, forward, backward))
 
@@ -391,21 +468,20 @@ def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
     columns = {*found.keep.values(), *(c for runs in found.reruns for c in runs.values())}
     chosen = dict.fromkeys(columns, 0.0)
     count = len(found.intervals)
-    staged: list[tuple[int, int]] = []
+    places = found.places(schedule)
     executed = set(schedule.forward)
-    s = 0
-    for i in schedule.backward:
-        staged.append((i, s))
+    for i, s in zip(schedule.backward, places, strict=True):
         if i in executed and s < count and i in found.reruns[s]:
             chosen[found.reruns[s][i]] = 1.0
-        elif i not in executed and i == found.intervals[s].node:
-            s += 1
         executed.add(i)
     read_next: set[int] = set()
-    kept: list[frozenset[int]] = [frozenset()] * (count + 1)
-    for i, s in reversed(staged):
+    kept: dict[int, frozenset[int]] = {}
+    for i, s in zip(reversed(schedule.backward), reversed(places), strict=True):
         read_next.difference_update(found.facts.graph.nodes[i].writes)
         read_next.update(found.facts.graph.nodes[i].reads)
         kept[s] = frozenset(read_next)
+    for s in reversed(range(count)):
+        # Nothing runs in a part whose mark does not.
+        kept.setdefault(s, kept.get(s + 1, frozenset()))
     chosen |= {column: 1.0 for (s, d), column in found.keep.items() if d in kept[s]}
     return chosen

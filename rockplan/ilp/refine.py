@@ -30,6 +30,7 @@ from rockplan.ilp.decode import Orders, proven_ns
 from rockplan.ilp.moments import (
     PEAK_UNITS,
     Facts,
+    Mark,
     Moments,
     Program,
     orders_of,
@@ -169,26 +170,29 @@ def looking_closer(
     does not have; None if there is none. at_reruns: these count too."""
     graph = made.facts.graph
     first = len(graph.forward)
-    new: list[tuple[int, int, int]] = []
-    executed = set(found.forward)
-    following = _following(found)
-    for i, end, bytes_ in zip(found.backward, following, _during(graph, found), strict=True):
-        if i in executed:
-            is_new = at_reruns and end is not None and (end, i) not in moments.crowded
-        else:
-            is_new = i not in moments.ends
-        executed.add(i)
-        if is_new and end is not None and bytes_ > budget_bytes:
-            new.append((bytes_, end, i))
+    new: list[tuple[int, int, int, int]] = []
+    at = zip(
+        found.backward, _following(found), made.places(found), _during(graph, found), strict=True
+    )
+    for i, end, s, bytes_ in at:
+        if end is None or bytes_ <= budget_bytes:
+            continue
+        mark = made.intervals[s].mark
+        if end not in moments.ends if i == end else at_reruns and (mark is None or mark.node != i):
+            new.append((bytes_, end, i, s))
     if not new:
         return None
-    _, end, i = max(new)
+    _, end, i, s = max(new)
     spans = moments.spans | made.spans
     if i == end:
-        return Moments(moments.ends | {end}, spans, moments.crowded)
-    # The row holds for the whole interval, so it has this one node.
+        return Moments(moments.ends | {end}, moments.marks, spans)
+    # All that runs for the first time there is the end.
     ends = moments.ends | {e for e in (end - 1, end) if e >= first}
-    return Moments(ends, spans, moments.crowded | {(e, i) for _, e, i in new if e == end != i})
+    number = 1 + max((mark.number for mark in moments.marks), default=0)
+    before = made.intervals[s].mark
+    place = len(moments.marks) if before is None else moments.marks.index(before)
+    marks = (*moments.marks[:place], Mark(i, end, number), *moments.marks[place:])
+    return Moments(ends, marks, spans)
 
 
 def _first(graph: CDGraph) -> Moments | None:
