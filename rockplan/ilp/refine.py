@@ -7,8 +7,9 @@ however often and in whatever order.
 
 The program of `moments` begins with one moment. The schedule that its solution stands for is
 simulated, and where it needs most above the budget there is a moment in the next program: first of
-relaxations, until no first execution exceeds the budget, then of integer programs, where crowded
-re-executions count as well. A solution whose schedule keeps the budget ends it: nothing is faster.
+relaxations, until no first execution exceeds the budget, then of integer programs, where
+re-executions become moments as well. A solution whose schedule keeps the budget ends it: nothing is
+faster.
 
 Few moments suffice, four to eight here. Bound over one execution of every node (roofline prices,
 operations in eager's order), against moments in equal parts of the backward phase without the rows
