@@ -252,7 +252,7 @@ class _Search:
         draft = self.draft
         self.spent += 1
         maker = draft.producer.get(d)
-        if maker is None or not draft.may_run_again[maker] or depth > DEPTH:
+        if maker is None or maker not in draft.may_run_again or depth > DEPTH:
             return NEVER
         cost_ns = 1.0 + self.graph.nodes[maker].time_ns
         for r in draft.reads[maker]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.gaps import Gaps
-from rockplan.graph import CDGraph, DataKind, producers
+from rockplan.graph import CDGraph, DataKind, may_run_again, producers
 
 MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
 """Positions of the backward phase for each computation of the order that a draft begins with: many,
@@ -55,8 +55,7 @@ class Draft:
         self.graph = graph
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
         self.producer = producers(graph)
-        handed = frozenset(graph.handed)
-        self.may_run_again = [n.recomputable and handed.isdisjoint(n.writes) for n in graph.nodes]
+        self.may_run_again = may_run_again(graph)
         self._held = frozenset(graph.held)
         self._dropped = frozenset(graph.dropped)
         self.reads = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
@@ -70,8 +69,7 @@ class Draft:
             for d in graph.data
             if self.sizes[d.index] > 0
             and d.index not in self._held
-            and d.index in self.producer
-            and self.may_run_again[self.producer[d.index]]
+            and self.producer.get(d.index) in self.may_run_again
         ]
         """Storages that can be made again, hence dropped."""
         may_go = frozenset(self.may_go)
@@ -260,8 +258,8 @@ class Draft:
         return int(now[position])
 
     def fits_without(self, position: int, budget_bytes: int) -> bool:
-        """False if the re-execution there cannot be left out within the budget, seen from what it
-        makes and, generously, what could go with it; True does not promise that it can."""
+        """An estimate of whether the re-execution there can be left out within the budget, from
+        what it makes and the storages that could go with it."""
         freed_bytes: int | None = None
         for d in self.graph.nodes[self.nodes[position]].writes:
             made, read = self._made[d], self._read[d]
@@ -283,16 +281,20 @@ class Draft:
     def _freed(self, position: int) -> int:
         """Bytes of all that a re-execution reads, and re-executions that serve it alone."""
         freed_bytes = 0
-        for d in self.reads[self.nodes[position]]:
-            freed_bytes += self.sizes[d]
-            maker = self._maker(d, position)
-            if self._is_rerun(maker):
+        pending = [position]
+        while pending:
+            position = pending.pop()
+            for d in self.reads[self.nodes[position]]:
+                freed_bytes += self.sizes[d]
+                maker = self._maker(d, position)
+                if not self._is_rerun(maker):
+                    continue
                 made, read = self._made[d], self._read[d]
                 j, k = bisect_left(read, position), bisect_left(made, position)
                 is_only = j == 0 or read[j - 1] < maker
                 ends = made[k] if k < len(made) else self.end
                 if is_only and (j + 1 == len(read) or read[j + 1] > ends):
-                    freed_bytes += self._freed(maker)
+                    pending.append(maker)
         return freed_bytes
 
     def _maker(self, d: int, position: int) -> int:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
+from rockplan.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
 from rockplan.schedule import Schedule, keep_all, with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
@@ -126,6 +126,8 @@ def _thriftiest_by(graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort)
             attempt = _Effort(min(effort.left, LEAST_EFFORT // ATTEMPTS))
             effort.left -= attempt.left
             most_bytes = simulate(graph, best).peak_bytes
+            if not most_bytes:
+                return best
             found = _attempt(graph, int(most_bytes * (1 - step)), rule, attempt)
             effort.left += max(attempt.left, 0)
             if found is None:
@@ -188,9 +190,7 @@ class _Run:
         self.readers = readers(graph)
         self.n_forward = len(graph.forward)
         self.handed = frozenset(graph.handed)
-        self.may_run_again = [
-            n.recomputable and self.handed.isdisjoint(n.writes) for n in graph.nodes
-        ]
+        self.may_run_again = may_run_again(graph)
         # Of each node: what it reads that can go, and the bytes that it takes beside that.
         self.inputs = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
         self.beside_bytes = [
@@ -426,7 +426,7 @@ class _Run:
 
     def _again(self, d: int) -> int | None:
         maker = self.producer.get(d)
-        return maker if maker is not None and self.may_run_again[maker] else None
+        return maker if maker in self.may_run_again else None
 
     def _score(self, d: int, use: int | None, known: dict[int, float]) -> float:
         cost = self._cost(d, known)

@@ -223,6 +223,12 @@ def caller_bytes(graph: CDGraph) -> int:
     return _CALLER_GRADIENTS * sum(tangents)
 
 
+def may_run_again(graph: CDGraph) -> frozenset[int]:
+    """Nodes that a schedule may execute more than once: autograd would get a gradient twice."""
+    handed = frozenset(graph.handed)
+    return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
+
+
 def producers(graph: CDGraph) -> dict[int, int]:
     """data index -> index of the node that writes it; resident data and tangents have none."""
     return {d: n.index for n in graph.nodes for d in n.writes}

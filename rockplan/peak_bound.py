@@ -60,7 +60,7 @@ def pebbled_peak_bytes(graph: CDGraph, most_bytes: int, *, storages: int = STORA
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """reads, writes, takes: places; beside_bytes: its workspace; again: it may run again."""
+    """reads, writes, takes: places; workspace_bytes: beside them; again: it may run again."""
 
     reads: frozenset[int]
     writes: frozenset[int]
@@ -71,7 +71,8 @@ class _Node:
 
 class _View:
     """What all games on a graph have in common. Storages that may be dropped are in places, which
-    are named by the first of each; always_bytes: of the others, by node."""
+    are named by the first of each; always_bytes: of the others, by node; made_bytes: of these, what
+    the node makes."""
 
     def __init__(self, graph: CDGraph) -> None:
         facts = Facts(graph)
@@ -85,6 +86,10 @@ class _View:
         self.nodes = [_node(n, facts, place) for n in graph.nodes]
         self.last_read = {d: n for n, node in enumerate(self.nodes) for d in node.reads}
         self.always_bytes = facts.always_bytes
+        self.made_bytes = [
+            sum(facts.sizes[d] for d in n.writes if facts.is_always(d, n.index))
+            for n in graph.nodes
+        ]
         self.least_bytes = SMALLEST * max(self.sizes.values(), default=0)
 
     def around(self, last: int, storages: int) -> tuple[int, ...]:
@@ -146,13 +151,14 @@ class _Game:
         alive = (self.sets & later) == 0
         for moment, beside_bytes in zip(self.moments, self.beside, strict=True):
             left_bytes = budget_bytes - view.always_bytes[moment]
-            alive &= self.set_bytes + beside_bytes <= left_bytes
+            before_bytes = left_bytes + view.made_bytes[moment]
+            alive &= self.set_bytes + beside_bytes <= before_bytes
             again = [n for n in self.makers if n < moment]
             is_new = True
             while is_new:
                 is_new = False
                 for n in again:
-                    is_new |= self._run(n, alive, left_bytes, beside_bytes)
+                    is_new |= self._run(n, alive, before_bytes, beside_bytes)
             ran = np.zeros_like(alive)
             self._run(moment, alive, left_bytes, beside_bytes, into=ran)
             if not ran.any():

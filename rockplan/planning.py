@@ -8,6 +8,7 @@ not solved again, and the cache never changes which plan is found.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -121,7 +122,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     graph = problem.constrained
     families = _families(problem.blocks, _cache(options), options, options.time_limit_s)
     solver = ChainSolver(graph, problem.blocks, families)
-    smallest = _smallest(graph, solver, time.monotonic() + options.time_limit_s * SHARE)
+    smallest = _smallest(graph, solver)
     minimum_bytes = simulate(graph, smallest).peak_bytes
     first = simulate(graph, _starts(graph, solver, smallest, minimum_bytes)[0])
     # No smaller budget is accepted, even if this needs a little less.
@@ -273,10 +274,10 @@ def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
             return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
     blocks_s = (deadline - time.monotonic()) * SHARE
     families = _families(problem.blocks, _cache(options), options, blocks_s)
-    budget_bytes, starts = _within(problem, families, budget_bytes, options, deadline)
+    budget_bytes, starts = _within(problem, families, budget_bytes, near, options)
     if relaxed is None:
         relaxed, near = _relaxed(graph, budget_bytes, deadline)
-    starts += [] if near is None else [near]
+        starts += [] if near is None else [near]
     bound_s = options.bound_time_limit_s
     found, bound_ns = _improved(graph, relaxed, starts, budget_bytes, deadline, bound_s)
     if not (is_complete and all(family.is_complete for family in families)):
@@ -348,26 +349,28 @@ def _within(
     problem: Problem,
     families: list[OptionFamily],
     budget_bytes: int | None,
+    near: Schedule | None,
     options: Options,
-    deadline: float,
 ) -> tuple[int, list[Schedule]]:
-    """The budget, None for the smallest, in bytes, and schedules to improve. Raises
-    InfeasibleBudget."""
+    """The budget, None for the smallest, in bytes, and schedules to improve, of which `near` is
+    one. Raises InfeasibleBudget."""
     report("combining blocks")
     graph = problem.constrained
     solver = ChainSolver(graph, problem.blocks, families)
     smallest = None
-    if budget_bytes is None or solver.best_schedule(budget_bytes) is None:
-        smallest = _smallest(graph, solver, deadline)
+    if budget_bytes is None or (near is None and solver.best_schedule(budget_bytes) is None):
+        smallest = _smallest(graph, solver)
         minimum_bytes = simulate(graph, smallest).peak_bytes
         budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < minimum_bytes:
             raise _too_small(graph, budget_bytes, smallest, options)
-    return budget_bytes, _starts(graph, solver, smallest, budget_bytes)
+    starts = _starts(graph, solver, smallest, budget_bytes)
+    return budget_bytes, starts if near is None else [*starts, near]
 
 
-def _smallest(graph: CDGraph, solver: ChainSolver, deadline: float) -> Schedule:
-    """The schedule with the least peak that is found; its peak is the smallest budget."""
+def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
+    """The schedule with the least peak that is found; its peak is the smallest budget. It does not
+    depend on the clock."""
     report("looking for the smallest peak")
     found = eviction.thriftiest(graph)
     if simulate(graph, found).peak_bytes > solver.minimum_bytes:
@@ -380,7 +383,7 @@ def _smallest(graph: CDGraph, solver: ChainSolver, deadline: float) -> Schedule:
     less_bytes = 1
     while less_bytes:
         asked_bytes = simulate(graph, found).peak_bytes - less_bytes
-        _, near = _fitted(graph, asked_bytes, deadline, deadline)
+        _, near = _fitted(graph, asked_bytes, math.inf, math.inf)
         if near is not None:
             found, less_bytes = _squeezed(graph, near), 2 * less_bytes
         else:
@@ -402,8 +405,7 @@ def _starts(
     smallest: Schedule | None,
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Of the chain, of evictions, and `smallest`, those within the budget, fastest first; one of
-    the chain and `smallest` is."""
+    """Of the chain, of evictions, and `smallest`, those within the budget, fastest first."""
     known = [solver.best_schedule(budget_bytes), smallest]
     if known[0] is None or _is_small(graph):
         known.append(eviction.within(graph, budget_bytes))

@@ -69,13 +69,15 @@ def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     def again(reads: Sequence[int]) -> list[int]:
         """Nodes to run so that `reads` are there; marks what they make as there."""
-        found: list[int] = []
-        for d in reads:
-            if d in missing:
-                node = graph.nodes[producer[d]]
-                found += [*again(node.reads), node.index]
+        found: set[int] = set()
+        pending = [d for d in reads if d in missing]
+        while pending:
+            node = graph.nodes[producer[pending.pop()]]
+            if node.index not in found:
+                found.add(node.index)
                 missing.difference_update(node.writes)
-        return found
+                pending += [d for d in node.reads if d in missing]
+        return sorted(found)
 
     forward = tuple(n.index for n in graph.forward)
     backward = [i for n in graph.backward for i in (*again(n.reads), n.index)]

@@ -129,6 +129,20 @@ def with_random_takes(rng: random.Random, graph: CDGraph) -> CDGraph:
     return replace(graph, data=tuple(data), nodes=tuple(nodes))
 
 
+def with_more_held(rng: random.Random, graph: CDGraph) -> CDGraph:
+    """`graph` where the caller holds a gradient, as those of inputs, and some tangents, as those of
+    losses."""
+    gradients = [d.index for d in graph.data if d.kind is DataKind.GRADIENT]
+    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
+    held = {*graph.held, rng.choice(gradients), *(d for d in tangents if _chance(rng, 50))}
+    handed = tuple(d for d in graph.handed if d not in held)
+    nodes = tuple(
+        replace(n, takes=tuple(d for d in n.takes if not held.intersection((d, *n.writes))))
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=nodes, held=tuple(sorted(held)), handed=handed)
+
+
 def constrained_graph(rng: random.Random, ranges: Ranges = DEFAULT) -> CDGraph:
     """A random graph some of whose activations must not be kept between the phases."""
     while True:

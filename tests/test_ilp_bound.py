@@ -10,12 +10,21 @@ from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
 from rockplan.ilp.options import option_family
 from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from tests.exhaustive import Exhaustive
-from tests.graphs import Ranges, attention_block, mlp_block, random_block, random_graph
+from tests.graphs import (
+    Ranges,
+    attention_block,
+    mlp_block,
+    random_block,
+    random_graph,
+    with_more_held,
+)
 
 
 def draw(seed: int) -> CDGraph:
     rng = random.Random(seed)
     ranges = Ranges(random_percent=40, max_rng_state_bytes=5) if seed % 3 == 0 else Ranges()
+    if seed % 4 == 1:
+        return with_more_held(rng, random_graph(rng, rng.randint(2, 4), ranges))
     if seed % 2:
         return random_graph(rng, rng.randint(2, 4), ranges)
     return random_block(rng, rng.randint(2, 3), ranges).problem

@@ -13,19 +13,43 @@ from rockplan.peak_bound import pebbled_peak_bytes
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive, stage_schedules
-from tests.graphs import Ranges, random_chain, random_graph, with_random_takes
+from tests.graphs import (
+    Ranges,
+    random_chain,
+    random_graph,
+    with_more_held,
+    with_random_takes,
+)
 
 RANGES = Ranges(pinned_percent=0)
+WITH_PINNED = Ranges(pinned_percent=40)
 
 
-def draw(seed: int) -> CDGraph:
+def draw(seed: int, ranges: Ranges = RANGES) -> CDGraph:
     rng = random.Random(seed)
-    graph = random_graph(rng, 3, RANGES) if seed % 2 else random_chain(rng, (1, 2), RANGES)[0]
+    graph = random_graph(rng, 3, ranges) if seed % 2 else random_chain(rng, (1, 2), ranges)[0]
     return with_random_takes(rng, graph) if seed % 3 == 0 else graph
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_no_schedule_goes_below(seed: int) -> None:
+    """Also where games are about one or two storages, and the others count by a cut."""
+    graph = draw(seed, WITH_PINNED)
+    most_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    for storages in (1, 2, 3):
+        assert not fits(graph, pebbled_peak_bytes(graph, most_bytes, storages=storages) - 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_the_caller_holds_is_there_once_it_is_made(seed: int) -> None:
+    graph = with_more_held(random.Random(seed), draw(2 * seed + 1))
+    most_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    for storages in (2, 16):
+        assert not fits(graph, pebbled_peak_bytes(graph, most_bytes, storages=storages) - 1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_schedule_that_is_known_goes_below(seed: int) -> None:
     graph = draw(seed)
     peaks = [found.peak_bytes for _, found in stage_schedules(graph)]
     peaks.append(simulate(graph, thriftiest(graph)).peak_bytes)

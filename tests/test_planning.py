@@ -104,6 +104,20 @@ def test_nothing_below_the_minimum_is_accepted(monkeypatch: pytest.MonkeyPatch) 
         planning.plan_anew(made, Budget(size_bytes=minimum_bytes - 1), NO_CACHE)
 
 
+def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the chain finds nothing, what the relaxation led to is improved."""
+    made = prepared("densenet", NO_CACHE)
+    with pytest.raises(rockplan.InfeasibleBudget) as caught:
+        planning.plan_anew(made, Budget(size_bytes=1), NO_CACHE)
+    monkeypatch.setattr(planning, "NEAR", -1.0)
+    monkeypatch.setattr(planning.ChainSolver, "best_schedule", lambda *_: None)
+    monkeypatch.setattr(planning.eviction, "within", lambda *_: None)
+    monkeypatch.delattr(planning, "_smallest")
+    budget = Budget(size_bytes=caught.value.minimum_bytes)
+    found = planning.plan_anew(made, budget, NO_CACHE)
+    assert found.peak_bytes <= caught.value.minimum_bytes
+
+
 @pytest.mark.parametrize("budget", ["35%", "50%", "80%", "95%"])
 def test_the_callers_loss_has_room(budget: str) -> None:
     torch.manual_seed(0)

@@ -7,13 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from rockplan.draft import Draft as draft_of
 from rockplan.eviction import thriftiest, within
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, DataKind, Phase
 from rockplan.prune import pruned
 from rockplan.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
 from rockplan.simulate import simulate
 from rockplan.verify import verify
-from tests.graphs import Ranges, constrained_graph, mlp_block, random_chain, random_graph
+from tests.graphs import (
+    Draft,
+    Ranges,
+    constrained_graph,
+    mlp_block,
+    random_chain,
+    random_graph,
+)
 
 RANGES = Ranges(pinned_percent=15)
 
@@ -89,3 +97,23 @@ def test_constraints_are_obeyed_when_much_is_left_out(seed: int) -> None:
                 after = pruned(graph, before, budget_bytes)
                 verify(graph, after)
                 assert simulate(graph, after).peak_bytes <= budget_bytes
+
+
+def test_long_chains_of_re_executions_do_not_recurse() -> None:
+    """Each serves the next alone, and nothing of them may be kept."""
+    length = 1500
+    graph = Draft()
+    chain = [graph.add_data(DataKind.INPUT, 1)]
+    for _ in range(length):
+        chain.append(graph.add_data(DataKind.ACTIVATION, 1))
+        graph.add_node(Phase.FORWARD, [chain[-2]], [chain[-1]], time_ns=1)
+    gradient = graph.add_data(DataKind.GRADIENT, 1)
+    graph.add_node(Phase.BACKWARD, [chain[-1]], [gradient], time_ns=1)
+    problem = replace(graph.finish((), (gradient,)), dropped=tuple(chain[1:]))
+    again = keep_all(problem)
+    verify(problem, again)
+    assert len(again.computes) == 2 * length + 1
+    draft = draft_of(problem, *again.phases)
+    last = max(draft.reruns())
+    assert draft.nodes[last] == length - 1
+    assert draft.fits_without(last, simulate(problem, again).peak_bytes)

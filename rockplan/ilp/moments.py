@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.graph import CDGraph, ComputeNode, DataKind, producers, readers
+from rockplan.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.solve import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.schedule import without_idle
@@ -121,10 +121,7 @@ class Facts:
         self.is_open = frozenset(
             d.index for d in graph.data if d.kind in kinds and d.index not in held
         )
-        handed = set(graph.handed)
-        self.again = frozenset(
-            n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes)
-        )
+        self.again = may_run_again(graph)
 
     @functools.cached_property
     def always(self) -> dict[int, tuple[int, int]]:
@@ -134,7 +131,9 @@ class Facts:
         tangents = (d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
         found = {d: (start, max(read_by[d])) for d in tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
-        return found | {d: (max(self.producer[d], 0), last) for d in self.graph.held}
+        for d in self.graph.held:
+            found[d] = (self.producer[d] if self.producer[d] >= 0 else start, last)
+        return found
 
     @functools.cached_property
     def always_bytes(self) -> list[int]:
