@@ -106,6 +106,49 @@ def test_copies_are_planned_and_independent(way: str, monkeypatch: pytest.Monkey
     both(planned, eager_before, case.step, "the copied module itself")
 
 
+class Formatted(nn.Module):
+    """Attention written out, whose heads become contiguous before they are joined; `like` is a
+    literal among the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, like: torch.memory_format) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(8, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        heads = ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2)
+        joined = heads.contiguous(memory_format=like).view(8, 4, 16)
+        return self.out(joined.to(torch.float64).to(torch.float32))
+
+
+def formatted_case() -> Case:
+    torch.manual_seed(0)
+    args = (torch.randn(8, 4, 16), torch.contiguous_format)
+    return Case("formatted", Formatted().train(), args, {}, mean_square)
+
+
+def at_each_protocol() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    def through(protocol: int, module: nn.Module) -> nn.Module:
+        return pickle.loads(pickle.dumps(module, protocol))
+
+    protocols = range(pickle.HIGHEST_PROTOCOL + 1)
+    return {f"protocol {p}": functools.partial(through, p) for p in protocols}
+
+
+@pytest.mark.parametrize("way", {**copies(), **at_each_protocol()})
+def test_copies_of_plans_whose_calls_hold_literals_of_torch(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = formatted_case()
+    planned, eager = pair(case)
+    found = {name for n in planned.plan.graph.nodes for c in n.calls for name, _ in c.kwargs}
+    assert {"memory_format", "dtype"} <= found
+    copied = {**copies(), **at_each_protocol()}[way](planned)
+    assert copied.plan == planned.plan
+    monkeypatch.setattr("rockplan.api._captured", forbidden)
+    both(copied, eager, case.step, way)
+
+
 def forbidden(*args: Any) -> None:
     raise AssertionError("planned again")
 

@@ -35,6 +35,7 @@ from rockplan.codegen.signature import (
 )
 from rockplan.errors import BackwardError, InvalidInput, StalePlan
 from rockplan.interface import Incoming, Interface
+from rockplan.literals import picklable
 from rockplan.plan import Plan
 
 # Planning exchanges tensors of the module and functions of libraries, and moves random generators,
@@ -159,7 +160,7 @@ class Planned:
         state = self._rockplan
         attributes = {k: v for k, v in self.__dict__.items() if k != "_rockplan"}
         programs = [
-            (key, bound.program)
+            (picklable(key), bound.program)
             for key, bounds in state.programs.items()
             for bound in bounds
             if signature_holds(bound.signature)
