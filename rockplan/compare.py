@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from rockplan import peers
 from rockplan.api import arguments, solve
 from rockplan.budget import Budget
-from rockplan.codegen.module import plan_of
+from rockplan.codegen.module import plan_of, unplanned
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
 from rockplan.memory import MeasuredTimeline
@@ -114,13 +114,15 @@ def compare(
 ) -> Comparison:
     """Peak and time of one forward and backward of `model`, planned and with its alternatives.
 
-    Arguments as for `solve`. loss: of the result, whose own memory is measured too; None: backward
-    starts from the scalars of the result that require a gradient, or if there are none from all
-    tensors that do, with the same random gradients for all variants. compile_budgets: ratios
-    for torch.compile with `activation_memory_budget`, which needs its compilers. rounds: how often
-    each variant is timed. Raises InvalidInput; what fails within a variant is in its row.
+    Arguments as for `solve`; of a planned module, its original is compared. loss: of the result,
+    whose own memory is measured too; None: backward starts from the scalars of the result that
+    require a gradient, or if there are none from all tensors that do, with the same random
+    gradients for all variants. compile_budgets: ratios for torch.compile with
+    `activation_memory_budget`, which needs its compilers. rounds: how often each variant is timed.
+    Raises InvalidInput; what fails within a variant is in its row.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    model = unplanned(model)
     if not all(0 <= ratio <= 1 for ratio in compile_budgets):
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
     names, makers = _makers(model, args, kwargs, budgets, compile_budgets, options)
@@ -181,6 +183,7 @@ def measured_timelines(
     Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    model = unplanned(model)
 
     def followed(name: str, module: nn.Module) -> MeasuredTimeline:
         report(f"following the memory of {name}")

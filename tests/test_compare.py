@@ -47,6 +47,14 @@ def test_what_does_not_apply_is_said(found: rockplan.Comparison) -> None:
     assert rows["rockplan 1B"].peak_bytes is None
 
 
+def test_a_planned_module_is_compared_with_its_original(found: rockplan.Comparison) -> None:
+    torch.manual_seed(0)
+    model, x = Model(layers=2), torch.randn(256, 32)
+    planned = rockplan.solve(model, x, "min", options=QUICK)
+    again = rockplan.compare(planned, x, ["90%"], rounds=1, options=QUICK)
+    assert [r.peak_bytes for r in again.rows] == [r.peak_bytes for r in found.rows[:-1]]
+
+
 def test_text_and_json(found: rockplan.Comparison) -> None:
     text = str(found)
     assert all(row.name in text for row in found.rows)

@@ -172,6 +172,38 @@ def test_planned_module_is_an_instance_of_the_original_class() -> None:
     assert [n for n, _ in planned.named_modules()] == [n for n, _ in case.model.named_modules()]
 
 
+def test_a_planned_module_is_planned_again_from_its_original(tmp_path: Path) -> None:
+    """As a cell of a notebook does that runs twice."""
+    case = net_case()
+    first, eager = pair(case, "90%")
+    calls = []
+    first.register_forward_hook(lambda *_: calls.append(1))
+    again = solve_case(Case("again", first, case.args, {}, mean_square), BUDGET)
+    assert type(again).__mro__ == type(first).__mro__ and type(again).__qualname__ == "Net"
+    assert again.plan.schedule == solve_case(net_case(), BUDGET).plan.schedule
+    assert all(a is b for a, b in zip(again.parameters(), case.model.parameters(), strict=True))
+    rockplan.save_plan(again, tmp_path / "net.plan.json")
+    loaded = rockplan.load(first, case.args, tmp_path / "net.plan.json")
+    assert loaded.plan.schedule == again.plan.schedule
+    for planned in (again, loaded, first):
+        planned.zero_grad()
+        eager.zero_grad()
+        both(planned, eager, case.step, "planned again")
+    assert len(calls) == 3
+
+
+def test_an_own_forward_of_the_instance_is_planned_again() -> None:
+    model = nn.Linear(16, 16)
+    model.forward = lambda x: torch.tanh(x @ model.weight)
+    once = rockplan.solve(model, SAMPLE, "100%")
+    twice = rockplan.solve(once, SAMPLE, "100%")
+    assert "tanh" in rockplan.code_of(twice)
+    assert torch.equal(twice(SAMPLE), model(SAMPLE))
+    once.forward = lambda x: x
+    with pytest.raises(rockplan.InvalidInput, match="forward.*original"):
+        rockplan.solve(once, SAMPLE, "100%")
+
+
 class OwnNames(nn.Module):
     """Has attributes with the names of those that a planned module adds."""
 
