@@ -159,6 +159,13 @@ def test_compare() -> None:
     assert planned["gradients"] == "equal bit for bit"
 
 
+def test_compare_where_no_budget_works() -> None:
+    words = ("compare", MLP, "--rounds", "1", "-b", "100")
+    assert "below the minimum" in run(*words, code=ExitCode.INFEASIBLE)
+    assert "below the minimum" in run(*words, "-b", "50%")
+    assert "does not parse" in errors(*words, "-b", "much", code=ExitCode.USAGE)
+
+
 def test_saved_plans_are_shown_and_loaded(own_folder: Path) -> None:
     run("solve", MLP, "-b", "50%", "-b", "min", "--save", "{budget}.json", "--check")
     plans = {name: own_folder / f"{name}.json" for name in ("50pct", "min")}
