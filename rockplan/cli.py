@@ -229,7 +229,8 @@ def profile(
                 sample_kwargs=subject.sample_kwargs,
                 options=_options(no_cache, None),
             )
-        explanation = rockplan.explain(found)
+        explanation = rockplan.explain(found, unplanned=True)
+        found = display.kept_whole(found)
     modules, operators = display.shares_by_module(found), display.shares_by_operator(found)
     if as_json:
         row = display.plan_row("100%", found)
