@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,24 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.CaptureError,
         ["sample", "shapes"],
     ),
+    "sample of another dtype": (
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)),
+        SAMPLE.double(),
+        rockplan.CaptureError,
+        [
+            "module '0'",
+            "test_bad_input.py:",
+            "eager fails",
+            "mixed dtype",
+            "dtypes of sample_input",
+        ],
+    ),
+    "sample of another dtype, seen by a product": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        SAMPLE.double(),
+        rockplan.CaptureError,
+        ["module '0'", "eager fails", "got Double and Float"],
+    ),
     "opaque result": (
         lambda: ReturnsOpaque(Opaque),
         SAMPLE,
@@ -290,6 +309,16 @@ def test_views_of_results_in_other_strides_than_captured_are_refused(
     monkeypatch.setattr(Layouts, "corrected", lambda self, operator, args, kwargs, result: result)
     with pytest.raises(rockplan.UnsupportedModel, match="native_batch_norm.*contiguous"):
         rockplan.solve(NormOfTransposed(), torch.randn(2, 32, 16), "min")
+
+
+def test_what_eager_refuses_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a profile in the cache has an estimate of it."""
+    monkeypatch.setattr("rockplan.graph_builder.measure._OF_DTYPES", re.compile("$^"))
+    model, sample = nn.Linear(4, 4), SAMPLE.double()
+    assert "1 calls estimated" in rockplan.plan(model, sample, "100%").profile_source
+    monkeypatch.undo()
+    with pytest.raises(rockplan.CaptureError, match="same dtype"):
+        rockplan.plan(model, sample, "min")
 
 
 def test_not_a_module() -> None:

@@ -8,13 +8,15 @@ Workspace is the peak of bytes alive inside the operator beyond its inputs and i
 CPU it comes from the profiler's memory events, on CUDA from the allocator's peak; so do the
 sizes of the results, which can differ from what fake tensors say (workspaces of mkldnn, padding).
 An operator that does not run on made-up inputs (it checks values) is estimated from its specs;
-its cost has `repeats` 0, and `Profile.source` says how many there are.
+its cost has `repeats` 0, and `Profile.source` says how many there are. One that refuses the dtypes
+of its inputs, which are those of eager, is refused: fake tensors do not check all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from rockplan.collection import paused_collection
-from rockplan.errors import InvalidInput, PlanFormatError, UnsupportedModel
+from rockplan.errors import CaptureError, InvalidInput, PlanFormatError, UnsupportedModel
 from rockplan.graph import (
     Call,
     CDGraph,
@@ -313,7 +315,8 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
         here.threads,
     ):
         return {}
-    return dict(known.costs)
+    # What was estimated is tried again, so that what cannot run is refused every time.
+    return {key: cost for key, cost in known.costs if cost.repeats}
 
 
 def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
@@ -506,7 +509,7 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
     sizes: dict[str, tuple[int, ...]] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         for key, call in calls:
-            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            with _else_estimated(inputs.graph, call):
                 execution = inputs.execution(call)
                 execution.run()
                 with record_function(_RANGE + key):
@@ -515,6 +518,34 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
                 del result, execution
     peaks = _peaks_in_ranges(session)
     return {key: _Memory(peaks[key] - sum(found), found) for key, found in sizes.items()}
+
+
+# An operator that says so fails whatever the values.
+_OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _else_estimated(graph: CDGraph, call: Call) -> Iterator[None]:
+    """What raises inside is left out. Raises CaptureError where eager would fail as well."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if _OF_DTYPES.search(str(error)):
+            raise _fails_in_eager(graph, call, error) from error
+
+
+def _fails_in_eager(graph: CDGraph, call: Call, error: Exception) -> CaptureError:
+    key = call_key(graph, call)
+    node = next(n for n in graph.nodes if any(call_key(graph, c) == key for c in n.calls))
+    words = str(error).rstrip(".")
+    return CaptureError(
+        f"in module '{node.module or '(root)'}' at {node.source or 'an unknown line'}: eager fails "
+        f"with this sample: {call.op} raises {type(error).__name__}: {words}. Check the dtypes of "
+        "sample_input (and sample_kwargs) against those of the parameters by calling the module "
+        "on them",
+        module_path=node.module,
+        source=node.source,
+    )
 
 
 def _peaks_in_ranges(session: profile) -> dict[str, int]:
@@ -542,7 +573,7 @@ def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str
     found: dict[str, _Memory] = {}
     for done, (key, call) in enumerate(calls.items()):
         report("measuring sizes", done, len(calls))
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        with _else_estimated(inputs.graph, call):
             execution = inputs.execution(call)
             execution.run()
             torch.cuda.reset_peak_memory_stats(device)
