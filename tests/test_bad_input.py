@@ -339,6 +339,31 @@ def test_budgets_that_are_none(budget: Any) -> None:
         rockplan.solve(nn.Linear(4, 4), SAMPLE, budget)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("differentiated", 0, r"\(0,\)"),
+        ("differentiated", "0", r"\(0,\)"),
+        ("differentiated", (True,), r"\(0,\)"),
+        ("time_limit_s", "5", "seconds"),
+        ("time_limit_s", -1, "at least 0"),
+        ("time_limit_s", float("nan"), "at least 0"),
+        ("time_limit_s", None, "seconds"),
+        ("bound_time_limit_s", -0.1, "at least 0"),
+        ("keep", 0, "sequence of patterns"),
+        ("recompute", [0], "sequence of patterns"),
+    ],
+)
+def test_options_that_are_none(name: str, value: Any, remedy: str) -> None:
+    with pytest.raises(rockplan.InvalidInput, match=f"{name} is .*{remedy}"):
+        rockplan.Options(**{name: value})
+
+
+def test_options_that_are_written_otherwise() -> None:
+    options = rockplan.Options(differentiated=[0], time_limit_s=numpy.float32(3))
+    assert options.differentiated == (0,) and options.time_limit_s == 3
+
+
 def test_wrapped_modules_are_refused() -> None:
     with pytest.raises(rockplan.InvalidInput, match="inside"):
         rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
