@@ -28,7 +28,8 @@ class Options:
     where it is needed) and a search for the smallest budget, where it is asked for or might not be
     met: what fits does not depend on the clock.
     check: run one step of the original and of the planned module on the sample, compare bit for
-    bit, and raise CheckFailed if they differ; needs the memory of both.
+    bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
+    from run to run, CheckFailed if the planned module does not, else a warning.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long integer programs may raise the lower bound that the certificate

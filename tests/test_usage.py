@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -809,9 +810,24 @@ def test_operators_of_other_libraries() -> None:
 def test_check_says_where_eager_does_not_repeat_itself() -> None:
     torch.manual_seed(0)
     case = Case("noise", WithNoise().train(), (SAMPLE,), {}, mean_square)
-    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    with pytest.warns(UserWarning, match="eager does not repeat itself.*cannot be compared"):
+        planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
     assert "eager does not repeat itself" in planned.plan.checked
     assert "by up to" in planned.plan.checked
+
+
+class DrawsFromItsOwn(Net):
+    """Scales by draws of a generator that nobody watches, which a plan takes for a constant."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(numpy.random.default_rng().random())
+
+
+def test_check_refuses_what_stands_still_in_the_plan_alone() -> None:
+    torch.manual_seed(0)
+    case = Case("own generator", DrawsFromItsOwn().train(), (SAMPLE,), {}, mean_square)
+    with pytest.raises(rockplan.CheckFailed, match="output 0.*stands still.*draw with torch"):
+        solve_case(case, BUDGET, options=rockplan.Options(check=True))
 
 
 class Passing(Net):
