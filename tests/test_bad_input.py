@@ -4,6 +4,7 @@ left exactly as it was."""
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import re
 from collections.abc import Callable
@@ -96,6 +97,16 @@ class FailsHalfWay(nn.Module):
         raise RuntimeError("half way")
 
 
+class TakesOneDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = self.inner(batch["x"])
+        return y
+
+
 class InPlainList(nn.Module):
     """Layers that the module does not know, one in the middle of the result or as the result."""
 
@@ -176,6 +187,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         torch.randn(3, 5),
         rockplan.CaptureError,
         ["sample", "shapes"],
+    ),
+    "sample is the dictionary that the forward takes": (
+        TakesOneDictionary,
+        {"x": SAMPLE},
+        rockplan.CaptureError,
+        ["unexpected keyword argument 'x'", "pass `(batch,)`"],
     ),
     "sample of another dtype": (
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)),
@@ -282,6 +299,14 @@ def test_refused_with_cause_and_remedy(kind: str) -> None:
         assert word in str(caught.value)
     assert_unchanged(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_refusals_are_errors_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(rockplan.CaptureError, match="reduction dim"):
+        rockplan.solve(nn.Linear(4, 4), torch.randn(3, 5), "50%")
+    assert not caplog.records
+    logging.getLogger("torch._subclasses.fake_tensor").error("failed while attempting to run meta")
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
