@@ -103,7 +103,8 @@ TimeLimit = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=0.0,
-        help="For the search of options of blocks; the best plan found so far is used.",
+        help="For each plan, after the model is captured and measured; the best plan found so far "
+        "is used. A curve takes up to half of it for each of at most 16 points.",
     ),
 ]
 Kinds = Annotated[
