@@ -1,9 +1,11 @@
 # Two commands on a fresh machine: `make demo` and `make test`.
 VENV ?= .venv
 PYTHON ?= python3
-# The pinned build first, with the torchvision that belongs to it (timm imports it): a plain range
-# would pull gigabytes of CUDA packages on Linux.
+# The pinned build first, with the torchvision that belongs to it (timm imports it). On Linux PyPI's
+# build comes with gigabytes of CUDA packages; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes
+# the one for CPU. It is no default: machines without a network to there have wheels of their own.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint clean
@@ -22,7 +24,7 @@ lint: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)" torchvision
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)" torchvision
 	$(BIN)/pip install --quiet --editable ".[test]"
 	touch $@
 

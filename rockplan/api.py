@@ -51,11 +51,12 @@ def solve(
     an optimizer's state. Calls of other shapes are planned under the same bytes; where they are
     larger than the sample, a share means theirs.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
-    what it executes.
+    what it executes. A module that is planned already is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
+    model = planned_modules.unplanned(model)
     program = _program(model, args, kwargs, None, budget=wanted, options=options)
     later = replace(wanted, least_bytes=program.plan.budget_bytes)
     return planned_modules.planned_module(
@@ -145,6 +146,7 @@ def load(
     make_program = functools.partial(
         _stored_program, plans=read_plans(path), budget=None, options=options
     )
+    model = planned_modules.unplanned(model)
     first = make_program(model, args, kwargs, None)
     on_mismatch = options.on_mismatch
     if on_mismatch == "replan":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TypeVar
+from fractions import Fraction
 
 from rockplan.errors import InvalidBudget
-
-Number = TypeVar("Number", int, float)
 
 _UNITS = {
     "": 1,
@@ -22,6 +20,13 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+MOST_BYTES = 2**63 - 1
+"""Of any budget: plan files and the cache hold no larger numbers."""
+
+_MOST_PERCENT = 1e6
+_LONGEST = 100
+"""Characters of a budget; nobody writes as many."""
+
 _EXAMPLES = (
     "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or on CUDA "
     "'auto' or 'auto-4GB'"
@@ -70,10 +75,12 @@ def parse_budget(budget: object) -> Budget:
         return _parse_text(budget)
     if budget != budget or budget in (float("inf"), float("-inf")):
         raise InvalidBudget(f"budget {budget!r} is not finite; {_EXAMPLES}")
-    return Budget(size_bytes=_positive(int(budget), budget))
+    return Budget(size_bytes=_size_bytes(budget, budget))
 
 
 def _parse_text(text: str) -> Budget:
+    if len(text) > _LONGEST:
+        raise InvalidBudget(f"budget {text[:40]!r}... is too long; {_EXAMPLES}")
     if text.strip().lower() == "min":
         return Budget(is_minimum=True)
     if text.strip().lower() == "auto":
@@ -84,11 +91,19 @@ def _parse_text(text: str) -> Budget:
     match = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(%|[A-Za-z]*)\s*", text)
     if match is None or (match[2] != "%" and match[2].upper() not in _UNITS):
         raise InvalidBudget(f"budget {text!r} does not parse; {_EXAMPLES}")
-    number = float(match[1].replace("_", ""))
+    digits = match[1].replace("_", "")
+    number = float(digits)
     if match[2] == "%":
-        _positive(number, text)
+        if number <= 0:
+            raise _not_positive(text)
+        if number > _MOST_PERCENT:
+            raise InvalidBudget(f"budget {text!r} is too large; with '100%' everything is kept")
         return Budget(share=number / 100)
-    return Budget(size_bytes=_positive(int(number * _UNITS[match[2].upper()]), text))
+    unit = _UNITS[match[2].upper()]
+    # An exact number of any exponent could take for ever to make.
+    is_usual = 1 <= number * unit <= 2 * MOST_BYTES
+    exact = Fraction(digits) * unit if is_usual else number * unit
+    return Budget(size_bytes=_size_bytes(exact, text))
 
 
 def _reserve_bytes(text: str, whole: str) -> int:
@@ -98,7 +113,23 @@ def _reserve_bytes(text: str, whole: str) -> int:
     return reserve
 
 
-def _positive(number: Number, budget: object) -> Number:
+def _size_bytes(number: int | float | Fraction, budget: int | float | str) -> int:
+    """`number` of bytes, rounded down; `budget`: what was written."""
     if number <= 0:
-        raise InvalidBudget(f"budget {budget!r} is not positive; {_EXAMPLES}")
-    return number
+        raise _not_positive(budget)
+    if number < 1:
+        raise InvalidBudget(
+            f"budget {budget!r} is less than one byte; for a share of the unplanned peak write "
+            f"'{float(number) * 100:g}%'"
+        )
+    if number > MOST_BYTES:
+        shown = f"of {budget.bit_length()} bits" if isinstance(budget, int) else repr(budget)
+        raise InvalidBudget(
+            f"budget {shown} is too large: at most {MOST_BYTES} bytes; with '100%' everything is "
+            "kept"
+        )
+    return int(number)
+
+
+def _not_positive(budget: object) -> InvalidBudget:
+    return InvalidBudget(f"budget {budget!r} is not positive; {_EXAMPLES}")

@@ -7,6 +7,7 @@ gradients, buffers and generators are afterwards what they were before.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import CheckFailed
+
+_REPEATS = 2
+"""Further planned steps: kernels that are not deterministic may repeat themselves by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,9 @@ def check(
     """Run `original` and `planned` (two forwards over the tensors of `module`) and compare.
 
     starts: leaf of the result that gets a gradient -> strides of that gradient. Raises CheckFailed
-    where the planned step differs although eager repeats itself exactly.
+    where the planned step differs although eager repeats itself exactly, and where eager does not
+    but the planned step does: it holds still what eager makes anew. Where neither does, nothing can
+    be compared, which is warned of.
     """
 
     def step(forward: Callable[..., Any]) -> _Step:
@@ -54,7 +60,22 @@ def check(
             f"the planned step differs from eager: {difference}. This is a bug of rockplan; "
             "use the original module, and please report the model"
         )
-    return f"eager does not repeat itself ({noise}); the planned step differs alike ({difference})"
+    if all(_first_difference(step(planned), found) is None for _ in range(_REPEATS)):
+        raise CheckFailed(
+            f"eager does not repeat itself ({noise}), but the planned step does: what the forward "
+            "makes anew in Python at every call (draws of a generator of its own, numbers that it "
+            "counts) stands still in a plan. Have it draw with torch, or pass such numbers in as "
+            "tensors"
+        )
+    result = (
+        f"eager does not repeat itself ({noise}); the planned step differs alike ({difference})"
+    )
+    warnings.warn(
+        f"{result}, so the two cannot be compared; the cause may be an operator that is not "
+        "deterministic (torch.use_deterministic_algorithms(True) tells)",
+        stacklevel=2,
+    )
+    return result
 
 
 @contextlib.contextmanager

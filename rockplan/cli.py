@@ -52,8 +52,9 @@ class ExitCode(IntEnum):
 
 _EXIT_CODES = """
 Exit codes: 0 done; 1 a bug of rockplan; 2 the command, the budget or the factory cannot be used;
-3 a budget is below the minimum, which is printed; 4 the model cannot be planned; 5 a plan file or
-a cache entry is damaged or of another version; 6 a check failed; 130 interrupted.
+3 a budget (of compare: every budget) is below the minimum, which is printed; 4 the model cannot be
+planned; 5 a plan file or a cache entry is damaged or of another version; 6 a check failed; 130
+interrupted.
 """
 
 app = typer.Typer(
@@ -102,7 +103,8 @@ TimeLimit = Annotated[
     typer.Option(
         metavar="SECONDS",
         min=0.0,
-        help="For the search of options of blocks; the best plan found so far is used.",
+        help="For each plan, after the model is captured and measured; the best plan found so far "
+        "is used. A curve takes up to half of it for each of at most 16 points.",
     ),
 ]
 Kinds = Annotated[
@@ -228,7 +230,8 @@ def profile(
                 sample_kwargs=subject.sample_kwargs,
                 options=_options(no_cache, None),
             )
-        explanation = rockplan.explain(found)
+        explanation = rockplan.explain(found, unplanned=True)
+        found = display.kept_whole(found)
     modules, operators = display.shares_by_module(found), display.shares_by_operator(found)
     if as_json:
         row = display.plan_row("100%", found)
@@ -512,6 +515,9 @@ def compare(
                 options=_options(no_cache, time_limit),
             )
     print(found.to_json() if as_json else display.printable(str(found)))
+    is_planned = any(row.budget_bytes is not None for row in found.rows)
+    if not is_planned and any(row.minimum_bytes is not None for row in found.rows):
+        raise typer.Exit(ExitCode.INFEASIBLE)
 
 
 @app.command(epilog="Example: rockplan plot rockplan.examples:mlp -b 50% -o report.html")

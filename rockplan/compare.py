@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,9 @@ from torch.utils import _pytree as pytree
 
 from rockplan import peers
 from rockplan.api import arguments, solve
-from rockplan.budget import Budget
-from rockplan.codegen.module import plan_of
+from rockplan.available import in_bytes
+from rockplan.budget import Budget, parse_budget
+from rockplan.codegen.module import plan_of, unplanned
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
 from rockplan.memory import MeasuredTimeline
@@ -36,6 +37,7 @@ from rockplan.render import Series
 from rockplan.timing import interleaved_seconds, machine, median_ratio
 
 Loss = Callable[[Any], torch.Tensor]
+OneBudget = int | float | str | Budget
 
 SEED = 0
 """Of the step whose gradients and buffers are compared."""
@@ -65,6 +67,7 @@ class Row:
     gradients: str = ""
     buffers: str = ""
     note: str = ""
+    minimum_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def compare(
     model: nn.Module,
     sample_input: object,
-    budgets: Sequence[int | float | str | Budget] = ("min", "25%", "50%", "75%"),
+    budgets: OneBudget | Sequence[OneBudget] = ("min", "25%", "50%", "75%"),
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
     loss: Loss | None = None,
@@ -114,16 +117,20 @@ def compare(
 ) -> Comparison:
     """Peak and time of one forward and backward of `model`, planned and with its alternatives.
 
-    Arguments as for `solve`. loss: of the result, whose own memory is measured too; None: backward
-    starts from the scalars of the result that require a gradient, or if there are none from all
-    tensors that do, with the same random gradients for all variants. compile_budgets: ratios
-    for torch.compile with `activation_memory_budget`, which needs its compilers. rounds: how often
-    each variant is timed. Raises InvalidInput; what fails within a variant is in its row.
+    Arguments as for `solve`; of a planned module, its original is compared. budgets: one, or
+    several, each of which has a row. loss: of the result,
+    whose own memory is measured too; None: backward starts from the scalars of the result that
+    require a gradient, or if there are none from all tensors that do, with the same random
+    gradients for all variants. compile_budgets: ratios for torch.compile with
+    `activation_memory_budget`, which needs its compilers. rounds: how often each variant is timed.
+    Raises InvalidInput; what fails within a variant is in its row.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    model = unplanned(model)
     if not all(0 <= ratio <= 1 for ratio in compile_budgets):
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
-    names, makers = _makers(model, args, kwargs, budgets, compile_budgets, options)
+    wanted = _readable(budgets, model)
+    names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
     with _untouched(model):
         step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
         rows: dict[str, Row] = {}
@@ -138,7 +145,8 @@ def compare(
                 expected = expected or found
                 peak_bytes, _ = peak_live_bytes(run, device=_device(model))
             except (peers.NotApplicable, RockplanError) as error:
-                rows[name] = Row(name, note=f"does not apply: {error}")
+                least_bytes = getattr(error, "minimum_bytes", None)
+                rows[name] = Row(name, note=f"does not apply: {error}", minimum_bytes=least_bytes)
             except Exception as error:  # whatever a peer breaks with is what the row reports
                 reason = " ".join(str(error).partition("\n\n")[0].split())
                 rows[name] = Row(name, note=f"fails: {type(error).__name__}: {reason}")
@@ -181,6 +189,7 @@ def measured_timelines(
     Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    model = unplanned(model)
 
     def followed(name: str, module: nn.Module) -> MeasuredTimeline:
         report(f"following the memory of {name}")
@@ -191,15 +200,27 @@ def measured_timelines(
     return followed("the original", model), followed("the plan", planned)
 
 
+def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:
+    """`budgets`, each of which can be read. Raises InvalidBudget."""
+    several: tuple[Any, ...]
+    if isinstance(budgets, Iterable) and not isinstance(budgets, str):
+        several = tuple(budgets)
+    else:
+        several = (budgets,)
+    for budget in several:
+        in_bytes(parse_budget(budget), model)
+    return several
+
+
 def _makers(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    budgets: Sequence[int | float | str | Budget],
+    budgets: Sequence[OneBudget],
     compile_budgets: Sequence[float],
     options: Options,
 ) -> tuple[list[str], list[Callable[[], nn.Module]]]:
-    def planned(budget: int | float | str | Budget) -> nn.Module:
+    def planned(budget: OneBudget) -> nn.Module:
         copied = peers.sharing_copy(model)
         return solve(copied, args, budget, sample_kwargs=kwargs, options=options)
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import (
@@ -27,8 +27,11 @@ from rich.text import Text
 from rockplan import progress
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget
+from rockplan.graph import as_eager
 from rockplan.names import operator_of
 from rockplan.plan import Plan, format_bytes, kept_data, recomputations
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
 
 PLAIN_WIDTH = 200
 """Columns of a table that no terminal shows."""
@@ -153,6 +156,14 @@ class Share:
     operations: int
     time_ns: int
     kept_bytes: int
+
+
+def kept_whole(plan: Plan) -> Plan:
+    """What `plan` is without planning: as eager executes its graph, everything kept."""
+    graph = as_eager(plan.graph)
+    schedule = keep_all(graph)
+    saved_bytes = simulate(graph, schedule).saved_bytes
+    return replace(plan, graph=graph, schedule=schedule, saved_bytes=saved_bytes)
 
 
 def shares_by_module(plan: Plan) -> list[Share]:

@@ -23,7 +23,7 @@ from rockplan.lifetimes import (
     start_times_ns,
 )
 from rockplan.names import activation_names, operation_names, operator_of
-from rockplan.plan import Plan, format_bytes
+from rockplan.plan import format_bytes, plan_in
 from rockplan.schedule import Compute, Schedule, keep_all, with_frees
 from rockplan.simulate import simulate
 
@@ -127,17 +127,19 @@ class Explanation:
         return asdict(self)
 
 
-def explain(plan: Plan, *, unplanned: bool = False) -> Explanation:
+def explain(plan: object, *, unplanned: bool = False) -> Explanation:
     """Who owns the peak of `plan`, why, and what its recomputations buy.
 
-    unplanned: explain the execution that keeps everything instead, which is where to look first
-    when a model does not fit. Each price and each recomputation is one replay of the schedule:
-    a second or so for a thousand operations.
+    plan: a Plan or a planned module. unplanned: explain the execution that keeps everything
+    instead, which is where to look first when a model does not fit. Each price and each
+    recomputation is one replay of the schedule: a second or so for a thousand operations. Raises
+    InvalidInput.
     """
+    made = plan_in(plan)
     if unplanned:
-        graph = as_eager(plan.graph)
+        graph = as_eager(made.graph)
         return explain_schedule(graph, keep_all(graph))
-    return explain_schedule(plan.graph, plan.schedule)
+    return explain_schedule(made.graph, made.schedule)
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:

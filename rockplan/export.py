@@ -28,7 +28,7 @@ from rockplan.codegen.module import plan_of
 from rockplan.errors import InvalidInput
 from rockplan.graph import CDGraph, ComputeNode, DataKind, as_eager, producers
 from rockplan.peers import repeated_blocks
-from rockplan.plan import Plan, format_bytes, kept_data, recomputations
+from rockplan.plan import Plan, format_bytes, kept_data, plan_in, recomputations
 from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
@@ -55,7 +55,7 @@ class Wrapped:
     buffers: tuple[str, ...]
 
 
-def as_checkpoint_code(model: nn.Module, plan: Plan | None = None) -> str:
+def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
     """A plan as ordinary PyTorch code: the source of a file with a function `apply(model)`.
 
     model: what `solve` or `load` returned, whose `.plan` is exported; or, with `plan`, the module
@@ -65,7 +65,7 @@ def as_checkpoint_code(model: nn.Module, plan: Plan | None = None) -> str:
     Raises InvalidInput where nothing of the plan can be said in this way: no module is repeated,
     or none has to be wrapped.
     """
-    plan = plan_of(model) if plan is None else plan
+    made = plan_of(model) if plan is None else plan_in(plan)
     paths = repeated_blocks(model)
     if not paths:
         raise InvalidInput(
@@ -74,16 +74,16 @@ def as_checkpoint_code(model: nn.Module, plan: Plan | None = None) -> str:
             "have parameters and submodules). Run the plan itself: rockplan.solve, or "
             "rockplan.save_plan and rockplan.load"
         )
-    found = [_wrapped(plan, path) for path in paths]
-    wrapped = _needed(plan, [module for module in found if module is not None])
+    found = [_wrapped(made, path) for path in paths]
+    wrapped = _needed(made, [module for module in found if module is not None])
     if not wrapped:
         raise InvalidInput(
             f"this plan cannot be exported as checkpointing code: none of the {len(paths)} "
             f"repeated modules ({paths[0]}, ...) needs to be wrapped for it. It computes "
-            f"{len(recomputations(plan))} operations again; export a plan for a smaller budget, "
+            f"{len(recomputations(made))} operations again; export a plan for a smaller budget, "
             "or run the plan itself"
         )
-    return _header(plan, wrapped, len(paths)) + _IMPORTS + _table(wrapped) + _FUNCTIONS
+    return _header(made, wrapped, len(paths)) + _IMPORTS + _table(wrapped) + _FUNCTIONS
 
 
 # What is wrapped

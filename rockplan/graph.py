@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from rockplan.literals import picklable
+
 
 class Phase(Enum):
     FORWARD = "forward"
@@ -86,6 +88,9 @@ class Call:
     args: tuple[object, ...]
     kwargs: tuple[tuple[str, object], ...]
     results: tuple[int | None, ...]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Call, (self.op, picklable(self.args), picklable(self.kwargs), self.results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rockplan.graph import CDGraph, DataKind, Phase, as_eager, producers
 from rockplan.lifetimes import Lifetime, Owner, lifetimes, maker
 from rockplan.names import ROOT, activation_names, operation_names, operator_of
-from rockplan.plan import Plan
+from rockplan.plan import Plan, plan_in
 from rockplan.schedule import Compute, Schedule, keep_all
 from rockplan.simulate import timeline
 
@@ -237,14 +237,16 @@ def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def plan_trace(
-    plan: Plan,
+    plan: object,
     *,
     measured: MeasuredTimeline | None = None,
     eager_measured: MeasuredTimeline | None = None,
 ) -> str:
     """JSON for Perfetto and chrome://tracing: the plan beside keeping everything, predicted, and
-    what was measured of either (`rockplan.measured_timeline`)."""
-    eager, planned = eager_timeline(plan), planned_timeline(plan)
+    what was measured of either (`rockplan.measured_timeline`). plan: a Plan or a planned module.
+    Raises InvalidInput."""
+    made = plan_in(plan)
+    eager, planned = eager_timeline(made), planned_timeline(made)
     found = {eager.name: eager_measured, planned.name: measured}
     present = {name: timeline for name, timeline in found.items() if timeline is not None}
     return trace_json((eager, planned), present)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal, TypeGuard
 
 from rockplan.errors import InvalidInput
 
@@ -25,9 +26,11 @@ class Options:
     of the whole graph, unless its schedule does not fit yet, and half of what is left for options
     of blocks. Not cut short are the dynamic program over blocks (a minute on 15,000 operations,
     where it is needed) and a search for the smallest budget, where it is asked for or might not be
-    met: what fits does not depend on the clock.
+    met: what fits does not depend on the clock. `pareto` takes up to half of it for options of
+    blocks, and up to half of it again for each of at most 16 points.
     check: run one step of the original and of the planned module on the sample, compare bit for
-    bit, and raise CheckFailed if they differ; needs the memory of both.
+    bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
+    from run to run, CheckFailed if the planned module does not, else a warning.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long integer programs may raise the lower bound that the certificate
@@ -47,15 +50,37 @@ class Options:
     recompute: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("time_limit_s", "bound_time_limit_s"):
+            seconds = getattr(self, name)
+            is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+            if not (is_number and float(seconds) >= 0):
+                raise InvalidInput(f"{name} is {seconds!r}; pass seconds, a number of at least 0")
+            object.__setattr__(self, name, float(seconds))
+        if self.differentiated is not None:
+            object.__setattr__(self, "differentiated", _positions(self.differentiated))
         for name in ("keep", "recompute"):
             patterns = getattr(self, name)
-            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            if not _is_sequence(patterns) or not all(isinstance(p, str) for p in patterns):
                 raise InvalidInput(f"{name} is {patterns!r}; pass a sequence of patterns")
             object.__setattr__(self, name, tuple(patterns))
         if self.on_mismatch not in ("replan", "original", "error"):
             raise InvalidInput(
                 f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
             )
+
+
+def _positions(differentiated: object) -> tuple[int, ...]:
+    found = tuple(differentiated) if _is_sequence(differentiated) else None
+    if found is None or not all(type(p) is int for p in found):
+        raise InvalidInput(
+            f"differentiated is {differentiated!r}; pass a tuple of positions among the leaves of "
+            "the result, such as (0,)"
+        )
+    return found
+
+
+def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
 DEFAULT_OPTIONS = Options()

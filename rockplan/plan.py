@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
+from rockplan.errors import InvalidInput
 from rockplan.graph import CDGraph
 from rockplan.names import operator_of
 from rockplan.schedule import Compute, Schedule
@@ -95,6 +96,20 @@ def format_bytes(size_bytes: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+def plan_in(planned: object) -> Plan:
+    """`planned`, a Plan, or that of a planned module. Raises InvalidInput."""
+    if isinstance(planned, Plan):
+        return planned
+    # A planned module's state, because the model may have something else of this name.
+    found = getattr(getattr(planned, "_rockplan", None), "plan", None)
+    if isinstance(found, Plan):
+        return found
+    raise InvalidInput(
+        f"a {type(planned).__name__} has no plan; pass what rockplan.solve, rockplan.load or "
+        "rockplan.plan returned"
+    )
 
 
 def kept_data(plan: Plan) -> frozenset[int]:

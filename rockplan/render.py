@@ -32,7 +32,7 @@ from rockplan.memory import (
 )
 from rockplan.names import operation_names, operator_of
 from rockplan.palette import COLOURS, FILLS, KEPT_COLOUR, RUN_COLOURS, RUN_LABELS, group_colours
-from rockplan.plan import Plan, format_bytes, kept_data, recomputations
+from rockplan.plan import Plan, format_bytes, kept_data, plan_in, recomputations
 
 Format = Literal["svg", "png"]
 
@@ -77,7 +77,7 @@ def plan_series(plan: Plan, name: str = "this plan (predicted)") -> Series:
 
 
 def draw_memory(
-    plan: Plan,
+    plan: object,
     *,
     measured: MeasuredTimeline | None = None,
     eager_measured: MeasuredTimeline | None = None,
@@ -85,13 +85,14 @@ def draw_memory(
 ) -> bytes:
     """Memory over time: keeping everything above, the planned step below, on the same axes.
 
-    measured, eager_measured: what `rockplan.measured_timeline` found for steps of the planned
-    and of the original module; drawn as a line, at the times that were measured. Raises
-    MissingLibrary.
+    plan: a Plan or a planned module. measured, eager_measured: what `rockplan.measured_timeline`
+    found for steps of the planned and of the original module; drawn as a line, at the times that
+    were measured. Raises MissingLibrary.
     """
+    made = plan_in(plan)
     rows = (
-        (eager_timeline(plan), eager_measured, None),
-        (planned_timeline(plan), measured, plan.budget_bytes),
+        (eager_timeline(made), eager_measured, None),
+        (planned_timeline(made), measured, made.budget_bytes),
     )
     colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
     figure = _figure(9, 5.6)
@@ -186,24 +187,25 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     return _saved(figure, format)
 
 
-def draw_schedule(plan: Plan, *, format: Format = "svg") -> bytes:
+def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
     """The schedule as in figure 1 of Rockmate: one row for each block, time to the right; above,
     when its operations run; below, how many bytes of its activations are alive.
-    Raises MissingLibrary."""
-    rows = block_rows(plan)
+    plan: a Plan or a planned module. Raises MissingLibrary."""
+    made = plan_in(plan)
+    rows = block_rows(made)
     figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
     axis = figure.subplots()
     highest = max((alive for row in rows for _, alive in row.alive), default=1)
     for position, row in enumerate(rows):
         _draw_row(axis, position, row, highest)
-    boundary = planned_timeline(plan).backward_ns / 1e6
+    boundary = planned_timeline(made).backward_ns / 1e6
     axis.axvline(boundary, color="#404040", linestyle=":", linewidth=1)
     axis.set_ylim(len(rows), -0.35)
-    axis.set_xlim(0, plan.time_ns / 1e6)
+    axis.set_xlim(0, made.time_ns / 1e6)
     axis.set_yticks([p + 0.5 for p in range(len(rows))], [r.name for r in rows], fontsize=8)
     axis.set_xlabel("predicted time, ms")
     axis.set_title(
-        f"schedule: {plan.overhead:+.1%} time within {format_bytes(plan.peak_bytes)}; "
+        f"schedule: {made.overhead:+.1%} time within {format_bytes(made.peak_bytes)}; "
         "right: kept for backward",
         fontsize=10,
         loc="left",
@@ -313,10 +315,10 @@ def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
             drawing.edge(f"n{source}", f"n{node.index}")
 
 
-def draw_graph(plan: Plan, *, operations: bool = False, format: Format = "svg") -> Picture:
-    """The graph drawn by Graphviz's program `dot`; where that is missing, its DOT text, with a
-    note that says so."""
-    source = graph_dot(plan, operations=operations)
+def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg") -> Picture:
+    """The graph of a Plan or a planned module, drawn by Graphviz's program `dot`; where that is
+    missing, its DOT text, with a note that says so."""
+    source = graph_dot(plan_in(plan), operations=operations)
     try:
         drawn = graphviz.Source(source).pipe(format=format)
     except graphviz.ExecutableNotFound:

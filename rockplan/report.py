@@ -21,12 +21,12 @@ from rockplan.memory import (
     planned_timeline,
 )
 from rockplan.palette import COLOURS, KEPT_COLOUR, RUN_COLOURS, RUN_LABELS, group_colours
-from rockplan.plan import Plan, format_bytes
+from rockplan.plan import Plan, format_bytes, plan_in
 from rockplan.render import Series, plan_series
 
 
 def html_report(
-    plan: Plan,
+    plan: object,
     *,
     title: str = "rockplan",
     series: Sequence[Series] = (),
@@ -36,14 +36,15 @@ def html_report(
     """A self-contained HTML page: summary, curve, memory over time, schedule, what owns the peak,
     recomputed operations.
 
-    series: what to show beside the plan on the memory-time curve, as for `render.draw_curve`
-    (`curve_series(rockplan.pareto(...))` is the whole curve). measured, eager_measured: as for
-    `render.draw_memory`.
+    plan: a Plan or a planned module. series: what to show beside the plan on the memory-time
+    curve, as for `render.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
+    measured, eager_measured: as for `render.draw_memory`.
     """
-    found = explain(plan)
-    everything = explain(plan, unplanned=True)
+    made = plan_in(plan)
+    found = explain(made)
+    everything = explain(made, unplanned=True)
     sections = [
-        _summary(plan, found, everything),
+        _summary(made, found, everything),
         _section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
         _section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
         _section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
@@ -51,7 +52,7 @@ def html_report(
         _recomputed(found),
     ]
     data = json.dumps(
-        _data(plan, (plan_series(plan), *series), measured, eager_measured),
+        _data(made, (plan_series(made), *series), measured, eager_measured),
         separators=(",", ":"),
     ).replace("<", "\\u003c")
     return _PAGE.format(

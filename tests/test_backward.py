@@ -251,6 +251,23 @@ def test_a_forward_that_cannot_run_again_says_so() -> None:
         loss.backward()
 
 
+def test_a_gradient_of_the_planned_strides_needs_no_other_plan() -> None:
+    """As the error says that a plain sum, whose gradient has no strides, can be replaced."""
+    torch.manual_seed(0)
+    case = Case("momentum", Momentum().train(), (torch.randn(32, 16),), {}, mean_square)
+    planned, eager = pair(case)
+
+    def use(module: nn.Module) -> None:
+        y = module(*case.args)
+        (y * torch.ones_like(y)).sum().backward()
+
+    both(planned, eager, use, "as planned")
+    with pytest.raises(
+        rockplan.BackwardError, match=r"strides.*\(y \* torch\.ones_like\(y\)\)\.sum"
+    ):
+        planned(*case.args).sum().backward()
+
+
 def test_root_hooks_and_parameter_hooks_run() -> None:
     case = net_case()
     planned, eager = pair(case)

@@ -4,7 +4,9 @@ left exactly as it was."""
 from __future__ import annotations
 
 import copy
+import logging
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +97,16 @@ class FailsHalfWay(nn.Module):
         raise RuntimeError("half way")
 
 
+class TakesOneDictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = self.inner(batch["x"])
+        return y
+
+
 class InPlainList(nn.Module):
     """Layers that the module does not know, one in the middle of the result or as the result."""
 
@@ -175,6 +187,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         torch.randn(3, 5),
         rockplan.CaptureError,
         ["sample", "shapes"],
+    ),
+    "sample is the dictionary that the forward takes": (
+        TakesOneDictionary,
+        {"x": SAMPLE},
+        rockplan.CaptureError,
+        ["unexpected keyword argument 'x'", "pass `(batch,)`"],
+    ),
+    "sample of another dtype": (
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)),
+        SAMPLE.double(),
+        rockplan.CaptureError,
+        [
+            "module '0'",
+            "test_bad_input.py:",
+            "eager fails",
+            "mixed dtype",
+            "dtypes of sample_input",
+        ],
+    ),
+    "sample of another dtype, seen by a product": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        SAMPLE.double(),
+        rockplan.CaptureError,
+        ["module '0'", "eager fails", "got Double and Float"],
     ),
     "opaque result": (
         lambda: ReturnsOpaque(Opaque),
@@ -265,6 +301,14 @@ def test_refused_with_cause_and_remedy(kind: str) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+def test_refusals_are_errors_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(rockplan.CaptureError, match="reduction dim"):
+        rockplan.solve(nn.Linear(4, 4), torch.randn(3, 5), "50%")
+    assert not caplog.records
+    logging.getLogger("torch._subclasses.fake_tensor").error("failed while attempting to run meta")
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -292,6 +336,16 @@ def test_views_of_results_in_other_strides_than_captured_are_refused(
         rockplan.solve(NormOfTransposed(), torch.randn(2, 32, 16), "min")
 
 
+def test_what_eager_refuses_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a profile in the cache has an estimate of it."""
+    monkeypatch.setattr("rockplan.graph_builder.measure._OF_DTYPES", re.compile("$^"))
+    model, sample = nn.Linear(4, 4), SAMPLE.double()
+    assert "1 calls estimated" in rockplan.plan(model, sample, "100%").profile_source
+    monkeypatch.undo()
+    with pytest.raises(rockplan.CaptureError, match="same dtype"):
+        rockplan.plan(model, sample, "min")
+
+
 def test_not_a_module() -> None:
     with pytest.raises(rockplan.InvalidInput, match="function"):
         rockplan.solve(lambda x: x, SAMPLE, "50%")  # type: ignore[arg-type]
@@ -308,6 +362,31 @@ def test_sample_of_unknown_kind() -> None:
 def test_budgets_that_are_none(budget: Any) -> None:
     with pytest.raises(rockplan.InvalidBudget, match="GiB"):
         rockplan.solve(nn.Linear(4, 4), SAMPLE, budget)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("differentiated", 0, r"\(0,\)"),
+        ("differentiated", "0", r"\(0,\)"),
+        ("differentiated", (True,), r"\(0,\)"),
+        ("time_limit_s", "5", "seconds"),
+        ("time_limit_s", -1, "at least 0"),
+        ("time_limit_s", float("nan"), "at least 0"),
+        ("time_limit_s", None, "seconds"),
+        ("bound_time_limit_s", -0.1, "at least 0"),
+        ("keep", 0, "sequence of patterns"),
+        ("recompute", [0], "sequence of patterns"),
+    ],
+)
+def test_options_that_are_none(name: str, value: Any, remedy: str) -> None:
+    with pytest.raises(rockplan.InvalidInput, match=f"{name} is .*{remedy}"):
+        rockplan.Options(**{name: value})
+
+
+def test_options_that_are_written_otherwise() -> None:
+    options = rockplan.Options(differentiated=[0], time_limit_s=numpy.float32(3))
+    assert options.differentiated == (0,) and options.time_limit_s == 3
 
 
 def test_wrapped_modules_are_refused() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from rockplan.budget import Budget, parse_budget
+from rockplan.errors import InvalidBudget
 
 
 @pytest.mark.parametrize(
@@ -36,3 +40,44 @@ def test_share_of_a_later_call_is_not_below_the_first_budget() -> None:
 
 def test_minimum() -> None:
     assert parse_budget("min").within(100) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "remedy"),
+    [(0.5, "'50%'"), ("0.5", "'50%'"), (".25", "'25%'"), ("0.9B", "'90%'"), (1e-300, "'1e-298%'")],
+)
+def test_less_than_a_byte_is_taken_for_a_share(budget: Any, remedy: str) -> None:
+    with pytest.raises(InvalidBudget, match=f"less than one byte.*{re.escape(remedy)}"):
+        parse_budget(budget)
+
+
+TOO_LARGE: dict[str, Any] = {
+    "exponent": "1e400",
+    "share": "1e400%",
+    "digits": "9" * 400,
+    "digits of a share": "9" * 400 + "%",
+    "a million digits": "9" * 10**6,
+    "a million digits and more": "9" * 10**6 + "!",
+    "integer": 10**400,
+    "integer without text": 10**5000,
+    "float": 1e300,
+    "text": "1e300",
+    "unit": "1e20 TB",
+    "share of everything": "1e9%",
+    "room": "auto-1e400",
+    "64 bits": 2**63,
+    "64 bits as text": "9223372036854775808",
+}
+
+
+@pytest.mark.parametrize("budget", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_budgets_that_are_too_large(budget: Any) -> None:
+    with pytest.raises(InvalidBudget, match="too large|too long") as caught:
+        parse_budget(budget)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("budget", [2**63 - 1, "9223372036854775807", "1e6%", "8e6 TiB"])
+def test_the_largest_budgets(budget: Any) -> None:
+    found = parse_budget(budget).within(2**40)
+    assert found is not None and 2**40 < found < 2**63

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from rockplan import serial
 from rockplan.cli import ExitCode, app
 
 MLP = "rockplan.examples:mlp"
+TRANSFORMER = "rockplan.examples:transformer"
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +129,18 @@ def test_profile() -> None:
     assert "addmm" in text and "(5 more)" in text and "*.*" in text
 
 
+def test_profile_explains_the_model_as_it_runs_unplanned() -> None:
+    """Not the plan for 100 %, which writes results where operands die, so needs less."""
+    found = as_json("profile", TRANSFORMER)
+    explanation = found["explanation"]
+    assert explanation["peak_bytes"] == found["eager_peak_bytes"]
+    assert sum(t["size_bytes"] for t in explanation["tenants"]) == found["eager_peak_bytes"]
+    model, tokens = __import__("rockplan.examples").examples.transformer()
+    plan = rockplan.plan(model, tokens, "min")
+    assert explanation["peak_operation"] == rockplan.explain(plan, unplanned=True).peak_operation
+    assert len(set(re.findall(r"\bpeak ([\d.]+ MiB)", run("profile", TRANSFORMER)))) == 1
+
+
 def test_solve_several_budgets() -> None:
     found = as_json("solve", MLP, "-b", "50%", "--budget", "1MiB", "-b", "min")["plans"]
     assert [row["budget"] for row in found] == ["50%", "1MiB", "min"]
@@ -157,6 +171,13 @@ def test_compare() -> None:
     assert eager["name"] == "eager" and "50%" in planned["name"]
     assert planned["peak_bytes"] <= planned["budget_bytes"] < eager["peak_bytes"]
     assert planned["gradients"] == "equal bit for bit"
+
+
+def test_compare_where_no_budget_works() -> None:
+    words = ("compare", MLP, "--rounds", "1", "-b", "100")
+    assert "below the minimum" in run(*words, code=ExitCode.INFEASIBLE)
+    assert "below the minimum" in run(*words, "-b", "50%")
+    assert "does not parse" in errors(*words, "-b", "much", code=ExitCode.USAGE)
 
 
 def test_saved_plans_are_shown_and_loaded(own_folder: Path) -> None:

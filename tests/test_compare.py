@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import rockplan
 from benchmarks.compare import at_equal_memory, comparison_of
 from benchmarks.models import ResNet, UNet
+from rockplan.budget import Budget
 from rockplan.compare import Comparison, Row, measured_series, measured_timelines
 from rockplan.peers import repeated_blocks
 from tests.test_constraints import Model
@@ -40,11 +42,34 @@ def test_variants(found: rockplan.Comparison) -> None:
     assert abs(planned.predicted_peak_bytes - planned.peak_bytes) <= 0.02 * planned.peak_bytes
 
 
+def test_budgets_are_read_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    module = sys.modules["rockplan.compare"]
+    monkeypatch.setattr(module, "_makers", lambda *args: made.append(args[3]) or 1 / 0)
+    for budgets in ("much", ["50%", "much"], ["auto"], 0.5, None):
+        with pytest.raises(rockplan.InvalidBudget):
+            rockplan.compare(Model(layers=1), torch.randn(8, 32), budgets)
+    for budgets in ("50%", 2000, Budget(is_minimum=True)):
+        with pytest.raises(ZeroDivisionError):
+            rockplan.compare(Model(layers=1), torch.randn(8, 32), budgets)
+        assert made.pop() == (budgets,)
+
+
 def test_what_does_not_apply_is_said(found: rockplan.Comparison) -> None:
     rows = {row.name: row for row in found.rows}
     assert "no nn.Sequential" in rows["checkpoint_sequential"].note
     assert "below the minimum" in rows["rockplan 1B"].note
     assert rows["rockplan 1B"].peak_bytes is None
+    assert rows["rockplan 1B"].minimum_bytes is not None
+    assert rows["rockplan 90%"].minimum_bytes is None
+
+
+def test_a_planned_module_is_compared_with_its_original(found: rockplan.Comparison) -> None:
+    torch.manual_seed(0)
+    model, x = Model(layers=2), torch.randn(256, 32)
+    planned = rockplan.solve(model, x, "min", options=QUICK)
+    again = rockplan.compare(planned, x, ["90%"], rounds=1, options=QUICK)
+    assert [r.peak_bytes for r in again.rows] == [r.peak_bytes for r in found.rows[:-1]]
 
 
 def test_text_and_json(found: rockplan.Comparison) -> None:

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
-VALUES |= {"progress", "curve", "version", "names", "options", "collection"}
+VALUES |= {"progress", "curve", "version", "names", "options", "collection", "literals"}
 ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
 ORACLES |= {"memory", "report", "palette"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}

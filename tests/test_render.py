@@ -69,6 +69,16 @@ def measured(planned: Any) -> MeasuredTimeline:
     return rockplan.measured_timeline(lambda: planned(X).backward())
 
 
+def test_planned_modules_are_drawn_and_explained_as_their_plans(planned: Any, plan: Plan) -> None:
+    kinds = (rockplan.draw_memory, rockplan.draw_schedule, rockplan.draw_graph)
+    for show in (rockplan.explain, rockplan.html_report, rockplan.plan_trace):
+        assert show(planned) == show(plan)
+    for draw in kinds:
+        assert draw(planned) == draw(plan)
+        with pytest.raises(InvalidInput, match=r"Linear has no plan.*rockplan\.solve"):
+            draw(nn.Linear(2, 2))
+
+
 def test_timelines_peak_where_the_simulator_does(plan: Plan) -> None:
     assert planned_timeline(plan).peak_bytes == plan.peak_bytes
     assert eager_timeline(plan).peak_bytes == plan.eager_peak_bytes

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -106,6 +107,49 @@ def test_copies_are_planned_and_independent(way: str, monkeypatch: pytest.Monkey
     both(planned, eager_before, case.step, "the copied module itself")
 
 
+class Formatted(nn.Module):
+    """Attention written out, whose heads become contiguous before they are joined; `like` is a
+    literal among the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, like: torch.memory_format) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(8, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        heads = ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2)
+        joined = heads.contiguous(memory_format=like).view(8, 4, 16)
+        return self.out(joined.to(torch.float64).to(torch.float32))
+
+
+def formatted_case() -> Case:
+    torch.manual_seed(0)
+    args = (torch.randn(8, 4, 16), torch.contiguous_format)
+    return Case("formatted", Formatted().train(), args, {}, mean_square)
+
+
+def at_each_protocol() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    def through(protocol: int, module: nn.Module) -> nn.Module:
+        return pickle.loads(pickle.dumps(module, protocol))
+
+    protocols = range(pickle.HIGHEST_PROTOCOL + 1)
+    return {f"protocol {p}": functools.partial(through, p) for p in protocols}
+
+
+@pytest.mark.parametrize("way", {**copies(), **at_each_protocol()})
+def test_copies_of_plans_whose_calls_hold_literals_of_torch(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = formatted_case()
+    planned, eager = pair(case)
+    found = {name for n in planned.plan.graph.nodes for c in n.calls for name, _ in c.kwargs}
+    assert {"memory_format", "dtype"} <= found
+    copied = {**copies(), **at_each_protocol()}[way](planned)
+    assert copied.plan == planned.plan
+    monkeypatch.setattr("rockplan.api._captured", forbidden)
+    both(copied, eager, case.step, way)
+
+
 def forbidden(*args: Any) -> None:
     raise AssertionError("planned again")
 
@@ -127,6 +171,38 @@ def test_planned_module_is_an_instance_of_the_original_class() -> None:
     assert type(planned).__name__ == "Net"
     assert all(a is b for a, b in zip(planned.parameters(), case.model.parameters(), strict=True))
     assert [n for n, _ in planned.named_modules()] == [n for n, _ in case.model.named_modules()]
+
+
+def test_a_planned_module_is_planned_again_from_its_original(tmp_path: Path) -> None:
+    """As a cell of a notebook does that runs twice."""
+    case = net_case()
+    first, eager = pair(case, "90%")
+    calls = []
+    first.register_forward_hook(lambda *_: calls.append(1))
+    again = solve_case(Case("again", first, case.args, {}, mean_square), BUDGET)
+    assert type(again).__mro__ == type(first).__mro__ and type(again).__qualname__ == "Net"
+    assert again.plan.schedule == solve_case(net_case(), BUDGET).plan.schedule
+    assert all(a is b for a, b in zip(again.parameters(), case.model.parameters(), strict=True))
+    rockplan.save_plan(again, tmp_path / "net.plan.json")
+    loaded = rockplan.load(first, case.args, tmp_path / "net.plan.json")
+    assert loaded.plan.schedule == again.plan.schedule
+    for planned in (again, loaded, first):
+        planned.zero_grad()
+        eager.zero_grad()
+        both(planned, eager, case.step, "planned again")
+    assert len(calls) == 3
+
+
+def test_an_own_forward_of_the_instance_is_planned_again() -> None:
+    model = nn.Linear(16, 16)
+    model.forward = lambda x: torch.tanh(x @ model.weight)
+    once = rockplan.solve(model, SAMPLE, "100%")
+    twice = rockplan.solve(once, SAMPLE, "100%")
+    assert "tanh" in rockplan.code_of(twice)
+    assert torch.equal(twice(SAMPLE), model(SAMPLE))
+    once.forward = lambda x: x
+    with pytest.raises(rockplan.InvalidInput, match="forward.*original"):
+        rockplan.solve(once, SAMPLE, "100%")
 
 
 class OwnNames(nn.Module):
@@ -734,9 +810,24 @@ def test_operators_of_other_libraries() -> None:
 def test_check_says_where_eager_does_not_repeat_itself() -> None:
     torch.manual_seed(0)
     case = Case("noise", WithNoise().train(), (SAMPLE,), {}, mean_square)
-    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    with pytest.warns(UserWarning, match="eager does not repeat itself.*cannot be compared"):
+        planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
     assert "eager does not repeat itself" in planned.plan.checked
     assert "by up to" in planned.plan.checked
+
+
+class DrawsFromItsOwn(Net):
+    """Scales by draws of a generator that nobody watches, which a plan takes for a constant."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(numpy.random.default_rng().random())
+
+
+def test_check_refuses_what_stands_still_in_the_plan_alone() -> None:
+    torch.manual_seed(0)
+    case = Case("own generator", DrawsFromItsOwn().train(), (SAMPLE,), {}, mean_square)
+    with pytest.raises(rockplan.CheckFailed, match="output 0.*stands still.*draw with torch"):
+        solve_case(case, BUDGET, options=rockplan.Options(check=True))
 
 
 class Passing(Net):

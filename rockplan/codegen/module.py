@@ -35,6 +35,7 @@ from rockplan.codegen.signature import (
 )
 from rockplan.errors import BackwardError, InvalidInput, StalePlan
 from rockplan.interface import Incoming, Interface
+from rockplan.literals import picklable
 from rockplan.plan import Plan
 
 # Planning exchanges tensors of the module and functions of libraries, and moves random generators,
@@ -159,7 +160,7 @@ class Planned:
         state = self._rockplan
         attributes = {k: v for k, v in self.__dict__.items() if k != "_rockplan"}
         programs = [
-            (key, bound.program)
+            (picklable(key), bound.program)
             for key, bounds in state.programs.items()
             for bound in bounds
             if signature_holds(bound.signature)
@@ -308,6 +309,28 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
     if state.instance_forward is not None:
         return state.instance_forward
     return functools.partial(state.original.forward, module)
+
+
+def unplanned(module: nn.Module) -> nn.Module:
+    """`module`; of a planned one, its original with the attributes and hooks that it has now.
+
+    Raises InvalidInput where somebody gave the planned module another forward, which the original
+    would not have.
+    """
+    if not isinstance(module, Planned):
+        return module
+    attributes = {k: v for k, v in module.__dict__.items() if k != "_rockplan"}
+    if "forward" in attributes:
+        raise InvalidInput(
+            "the forward of this planned module was replaced (a trainer wraps it, for instance); "
+            "plan the original module again, then wrap the planned one"
+        )
+    state = module._rockplan
+    original: nn.Module = nn.Module.__new__(state.original)
+    original.__dict__.update(attributes)
+    if state.instance_forward is not None:
+        original.__dict__["forward"] = state.instance_forward
+    return original
 
 
 def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -338,10 +338,12 @@ def _call_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     except RockplanError:
         raise
     except Exception as error:
+        by_name = isinstance(error, TypeError) and kwargs and not args
+        remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
         raise CaptureError(
             "the sample does not run through the model's forward: "
             f"{type(error).__name__}: {error}. Check the shapes, dtypes and devices of "
-            "sample_input (and sample_kwargs) by calling the module on them"
+            f"sample_input (and sample_kwargs) by calling the module on them{remedy}"
         ) from error
 
 
@@ -579,6 +581,7 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         swap.transformers_sees_real_tensors(),
         swap.without_checkpointing(),
         swap.without_saved_tensor_hooks(),
+        swap.without_logs_of_fake_tensors(),
         swap.without_tensor_hooks(refuse_hook),
     ):
         try:

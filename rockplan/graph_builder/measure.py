@@ -8,13 +8,15 @@ Workspace is the peak of bytes alive inside the operator beyond its inputs and i
 CPU it comes from the profiler's memory events, on CUDA from the allocator's peak; so do the
 sizes of the results, which can differ from what fake tensors say (workspaces of mkldnn, padding).
 An operator that does not run on made-up inputs (it checks values) is estimated from its specs;
-its cost has `repeats` 0, and `Profile.source` says how many there are.
+its cost has `repeats` 0, and `Profile.source` says how many there are. One of the forward
+phase that refuses dtypes which its inputs really have is refused: fake tensors do not check them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,11 +31,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from rockplan.collection import paused_collection
-from rockplan.errors import InvalidInput, PlanFormatError, UnsupportedModel
+from rockplan.errors import CaptureError, InvalidInput, PlanFormatError, UnsupportedModel
 from rockplan.graph import (
     Call,
     CDGraph,
     ComputeNode,
+    Phase,
     TensorSpec,
     ValueRef,
     value_refs,
@@ -313,7 +316,8 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
         here.threads,
     ):
         return {}
-    return dict(known.costs)
+    # What was estimated is tried again, so that what cannot run is refused every time.
+    return {key: cost for key, cost in known.costs if cost.repeats}
 
 
 def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
@@ -413,14 +417,14 @@ class _Inputs:
         elif _is_floating(value.spec) or not (value.view or index in self.made_by):
             environment[index] = _made_up(value.spec)
         elif value.view is not None:
-            self._run(value.view, environment)
+            self.run(value.view, environment)
         else:
             inner: dict[int, torch.Tensor] = {}
             for call in self.made_by[index].calls:
-                self._run(call, inner)
+                self.run(call, inner)
             environment |= inner
 
-    def _run(self, call: Call, environment: dict[int, torch.Tensor]) -> None:
+    def run(self, call: Call, environment: dict[int, torch.Tensor]) -> None:
         results = _results(self._execution(call, environment).run())
         for index, leaf in zip(call.results, results, strict=True):
             if index is not None and isinstance(leaf, torch.Tensor):
@@ -506,7 +510,7 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
     sizes: dict[str, tuple[int, ...]] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
         for key, call in calls:
-            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            with _else_estimated(inputs, call):
                 execution = inputs.execution(call)
                 execution.run()
                 with record_function(_RANGE + key):
@@ -515,6 +519,57 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
                 del result, execution
     peaks = _peaks_in_ranges(session)
     return {key: _Memory(peaks[key] - sum(found), found) for key, found in sizes.items()}
+
+
+# An operator that says so fails whatever the values.
+_OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _else_estimated(inputs: _Inputs, call: Call) -> Iterator[None]:
+    """What raises inside is left out. Raises CaptureError where eager would fail as well."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if _OF_DTYPES.search(str(error)) and _has_real_dtypes(inputs, call):
+            _refuse_as_eager(inputs.graph, call, error)
+
+
+def _has_real_dtypes(inputs: _Inputs, call: Call) -> bool:
+    """Whether the dtypes of the arguments are what operators give, not only what PyTorch's shape
+    rules say: under autocast these are wrong for the statistics of a normalization."""
+    graph = inputs.graph
+    for ref in value_refs((call.args, [a for _, a in call.kwargs])):
+        index = ref.index
+        while (view := graph.values[index].view) is not None:
+            index = next(value_refs(view.args)).index
+        made: dict[int, torch.Tensor] = {}
+        try:
+            for earlier in inputs.made_by[index].calls if index in inputs.made_by else ():
+                inputs.run(earlier, made)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        if index in made and str(made[index].dtype) != graph.values[index].spec.dtype:
+            return False
+    return True
+
+
+def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
+    """Raise CaptureError for a call of the forward phase; what backward refuses, if forward runs,
+    is no matter of the sample."""
+    key = call_key(graph, call)
+    node = next(n for n in graph.nodes if any(call_key(graph, c) == key for c in n.calls))
+    if node.phase is Phase.BACKWARD:
+        return
+    words = str(error).rstrip(".")
+    raise CaptureError(
+        f"in module '{node.module or '(root)'}' at {node.source or 'an unknown line'}: eager fails "
+        f"with this sample: {call.op} raises {type(error).__name__}: {words}. Check the dtypes of "
+        "sample_input (and sample_kwargs) against those of the parameters by calling the module "
+        "on them",
+        module_path=node.module,
+        source=node.source,
+    ) from error
 
 
 def _peaks_in_ranges(session: profile) -> dict[str, int]:
@@ -542,7 +597,7 @@ def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str
     found: dict[str, _Memory] = {}
     for done, (key, call) in enumerate(calls.items()):
         report("measuring sizes", done, len(calls))
-        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        with _else_estimated(inputs, call):
             execution = inputs.execution(call)
             execution.run()
             torch.cuda.reset_peak_memory_stats(device)

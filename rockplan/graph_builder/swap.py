@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -161,6 +162,22 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
+
+
+@contextlib.contextmanager
+def without_logs_of_fake_tensors() -> Iterator[None]:
+    """Keep from stderr the traceback that fake tensors log of an operator that fails; what it
+    raised is raised all the same, and becomes an error of ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 @contextlib.contextmanager
