@@ -4,7 +4,8 @@ Every case is planned at two budgets ('min' and '60%' of the unplanned peak) and
 steps beside eager execution; then its peak is measured. It ends as
 
     equal        same bits (results, gradients, parameters, buffers, generator), within budget,
-                 measured peak within 2 % of the prediction, at both budgets
+                 measured peak within 2 % of the prediction, at both budgets (at 'min' alone
+                 where 60 % is less)
     refused      a rockplan.RockplanError
     unfinished   the time limit of a case struck (the body of a large model, on one core)
     unrepeated   two eager runs from the same seed differ from one another
