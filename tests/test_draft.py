@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rockplan.draft import Draft
+from rockplan.draft import EMPTY, Draft
 from rockplan.errors import IllegalSchedule
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
@@ -62,9 +62,11 @@ def test_memory_is_that_of_the_simulator_after_every_change(
         changes = draft.changes
         change(draft, rng)
         check(graph, draft)
+        check_gaps(draft)
         if rng.random() < 0.5:
             draft.undo(changes)
             assert (draft.orders, draft.during_bytes()) == (before, during)
+            check_gaps(draft)
 
 
 def change(draft: Draft, rng: random.Random) -> None:
@@ -82,6 +84,25 @@ def change(draft: Draft, rng: random.Random) -> None:
 def gaps_around(draft: Draft, position: int) -> list[tuple[int, int]]:
     data, next_read = draft.around(position)
     return list(zip(data.tolist(), next_read.tolist(), strict=True))
+
+
+def check_gaps(draft: Draft) -> None:
+    """Around all that runs, and beside it: the gaps that the order of computations has."""
+    last_use: dict[int, int] = {}
+    gaps: list[tuple[int, int, int]] = []
+    used = [p for p, n in enumerate(draft.nodes) if n != EMPTY or p == draft.boundary]
+    for position in used:
+        node = draft.nodes[position]
+        reads = draft.graph.outputs if node == EMPTY else draft.graph.nodes[node].reads
+        for d in set(reads).intersection(draft.may_go):
+            if position > draft.boundary:
+                gaps.append((d, last_use[d], position))
+            last_use[d] = position
+        writes = () if node == EMPTY else draft.graph.nodes[node].writes
+        last_use |= dict.fromkeys(writes, position)
+    for position in sorted({q for p in used for q in (p, p + 1)}):
+        expected = sorted((d, end) for d, start, end in gaps if start < position < end)
+        assert gaps_around(draft, position) == expected
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -8,6 +8,7 @@ import pytest
 
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
+from rockplan.peak_bound import pebbled_peak_bytes
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
@@ -34,6 +35,10 @@ def check(graph: CDGraph, schedule: Schedule) -> None:
     assert list(dict.fromkeys(computes)) == list(range(len(graph.nodes)))
 
 
+def least_peak_bytes(graph: CDGraph) -> int:
+    return simulate(graph, thriftiest(graph)).peak_bytes
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_schedules_are_legal_and_within_budget(seed: int) -> None:
     graph = draw(seed)
@@ -47,6 +52,37 @@ def test_schedules_are_legal_and_within_budget(seed: int) -> None:
         if found is not None:
             check(graph, found)
             assert simulate(graph, found).peak_bytes <= budget_bytes
+
+
+def test_there_mostly_are_schedules_below_the_peak_of_eager() -> None:
+    """Down to the least peak that is found, where there is one below."""
+    found = total = 0
+    for graph in map(draw, range(40)):
+        low, high = least_peak_bytes(graph), eager_peak_bytes(graph)
+        for budget_bytes in {low, (low + high) // 2, high - 1} & set(range(low, high)):
+            found += within(graph, budget_bytes) is not None
+            total += 1
+    assert total >= 60
+    assert found >= 0.9 * total
+
+
+@pytest.mark.parametrize(
+    ("forward_nodes", "seed", "peak_bytes"),
+    [
+        pytest.param(4, 22, 43, id="a retried order"),
+        pytest.param(6, 25, 71, id="by Sethi and Ullman, slightly"),
+        pytest.param(6, 38, 72, id="by Sethi and Ullman, clearly"),
+        pytest.param(4, 24, 45, id="the sixth rule"),
+        pytest.param(4, 114, 73, id="the sixth rule, slightly"),
+    ],
+)
+def test_the_least_peaks_of_graphs_that_need_all_means(
+    forward_nodes: int, seed: int, peak_bytes: int
+) -> None:
+    """No schedule of these needs less."""
+    graph = random_graph(random.Random(seed), forward_nodes, RANGES)
+    assert pebbled_peak_bytes(graph, eager_peak_bytes(graph)) == peak_bytes
+    assert least_peak_bytes(graph) == peak_bytes
 
 
 def test_the_least_peak_is_often_the_least_there_is() -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import rockplan
-from benchmarks.models import mlp
+from benchmarks import priced
+from benchmarks.models import Case, mlp
 from benchmarks.priced import prepared
 from rockplan import Options, planning
 from rockplan.anneal import fitted
@@ -18,12 +20,14 @@ from rockplan.block import OptionFamily
 from rockplan.budget import Budget, parse_budget
 from rockplan.constraints import with_room_for_loss
 from rockplan.graph import CDGraph, as_eager, caller_bytes
+from rockplan.graph_builder.partition import partition
 from rockplan.ilp import corners
 from rockplan.ilp.refine import refined
 from rockplan.plan import Plan, Status
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from tests.graphs import random_graph
+from tests.usage import mean_square
 
 NO_CACHE = Options(cache=False, time_limit_s=600)
 """No time limit strikes, however slow the machine is."""
@@ -125,6 +129,28 @@ def test_the_callers_loss_has_room(budget: str) -> None:
     made = rockplan.plan(case.model, case.args, budget, options=NO_CACHE)
     assert caller_bytes(made.graph) >= 4 * case.model(*case.args).nbytes
     assert made.saved_bytes + caller_bytes(made.graph) <= made.budget_bytes
+
+
+def equal_widths() -> Case:
+    """The output is as large as everything that is saved."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    return Case("equal widths", nn.Sequential(*layers), (torch.randn(128, 64),), {}, mean_square)
+
+
+@pytest.mark.parametrize("budget", ["50%", "60%", "70%"])
+def test_a_loss_as_large_as_activations_has_the_room_that_eager_leaves(
+    budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(priced.CASES, "equal widths", equal_widths)
+    made = prepared("equal widths", NO_CACHE)
+    eager = made.unplanned
+    room_bytes = min(caller_bytes(made.graph), eager.peak_bytes - eager.saved_bytes)
+    assert made.constrained.nodes[len(made.graph.forward) - 1].workspace_bytes == room_bytes
+    found = planning.plan_anew(made, parse_budget(budget), NO_CACHE)
+    assert found.saved_bytes + room_bytes <= found.budget_bytes
+    roomless = replace(made, constrained=made.graph, blocks=partition(made.graph))
+    filled = planning.plan_anew(roomless, parse_budget(budget), NO_CACHE)
+    assert filled.saved_bytes + room_bytes > filled.budget_bytes
 
 
 def test_keeping_everything_needs_no_more_than_eager_for_room() -> None:
