@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from rockplan import anneal
 from rockplan.anneal import annealed, squeezed
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
+from rockplan.peak_bound import pebbled_peak_bytes
+from rockplan.prune import pruned
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
@@ -26,6 +29,10 @@ Draw = Callable[[random.Random, Ranges], CDGraph]
 
 def chain(rng: random.Random, ranges: Ranges) -> CDGraph:
     return random_chain(rng, (2, 3, 2), ranges)[0]
+
+
+def eight_nodes(rng: random.Random, ranges: Ranges) -> CDGraph:
+    return random_graph(rng, 8, ranges)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -67,6 +74,19 @@ def test_squeezing_finds_most_least_peaks_of_small_graphs() -> None:
     assert least >= 0.9 * total
 
 
+@pytest.mark.parametrize(("draw", "seed"), [(constrained_graph, 4), (eight_nodes, 57)])
+def test_least_peaks_that_only_exchanges_lead_to(
+    draw: Draw, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No schedule has a smaller one."""
+    graph = draw(random.Random(seed), RANGES)
+    everything = keep_all(graph)
+    found_bytes = simulate(graph, squeezed(graph, everything, effort=EFFORT)).peak_bytes
+    assert found_bytes == pebbled_peak_bytes(graph, simulate(graph, everything).peak_bytes)
+    monkeypatch.setattr(anneal, "EXCHANGES", 0)
+    assert simulate(graph, squeezed(graph, everything, effort=EFFORT)).peak_bytes > found_bytes
+
+
 def test_exchanges_find_most_optima_of_small_graphs() -> None:
     """From the schedule with the least peak; what is listed runs forward nodes again only."""
     optimal = total = 0
@@ -92,3 +112,14 @@ def test_without_time_what_can_be_left_out_is_all_that_goes() -> None:
     after = annealed(graph, least, budget_bytes, deadline=time.monotonic() - 1)
     verify(graph, after)
     assert simulate(graph, after).time_ns <= simulate(graph, least).time_ns
+
+
+def test_with_time_exchanges_go_further_than_leaving_out() -> None:
+    graph = random_graph(random.Random(19), 10, RANGES)
+    least = thriftiest(graph)
+    low, high = (simulate(graph, s).peak_bytes for s in (least, keep_all(graph)))
+    budget_bytes = (low + high) // 2
+    hurried = annealed(graph, least, budget_bytes, deadline=time.monotonic() - 1, effort=EFFORT)
+    assert hurried == pruned(graph, least, budget_bytes)
+    after = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
+    assert simulate(graph, after).time_ns < simulate(graph, hurried).time_ns

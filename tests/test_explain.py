@@ -12,13 +12,14 @@ from torch import nn
 import rockplan
 from rockplan.errors import IllegalSchedule
 from rockplan.explain import Explanation, explain_schedule
-from rockplan.graph import CDGraph, Phase
+from rockplan.graph import CDGraph, Phase, as_eager, without_takes
 from rockplan.lifetimes import alive_at, lifetimes
 from rockplan.names import activation_names, operation_names
 from rockplan.schedule import Schedule, keep_all, with_frees
 from rockplan.simulate import simulate, timeline
 from rockplan.verify import verify
 from tests.graphs import random_graph
+from tests.test_reorder import wide
 
 
 def random_schedule(graph: CDGraph, rng: random.Random) -> Schedule:
@@ -194,3 +195,16 @@ def test_unplanned_explains_keeping_everything() -> None:
     everything = rockplan.explain(plan, unplanned=True)
     assert everything.peak_bytes == plan.eager_peak_bytes
     assert everything.recomputations == ()
+
+
+def test_unplanned_explains_eagers_order() -> None:
+    """Not the order that plans run in, which needs less with storages like eager's."""
+    case = wide(width=512, batch=256)
+    options = rockplan.Options(cache=False)
+    plan = rockplan.plan(case.model, case.args, "100%", options=options)
+    eager = as_eager(plan.graph)
+    found = rockplan.explain(plan, unplanned=True)
+    assert found == explain_schedule(eager, keep_all(eager))
+    assert found.peak_bytes == plan.eager_peak_bytes
+    planned = without_takes(plan.graph)
+    assert simulate(planned, keep_all(planned)).peak_bytes < found.peak_bytes

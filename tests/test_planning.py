@@ -22,9 +22,9 @@ from rockplan.constraints import with_room_for_loss
 from rockplan.graph import CDGraph, as_eager, caller_bytes
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp import corners
-from rockplan.ilp.refine import refined
+from rockplan.ilp.refine import Refined, refined
 from rockplan.plan import Plan, Status
-from rockplan.schedule import keep_all
+from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from tests.graphs import random_graph
 from tests.usage import mean_square
@@ -38,21 +38,25 @@ def problem() -> planning.Problem:
     return prepared("gpt2-sdpa", NO_CACHE)
 
 
-def plan(problem: planning.Problem, options: Options = NO_CACHE) -> Plan:
-    return planning.plan_anew(problem, parse_budget("60%"), options)
+def plan(problem: planning.Problem, options: Options = NO_CACHE, budget: str = "60%") -> Plan:
+    return planning.plan_anew(problem, parse_budget(budget), options)
 
 
 def forbid_nearness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "NEAR", -1.0)
 
 
-def test_what_the_relaxation_proves_near_needs_no_options_of_blocks(
-    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def forbid_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> tuple[OptionFamily, ...]:
         raise AssertionError("blocks are solved")
 
     monkeypatch.setattr(planning, "option_families", unwanted)
+
+
+def test_what_the_relaxation_proves_near_needs_no_options_of_blocks(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_blocks(monkeypatch)
     found = plan(problem)
     gap_ns = found.certificate.objective_ns - found.certificate.bound_ns
     assert 0 <= gap_ns <= planning.NEAR * problem.graph.time_ns < found.time_ns
@@ -60,6 +64,53 @@ def test_what_the_relaxation_proves_near_needs_no_options_of_blocks(
     forbid_nearness(monkeypatch)
     with pytest.raises(AssertionError, match="blocks are solved"):
         plan(problem)
+
+
+def test_of_large_graphs_a_plan_need_not_be_so_near(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_blocks(monkeypatch)
+    with pytest.raises(AssertionError, match="blocks are solved"):
+        plan(problem, budget="41%")
+    monkeypatch.setattr(planning, "SMALL_NODES", len(problem.graph.nodes) - 1)
+    found = plan(problem, budget="41%").certificate
+    gap = (found.objective_ns - found.bound_ns) / problem.graph.time_ns
+    assert planning.NEAR < planning.NEAR_IF_LARGE < gap <= planning.ENOUGH_IF_LARGE
+    assert found.status is Status.FEASIBLE
+
+
+def test_of_large_graphs_nothing_is_exchanged_if_a_plan_is_near(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(*_: object, **__: object) -> Schedule:
+        raise AssertionError("exchanges are tried")
+
+    monkeypatch.setattr(planning, "annealed", unwanted)
+    with pytest.raises(AssertionError, match="exchanges are tried"):
+        plan(problem)
+    monkeypatch.setattr(planning, "SMALL_NODES", len(problem.graph.nodes) - 1)
+    found = plan(problem).certificate
+    gap = (found.objective_ns - found.bound_ns) / problem.graph.time_ns
+    assert 0 <= gap <= planning.NEAR_IF_LARGE
+    with pytest.raises(AssertionError, match="exchanges are tried"):
+        plan(problem, budget="41%")
+
+
+def test_after_a_late_relaxation_room_is_made_with_the_time_for_the_rest(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | None:
+        assert deadline <= time.monotonic()
+        return refined(graph, budget_bytes, deadline=deadline + 600)
+
+    monkeypatch.setattr(planning, "SHARE", 0.0)
+    monkeypatch.setattr(planning, "refined", late)
+    forbid_blocks(monkeypatch)
+    found = plan(problem, budget="41%")
+    assert found.peak_bytes <= found.budget_bytes
+    gap_ns = found.certificate.objective_ns - found.certificate.bound_ns
+    assert gap_ns > planning.NEAR * problem.graph.time_ns
+    assert found.certificate.status is Status.TIME_LIMIT
 
 
 def test_the_blocks_lead_to_a_plan_that_is_not_slower(
