@@ -179,7 +179,9 @@ def looking_closer(
         if end is None or bytes_ <= budget_bytes:
             continue
         mark = made.intervals[s].mark
-        if end not in moments.ends if i == end else at_reruns and (mark is None or mark.node != i):
+        is_marked = mark is not None and mark.node == i
+        is_new = end not in moments.ends if i == end else at_reruns and not is_marked
+        if is_new:
             new.append((bytes_, end, i, s))
     if not new:
         return None
