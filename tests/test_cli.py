@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 import rockplan
-from rockplan import serial
+from rockplan import examples, serial
 from rockplan.cli import ExitCode, app
 
 MLP = "rockplan.examples:mlp"
@@ -135,7 +135,7 @@ def test_profile_explains_the_model_as_it_runs_unplanned() -> None:
     explanation = found["explanation"]
     assert explanation["peak_bytes"] == found["eager_peak_bytes"]
     assert sum(t["size_bytes"] for t in explanation["tenants"]) == found["eager_peak_bytes"]
-    model, tokens = __import__("rockplan.examples").examples.transformer()
+    model, tokens = examples.transformer()
     plan = rockplan.plan(model, tokens, "min")
     assert explanation["peak_operation"] == rockplan.explain(plan, unplanned=True).peak_operation
     assert len(set(re.findall(r"\bpeak ([\d.]+ MiB)", run("profile", TRANSFORMER)))) == 1
@@ -186,7 +186,7 @@ def test_saved_plans_are_shown_and_loaded(own_folder: Path) -> None:
     shown = as_json("show", "min.json")["plans"]
     assert [p["checked"] for p in shown] == ["equal to eager bit for bit on the sample"]
     assert run("show", "50pct.json") == f"{rockplan.read_plans(plans['50pct'])[0]}\n"
-    model, args, _ = __import__("rockplan.examples").examples.mlp()
+    model, args, _ = examples.mlp()
     loaded = rockplan.load(model, args, plans["min"])
     assert loaded.plan.peak_bytes == shown[0]["peak_bytes"]
 

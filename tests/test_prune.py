@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rockplan.draft import Draft as draft_of
+from rockplan import draft as planning_draft
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph, DataKind, Phase
 from rockplan.prune import pruned
@@ -113,7 +113,7 @@ def test_long_chains_of_re_executions_do_not_recurse() -> None:
     again = keep_all(problem)
     verify(problem, again)
     assert len(again.computes) == 2 * length + 1
-    draft = draft_of(problem, *again.phases)
+    draft = planning_draft.Draft(problem, *again.phases)
     last = max(draft.reruns())
     assert draft.nodes[last] == length - 1
     assert draft.fits_without(last, simulate(problem, again).peak_bytes)

@@ -30,6 +30,16 @@ class Orders:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
+    @property
+    def is_first(self) -> list[bool]:
+        """Of each computation of the backward phase: does its node run for the first time?"""
+        executed = set(self.forward)
+        found: list[bool] = []
+        for i in self.backward:
+            found.append(i not in executed)
+            executed.add(i)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Solution:

@@ -204,14 +204,9 @@ def _first(graph: CDGraph) -> Moments | None:
 
 def _following(found: Orders) -> list[int | None]:
     """For each computation of the backward phase: itself or the next first execution."""
-    executed = set(found.forward)
-    is_first: list[bool] = []
-    for i in found.backward:
-        is_first.append(i not in executed)
-        executed.add(i)
     following: list[int | None] = []
     end: int | None = None
-    for i, first in zip(reversed(found.backward), reversed(is_first), strict=True):
+    for i, first in zip(reversed(found.backward), reversed(found.is_first), strict=True):
         end = i if first else end
         following.append(end)
     return following[::-1]
