@@ -14,19 +14,22 @@ what runs only once and what is read later there is a cut of storages that are a
 fewer bytes than the smallest (Ford and Fulkerson 1956).
 
 Storages of which each is read only to write the next in its place are one.
+
+The same game tells how much else can be alive all the time from one first execution to the next
+(`Pinches`): if it is lost with more, then there is a time with no more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.graph import CDGraph, ComputeNode, readers
-from rockplan.ilp.moments import Facts
+from rockplan.ilp.moments import Facts, Pinch
 
 STORAGES = 16
 """Looked at together: their sets are 65536."""
@@ -34,8 +37,17 @@ STORAGES = 16
 SMALLEST = 0.02
 """Of the largest storage: smaller ones are forgotten."""
 
+FEW = 12
+"""Storages looked at to find a pinch, among the NEAR nearest: the largest of them, and those as
+large as the second largest size, and so on."""
+
+NEAR = 40
+
 STEP = 0.002
 """Of the bound: how finely it is searched."""
+
+ROOM_STEP = 2**-12
+"""Of the budget: how finely a room is searched."""
 
 Integers = NDArray[np.int64]
 Sets = NDArray[np.bool_]
@@ -58,6 +70,32 @@ def pebbled_peak_bytes(graph: CDGraph, most_bytes: int, *, storages: int = STORA
     return best
 
 
+class Pinches:
+    """Of one graph within a budget; each is looked for once."""
+
+    def __init__(self, graph: CDGraph, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._view = _View(graph)
+        self._found: dict[int, tuple[Pinch, ...]] = {}
+
+    def before(self, end: int) -> tuple[Pinch, ...]:
+        """Before the first execution of a backward node, but the first: for some few storages."""
+        if end not in self._found:
+            self._found[end] = tuple(self._all_before(end))
+        return self._found[end]
+
+    def _all_before(self, end: int) -> Iterator[Pinch]:
+        view = self._view
+        near = view.around(end, NEAR)
+        for least_bytes in sorted({view.sizes[d] for d in near}, reverse=True):
+            chosen = [d for d in near if view.sizes[d] >= least_bytes]
+            if len(chosen) > FEW:
+                break
+            room_bytes = _Game(view, chosen, end).room_bytes(self.budget_bytes)
+            few = frozenset(d for d, place in view.place.items() if place in chosen)
+            yield Pinch(end, few, room_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class _Node:
     """reads, writes, takes: places; workspace_bytes: beside them; again: it may run again."""
@@ -72,12 +110,12 @@ class _Node:
 class _View:
     """What all games on a graph have in common. Storages that may be dropped are in places, which
     are named by the first of each; always_bytes: of the others, by node; made_bytes: of these, what
-    the node makes."""
+    the node makes; last_bytes: those that are not always there after it."""
 
     def __init__(self, graph: CDGraph) -> None:
         facts = Facts(graph)
         self.first = len(graph.forward)
-        place = _places(graph, facts)
+        self.place = place = _places(graph, facts)
         # Sizes do not grow along a place.
         self.sizes = {
             place[d]: facts.sizes[d] for d in sorted(place, key=facts.producer.__getitem__)
@@ -90,6 +128,9 @@ class _View:
             sum(facts.sizes[d] for d in n.writes if facts.is_always(d, n.index))
             for n in graph.nodes
         ]
+        self.last_bytes = [0] * len(graph.nodes)
+        for d, (_, high) in facts.always.items():
+            self.last_bytes[high] += facts.sizes[d]
         self.least_bytes = SMALLEST * max(self.sizes.values(), default=0)
 
     def around(self, last: int, storages: int) -> tuple[int, ...]:
@@ -145,26 +186,72 @@ class _Game:
 
     def is_won(self, budget_bytes: int) -> bool:
         """Can all nodes run, the last one included?"""
-        view = self.view
-        start = self.moments.start
-        later = sum(bit for d, bit in self.bits.items() if view.maker[d] >= start)
-        alive = (self.sets & later) == 0
+        alive = self._start()
         for moment, beside_bytes in zip(self.moments, self.beside, strict=True):
-            left_bytes = budget_bytes - view.always_bytes[moment]
-            before_bytes = left_bytes + view.made_bytes[moment]
-            alive &= self.set_bytes + beside_bytes <= before_bytes
-            again = [n for n in self.makers if n < moment]
-            is_new = True
-            while is_new:
-                is_new = False
-                for n in again:
-                    is_new |= self._run(n, alive, before_bytes, beside_bytes)
-            ran = np.zeros_like(alive)
-            self._run(moment, alive, left_bytes, beside_bytes, into=ran)
-            if not ran.any():
+            alive = self._before(alive, moment, budget_bytes, beside_bytes)
+            alive = self._after(alive, moment, budget_bytes, beside_bytes)
+            if not alive.any():
                 return False
-            alive = ran
         return True
+
+    def room_bytes(self, budget_bytes: int) -> int:
+        """More than this cannot be alive besides the few, what is always there not counted, all the
+        time between the first executions of the last two nodes."""
+        view = self.view
+        *earlier, last = self.moments
+        alive = self._start()
+        for moment, beside_bytes in zip(earlier, self.beside, strict=False):
+            alive = self._before(alive, moment, budget_bytes, beside_bytes)
+            if moment < last - 1:
+                alive = self._after(alive, moment, budget_bytes, beside_bytes)
+
+        def fits(others_bytes: int) -> bool:
+            now = alive
+            if earlier:
+                # What it makes is not there before it, and what is always there until it counts.
+                new_bytes = self._own_bytes(view.nodes[last - 1].writes)
+                there_bytes = others_bytes - new_bytes - view.last_bytes[last - 1]
+                beside_bytes = max(there_bytes, self.beside[-2])
+                now = self._after(alive, last - 1, budget_bytes, beside_bytes)
+            beside_bytes = max(others_bytes, self.beside[-1])
+            now = self._before(now, last, budget_bytes, beside_bytes)
+            return bool(self._after(now, last, budget_bytes, beside_bytes).any())
+
+        low, high = 0, budget_bytes + 1
+        while high - low > max(budget_bytes * ROOM_STEP, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return high - 1
+
+    def _start(self) -> Sets:
+        """Any of what was made before the first of the moments."""
+        later = sum(bit for d, bit in self.bits.items() if self.view.maker[d] >= self.moments.start)
+        alive: Sets = (self.sets & later) == 0
+        return alive
+
+    def _before(self, alive: Sets, moment: int, budget_bytes: int, beside_bytes: int) -> Sets:
+        """What can be alive before the first execution of node `moment`, when others ran again."""
+        view = self.view
+        left_bytes = budget_bytes - view.always_bytes[moment] + view.made_bytes[moment]
+        alive = alive & (self.set_bytes + beside_bytes <= left_bytes)
+        again = [n for n in self.makers if n < moment]
+        is_new = True
+        while is_new:
+            is_new = False
+            for n in again:
+                is_new |= self._run(n, alive, left_bytes, beside_bytes)
+        return alive
+
+    def _after(self, alive: Sets, moment: int, budget_bytes: int, beside_bytes: int) -> Sets:
+        """What can be alive after it."""
+        left_bytes = budget_bytes - self.view.always_bytes[moment]
+        ran = np.zeros_like(alive)
+        self._run(moment, alive, left_bytes, beside_bytes, into=ran)
+        return ran
+
+    def _own_bytes(self, storages: Iterable[int]) -> int:
+        """Of those that are not among the few."""
+        return sum(self.view.sizes[d] for d in storages if d not in self.bits)
 
     def _run(
         self,
@@ -181,8 +268,7 @@ class _Game:
         reads = sum(bits.get(d, 0) for d in node.reads)
         writes = sum(bits.get(d, 0) for d in node.writes)
         before = self.sets[alive & ((self.sets & reads) == reads)]
-        others = [d for d in (node.reads | node.writes) if d not in bits]
-        own_bytes = sum(self.view.sizes[d] for d in others)
+        own_bytes = self._own_bytes(node.reads | node.writes)
         needed_bytes = max(beside_bytes, own_bytes) + node.workspace_bytes
         forgotten = max((self.view.sizes[d] for d in node.takes if d not in bits), default=0)
         ways = [(0, forgotten), *((bits[d], self.view.sizes[d]) for d in node.takes if d in bits)]

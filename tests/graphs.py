@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from rockplan.block import Block
 from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, readers
+from rockplan.schedule import Schedule, keep_all_order, merge_handovers, with_frees
+from rockplan.simulate import timeline
+from rockplan.verify import verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,3 +584,28 @@ def chains(
     """Chains with their blocks: `random_chain`."""
     lengths = st.lists(st.integers(1, max_forward_nodes), min_size=1, max_size=max_blocks)
     return st.builds(random_chain, _RANDOMS, lengths.map(tuple), st.just(ranges))
+
+
+def random_schedule(rng: random.Random, graph: CDGraph) -> Schedule:
+    """Every operation once, and re-executions anywhere after the first of them."""
+    handed = set(graph.handed)
+    share = rng.choice((0.05, 0.3, 1.0))
+    executed: list[int] = []
+    phases = []
+    for phase in keep_all_order(graph):
+        order: list[int] = []
+        for index in phase:
+            while executed and rng.random() < share / 2:
+                order.append(rng.choice(executed))
+            order.append(index)
+            node = graph.nodes[index]
+            if node.recomputable and handed.isdisjoint(node.writes):
+                executed.append(index)
+        phases.append(order)
+    schedule = with_frees(graph, *phases)
+    if rng.random() < 0.5:
+        during = [step.during_bytes for step in timeline(graph, schedule)]
+        ends = frozenset(rng.choices([n.index for n in graph.backward], k=2))
+        schedule = merge_handovers(graph, schedule, during, ends)
+    verify(graph, schedule)
+    return schedule

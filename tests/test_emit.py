@@ -14,10 +14,10 @@ from torch import nn
 import rockplan
 from benchmarks.models import Case, densenet, encoder, gpt2, t5
 from rockplan.codegen.module import Planned, build_program
-from rockplan.graph import CDGraph, caller_bytes
-from rockplan.schedule import Schedule, keep_all_order, merge_handovers, with_frees
-from rockplan.simulate import simulate, timeline
-from rockplan.verify import verify
+from rockplan.graph import caller_bytes
+from rockplan.schedule import Schedule
+from rockplan.simulate import simulate
+from tests.graphs import random_schedule
 from tests.training import solve_case, train_side_by_side, twin
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
@@ -55,31 +55,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "t5": lambda: t5(width=32, heads=2, vocabulary=64, batch=2, length=16),
     "densenet": lambda: densenet(2, 2, 4, 2, 16),
 }
-
-
-def random_schedule(rng: random.Random, graph: CDGraph) -> Schedule:
-    """Every operation once, and re-executions anywhere after the first of them."""
-    handed = set(graph.handed)
-    share = rng.choice((0.05, 0.3, 1.0))
-    executed: list[int] = []
-    phases = []
-    for phase in keep_all_order(graph):
-        order: list[int] = []
-        for index in phase:
-            while executed and rng.random() < share / 2:
-                order.append(rng.choice(executed))
-            order.append(index)
-            node = graph.nodes[index]
-            if node.recomputable and handed.isdisjoint(node.writes):
-                executed.append(index)
-        phases.append(order)
-    schedule = with_frees(graph, *phases)
-    if rng.random() < 0.5:
-        during = [step.during_bytes for step in timeline(graph, schedule)]
-        ends = frozenset(rng.choices([n.index for n in graph.backward], k=2))
-        schedule = merge_handovers(graph, schedule, during, ends)
-    verify(graph, schedule)
-    return schedule
 
 
 def exchange_schedule(planned: Planned, schedule: Schedule) -> None:

@@ -13,11 +13,21 @@ from rockplan.anneal import fitted
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price
-from rockplan.ilp.moments import Facts, Moments, Program, orders_of, program, solution_of
+from rockplan.ilp.moments import (
+    Facts,
+    Mark,
+    Moments,
+    Pinch,
+    Program,
+    orders_of,
+    program,
+    solution_of,
+)
 from rockplan.ilp.refine import looking_closer, refined
 from rockplan.ilp.seeds import seed_orders
 from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
 from rockplan.improve import improve
+from rockplan.peak_bound import Pinches
 from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
@@ -63,14 +73,15 @@ def closest(facts: Facts, schedule: Orders, budget_bytes: int) -> Moments:
 
 
 def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
-    """With moments where it needs most, also at re-executions, and spans that were split."""
-    moments_seen = marks_seen = 0
+    """With moments where it needs most, also at re-executions, with pinches, and split spans."""
+    moments_seen = marks_seen = pinches_seen = 0
     for seed in range(60):
         graph = draw(seed)
         facts = Facts(graph)
         for found in (*legal_orders(graph), Orders(*thriftiest(graph).phases)):
             option = price(graph, found)
             moments = closest(facts, found, peak_bytes(option) // 2)
+            moments = with_pinches(moments, Pinches(graph, peak_bytes(option)), found)
             made = program(facts, moments, peak_bytes(option))
             chosen = solution_of(made, found)
             assert set(chosen) == set(np.flatnonzero(made.linear.integral))
@@ -78,9 +89,22 @@ def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
             assert cost * TIME_UNIT * graph.time_ns <= option.time_ns - graph.time_ns + 1e-3
             assert is_feasible(made, chosen)
             moments_seen += len(moments.ends) - 1
-            marks_seen += len(moments.marks)
+            marks_seen += sum(isinstance(cut, Mark) for cut in moments.cuts)
+            pinches_seen += sum(isinstance(cut, Pinch) for cut in moments.cuts)
     assert moments_seen >= 100
     assert marks_seen >= 30
+    assert pinches_seen >= 100
+
+
+def with_pinches(moments: Moments, pinches: Pinches, schedule: Orders) -> Moments:
+    """With the narrowest one before each first execution that has any."""
+    firsts = [i for i, first in zip(schedule.backward, schedule.is_first, strict=True) if first]
+    for end in firsts[1:]:
+        pinch = min(pinches.before(end), key=lambda pinch: pinch.room_bytes, default=None)
+        if pinch is not None:
+            following = next((cut for cut in moments.cuts if cut.end == end), None)
+            moments = moments.with_cut(pinch, following)
+    return moments
 
 
 def is_feasible(made: Program, chosen: dict[int, float]) -> bool:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from rockplan.anneal import squeezed
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
-from rockplan.peak_bound import pebbled_peak_bytes
-from rockplan.schedule import keep_all
+from rockplan.ilp.decode import Orders
+from rockplan.ilp.moments import Facts, alive_before
+from rockplan.peak_bound import Pinches, pebbled_peak_bytes
+from rockplan.schedule import keep_all, with_frees
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive, stage_schedules
 from tests.graphs import (
     Ranges,
     random_chain,
     random_graph,
+    random_schedule,
     with_more_held,
     with_random_takes,
 )
@@ -66,6 +71,38 @@ def test_it_is_mostly_the_least_peak() -> None:
     peaks = [simulate(graph, thriftiest(graph)).peak_bytes for graph in graphs]
     bounds = [pebbled_peak_bytes(g, most) for g, most in zip(graphs, peaks, strict=True)]
     assert sum(map(fits, graphs, bounds)) >= 0.75 * len(graphs)
+
+
+def test_somewhere_there_is_no_more_than_a_pinch_has_room_for() -> None:
+    """In every schedule within the budget: those of stages, and ones drawn at random."""
+    narrow = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        graph = draw(seed, WITH_PINNED)
+        if seed % 4 == 3:
+            graph = with_more_held(rng, graph)
+        facts = Facts(graph)
+        drawn = [random_schedule(rng, graph) for _ in range(8)]
+        staged = [with_frees(graph, s.forward, s.backward) for s, _ in stage_schedules(graph)]
+        for schedule in (*drawn, thriftiest(graph), *staged):
+            pinches = Pinches(graph, simulate(graph, schedule).peak_bytes)
+            for end, states in between_first_executions(graph, Orders(*schedule.phases)):
+                for pinch in pinches.before(end):
+                    beside = [facts.beside_bytes(there, pinch) for there in states]
+                    assert min(beside) <= pinch.room_bytes
+                    narrow += max(beside) > pinch.room_bytes
+    assert narrow >= 40
+
+
+def between_first_executions(
+    graph: CDGraph, found: Orders
+) -> Iterator[tuple[int, list[frozenset[int]]]]:
+    """Before each first execution but the first one: what is alive after the one before it, and
+    before each computation from there on."""
+    alive = alive_before(graph, found)
+    at = [place for place, first in enumerate(found.is_first) if first]
+    for before, place in itertools.pairwise(at):
+        yield found.backward[place], alive[before + 1 : place + 1]
 
 
 def fits(graph: CDGraph, budget_bytes: int) -> bool:

@@ -11,9 +11,11 @@ its own inputs in the same way; what is alive after a moment was alive before it
 interval. At each moment, and at the start of the backward phase, there is the memory of what is
 alive.
 
-Where memory is short between first executions, a re-execution is a moment too (`Mark`): the last
-one of its node in an interval, or, where the node does not run there, the start of it. So each part
-of an interval has its own memory, and what runs in two of its parts counts twice.
+Where memory is short between two first executions, a re-execution is a moment too (`Mark`): the
+last one of its node between them, or, where the node does not run there, the first of the two. So
+is a time at which little can be alive besides a few storages, which is somewhere between the two
+(`Pinch`): of two ways to make those few, to keep one or to make it again beside another, each may
+leave no room, but half of each leaves half of it in the linear relaxation.
 
 What holds in an interval is said of some unions of intervals too (`_Rows.span`): of those from each
 interval to the end, and of those that were split. It follows from the rows of the parts, but not in
@@ -54,61 +56,103 @@ PEAK_UNITS = 1000
 
 
 Key = tuple[int, int]
-"""Of an interval: the first execution after it, and the number of the mark that ends it, or 0."""
+"""Of an interval: the first execution that it ends with, and 0, or the one after it, and the number
+of the cut that it ends with."""
 
 START: Key = (-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The last re-execution of `node` in an interval between two first executions, the second of
-    which is that of `end`, as far as marks with smaller numbers leave it in one piece."""
+    """The last re-execution of `node` between the first executions of `end - 1` and of `end`, as
+    far as cuts with smaller numbers leave that in one piece."""
 
     node: int
     end: int
     number: int
+
+    @property
+    def key(self) -> Key:
+        return self.end, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Pinch:
+    """A time between the first executions of `end - 1` and of `end` at which those open storages
+    that are not among the `few` have room_bytes at most. One for each end."""
+
+    end: int
+    few: frozenset[int]
+    room_bytes: int
+
+    @property
+    def number(self) -> int:
+        """It comes before all marks."""
+        return -1
+
+    @property
+    def key(self) -> Key:
+        return self.end, self.number
+
+
+Cut = Mark | Pinch
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Where the program looks.
 
-    ends: backward nodes, the last one among them. marks: of one end in order of time; all that is
-    executed for the first time from the moment before to that end is the end. spans: (key of the
-    interval before, key of the last one) of unions of intervals.
+    ends: backward nodes, the last one among them. cuts: of one end in order of time. spans: (key of
+    the interval before, key of the last one) of unions of intervals.
     """
 
     ends: frozenset[int]
-    marks: tuple[Mark, ...] = ()
+    cuts: tuple[Cut, ...] = ()
     spans: frozenset[tuple[Key, Key]] = frozenset()
+
+    def with_cut(self, cut: Cut, before: Cut | None) -> Moments:
+        """before: what comes next of the same end, None if it comes last."""
+        place = len(self.cuts) if before is None else self.cuts.index(before)
+        return replace(self, cuts=(*self.cuts[:place], cut, *self.cuts[place:]))
+
+    def without(self, moment: int | Cut) -> Moments:
+        """An end, or a cut."""
+        key = (moment, 0) if isinstance(moment, int) else moment.key
+        return Moments(
+            self.ends - {moment} if isinstance(moment, int) else self.ends,
+            tuple(cut for cut in self.cuts if cut != moment),
+            frozenset(span for span in self.spans if key not in span),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From one moment to the next: of the backward nodes from `first` up to and with `end`, which
-    run for the first time there, or of the time before that up to `mark`.
+    """From one moment to the next: of the backward nodes from `first` to before `stop`, which run
+    for the first time there, up to the first execution of the last of them, or to the `cut` after
+    it.
 
     wanted: open storages (not held, made before `first`) that these or later nodes read, or that
     are read to make those again; reads: of these nodes; absent: nodes that do not run again in it.
     """
 
     first: int
-    end: int
-    mark: Mark | None
+    stop: int
+    cut: Cut | None
     reads: frozenset[int]
     wanted: tuple[int, ...]
     absent: frozenset[int]
 
     @property
     def key(self) -> Key:
-        return self.end, 0 if self.mark is None else self.mark.number
+        return (self.stop - 1, 0) if self.cut is None else self.cut.key
 
 
 class Facts:
     """What the programs of one graph have in common.
 
     is_open: storages that may be dropped: after they were made, or tangents, which nothing makes
-    again. producer: -1 for tangents. again: nodes that may run again.
+    again; of no size only where they have to be. producer: -1 for tangents. again: nodes that may
+    run again.
     """
 
     def __init__(self, graph: CDGraph) -> None:
@@ -116,10 +160,14 @@ class Facts:
         tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
         self.producer = producers(graph) | dict.fromkeys(tangents, -1)
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
-        held = set(graph.held)
+        held, dropped = set(graph.held), set(graph.dropped)
         kinds = (DataKind.ACTIVATION, DataKind.GRADIENT, DataKind.TANGENT)
         self.is_open = frozenset(
-            d.index for d in graph.data if d.kind in kinds and d.index not in held
+            d.index
+            for d in graph.data
+            if d.kind in kinds
+            and d.index not in held
+            and (self.sizes[d.index] or d.index in dropped)
         )
         self.again = may_run_again(graph)
 
@@ -163,6 +211,19 @@ class Facts:
         low, high = self.always.get(d, (1, 0))
         return low <= moment <= high
 
+    def always_before(self, end: int) -> frozenset[int]:
+        """What is always there from the first execution of `end - 1` to that of `end`."""
+        always = self.always.items()
+        return frozenset(d for d, (_, high) in always if self.producer[d] < end <= high)
+
+    def beside(self, there: Iterable[int], pinch: Pinch) -> list[int]:
+        """Of what is there at the pinch: what its room is for."""
+        always = self.always_before(pinch.end)
+        return [d for d in there if d in self.is_open and d not in pinch.few and d not in always]
+
+    def beside_bytes(self, there: Iterable[int], pinch: Pinch) -> int:
+        return sum(self.sizes[d] for d in self.beside(there, pinch))
+
     def closure(self, seeds: Iterable[int]) -> set[int]:
         """`seeds`, and every open storage that making them again may read."""
         closed: set[int] = set()
@@ -180,45 +241,48 @@ class Facts:
     def intervals(self, moments: Moments) -> list[Interval]:
         found: list[Interval] = []
         wanted: set[int] = set()
-        ends = sorted(moments.ends)
-        starts = [len(self.graph.forward), *(end + 1 for end in ends)]
-        for first, end in reversed(list(zip(starts, ends, strict=False))):
-            nodes = self.graph.nodes[first : end + 1]
+        stops = _stops(moments)
+        firsts = [len(self.graph.forward), *(stop for stop, _, _ in stops)]
+        for first, (stop, cut, absent) in reversed(list(zip(firsts, stops, strict=False))):
+            nodes = self.graph.nodes[first:stop]
             read = {d for n in nodes for d in n.reads if d in self.is_open}
             # What is made for the first time from here on is there for what comes after it.
             wanted = self.closure(d for d in wanted | read if self.producer[d] < first)
             reads = frozenset(d for d in read if self.producer[d] < first)
-            marks = [mark for mark in moments.marks if mark.end == end]
-            for mark, absent in reversed(_parts(marks, None, frozenset())):
-                read_here = reads if mark is None else frozenset[int]()
-                part = Interval(first, end, mark, read_here, tuple(sorted(wanted)), absent)
-                found.append(part)
+            found.append(Interval(first, stop, cut, reads, tuple(sorted(wanted)), absent))
         return found[::-1]
 
 
+Stop = tuple[int, Cut | None, frozenset[int]]
+
+
+def _stops(moments: Moments) -> list[Stop]:
+    """Of each interval: before which first execution it ends, with which cut, and what does not run
+    again in it."""
+    found: list[Stop] = []
+    for end in sorted(moments.ends.union(cut.end for cut in moments.cuts)):
+        *parts, (_, absent) = _parts([c for c in moments.cuts if c.end == end], None, frozenset())
+        found += [(end, cut, absent_there) for cut, absent_there in parts]
+        if end in moments.ends:
+            found.append((end + 1, None, absent))
+    return found
+
+
 def _parts(
-    marks: Sequence[Mark], last: Mark | None, absent: frozenset[int]
-) -> list[tuple[Mark | None, frozenset[int]]]:
-    """Of an interval that ends with `last`, cut at `marks`: what ends each part of it, and what
-    does not run in it."""
-    if not marks:
+    cuts: Sequence[Cut], last: Cut | None, absent: frozenset[int]
+) -> list[tuple[Cut | None, frozenset[int]]]:
+    """Of the time between two first executions, or a part of it that ends with `last`, divided at
+    `cuts`: what ends each part, and what does not run in it."""
+    if not cuts:
         return [(last, absent)]
-    k = _oldest(marks)
-    later = _parts(marks[k + 1 :], last, absent | {marks[k].node})
-    return [*_parts(marks[:k], marks[k], absent), *later]
+    k = _oldest(cuts)
+    cut = cuts[k]
+    gone = {cut.node} if isinstance(cut, Mark) else set[int]()
+    return [*_parts(cuts[:k], cut, absent), *_parts(cuts[k + 1 :], last, absent | gone)]
 
 
-def _oldest(marks: Sequence[Mark]) -> int:
-    return min(range(len(marks)), key=lambda k: marks[k].number)
-
-
-def _lengths(nodes: Sequence[int], marks: Sequence[Mark]) -> list[int]:
-    """How many of `nodes`, what runs in one interval, run in each part of it."""
-    if not marks:
-        return [len(nodes)]
-    k = _oldest(marks)
-    cut = max((p + 1 for p, i in enumerate(nodes) if i == marks[k].node), default=0)
-    return [*_lengths(nodes[:cut], marks[:k]), *_lengths(nodes[cut:], marks[k + 1 :])]
+def _oldest(cuts: Sequence[Cut]) -> int:
+    return min(range(len(cuts)), key=lambda k: cuts[k].number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,17 +307,43 @@ class Program:
     def places(self, schedule: Orders) -> list[int]:
         """For each computation of the backward phase: its interval; their number where no first
         execution follows."""
-        is_first = schedule.is_first
+        cuts = [part.cut for part in self.intervals if part.cut is not None]
+        ends = {part.stop - 1 for part in self.intervals if part.cut is None}
+        alive = alive_before(self.facts.graph, schedule)
         found: list[int] = []
-        groups = itertools.groupby(enumerate(self.intervals), lambda at: at[1].end)
-        for end, group in groups:
-            numbers, parts = zip(*group, strict=True)
-            stop = next(p for p, i in enumerate(schedule.backward) if i == end and is_first[p])
-            nodes = schedule.backward[len(found) : stop + 1]
-            lengths = _lengths(nodes, [part.mark for part in parts if part.mark is not None])
-            for s, length in zip(numbers, lengths, strict=True):
+        start = s = 0
+        for place, (i, first) in enumerate(zip(schedule.backward, schedule.is_first, strict=True)):
+            if not first:
+                continue
+            here = slice(start, place + 1)
+            own = [cut for cut in cuts if cut.end == i]
+            lengths = self._lengths(schedule.backward[here], alive[here], own)
+            for length in lengths:
                 found += [s] * length
+                s += 1
+            if i not in ends:
+                s -= 1
+            start = place + 1
         return found + [len(self.intervals)] * (len(schedule.backward) - len(found))
+
+    def _lengths(
+        self, nodes: Sequence[int], alive: Sequence[frozenset[int]], cuts: Sequence[Cut]
+    ) -> list[int]:
+        """How many of `nodes`, the last one for the first time, run in each part; alive: before
+        each of them."""
+        if not cuts:
+            return [len(nodes)]
+        k = _oldest(cuts)
+        cut = cuts[k]
+        if isinstance(cut, Mark):
+            at = max((p + 1 for p, i in enumerate(nodes) if i == cut.node), default=0)
+        else:
+            beside_bytes = [self.facts.beside_bytes(there, cut) for there in alive]
+            at = beside_bytes.index(min(beside_bytes))
+        return [
+            *self._lengths(nodes[:at], alive[:at], cuts[:k]),
+            *self._lengths(nodes[at:], alive[at:], cuts[k + 1 :]),
+        ]
 
 
 def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
@@ -262,6 +352,8 @@ def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
     rows = _Rows(facts, moments, unit_bytes)
     for terms, alive_bytes in rows.memory:
         rows.builder.at_most(terms, -(-(budget_bytes - alive_bytes) // unit_bytes))
+    for terms, room_bytes in rows.rooms:
+        rows.builder.at_most(terms, -(-room_bytes // unit_bytes))
     return rows.program()
 
 
@@ -307,6 +399,7 @@ class _Rows:
         ]
         self._spans(moments.spans)
         self.memory = [self._start(), *map(self._moment, self._numbers)]
+        self.rooms = self._rooms()
 
     def program(self) -> Program:
         return Program(self.facts, self.intervals, self.builder.build(), self.keep, self.reruns)
@@ -384,10 +477,14 @@ class _Rows:
     def _moment(self, s: int) -> tuple[Terms, int]:
         """What outlives the moment was alive at it."""
         part, facts = self.intervals[s], self.facts
-        following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
-        if part.mark is not None:
-            return self._marked(s, part.mark, following)
-        node = facts.graph.nodes[part.end]
+        following = self._following(s)
+        if isinstance(part.cut, Mark):
+            return self._marked(s, part.cut, following)
+        if isinstance(part.cut, Pinch):
+            always = facts.always_before(part.cut.end)
+            terms = [term for d in following if d not in always for term in self._kept(s + 1, d)]
+            return terms, sum(facts.sizes[d] for d in always)
+        node = facts.graph.nodes[part.stop - 1]
         # Nothing is taken over from the only operand that might be, if it is kept.
         own = {*node.reads, *node.writes}.difference(node.takes if len(node.takes) == 1 else ())
         own.update(d for d in following if facts.is_always(d, node.index))
@@ -398,20 +495,31 @@ class _Rows:
         """What a re-execution reads and makes is there if it runs."""
         facts = self.facts
         node = facts.graph.nodes[mark.node]
-        always = {
-            d for d, (_, high) in facts.always.items() if facts.producer[d] < mark.end <= high
-        }
+        always = facts.always_before(mark.end)
         own = always.union(node.reads, node.writes)
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
         own_units = facts.own_bytes(node, mark.end) // self.unit_bytes
         terms += [(column, own_units) for i, column in self.reruns[s].items() if i == node.index]
         return terms, sum(facts.sizes[d] for d in always)
 
+    def _rooms(self) -> list[tuple[Terms, int]]:
+        """Of each pinch: what its room is for, in units, and the room in bytes."""
+        found: list[tuple[Terms, int]] = []
+        for s, part in enumerate(self.intervals):
+            if isinstance(part.cut, Pinch):
+                beside = self.facts.beside(self._following(s), part.cut)
+                terms = [term for d in beside for term in self._kept(s + 1, d)]
+                found.append((terms, part.cut.room_bytes))
+        return found
 
-def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
+    def _following(self, s: int) -> tuple[int, ...]:
+        return self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
+
+
+def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = False) -> Orders:
     """The order that a solution stands for: what it does not keep runs again when it is read next,
-    with what that needs, or before the mark beyond which it is kept. Legal whatever the solution
-    is."""
+    with what that needs, or before the mark beyond which it is kept; at_once: before any moment
+    beyond which it is kept. Legal whatever the solution is."""
     facts = found.facts
     nodes, producer = facts.graph.nodes, facts.producer
     backward: list[int] = []
@@ -447,13 +555,15 @@ def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
             and not is_chosen(found.keep[s, d])
             and producer[d] in facts.again
         )
-        if part.mark is None:
-            for index in range(part.first, part.end + 1):
-                make(opened(index), index)
-        elif is_chosen(found.reruns[s].get(part.mark.node)):
-            kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
-            made_again = [d for d in kept if producer[d] in facts.again]
-            make((*made_again, *opened(part.mark.node)), part.mark.node)
+        kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
+        made_again = [d for d in kept if producer[d] in facts.again]
+        for index in range(part.first, part.stop):
+            is_last = part.cut is None and index == part.stop - 1
+            make((*opened(index), *(made_again if is_last and at_once else ())), index)
+        if isinstance(part.cut, Pinch) and at_once:
+            make(made_again)
+        elif isinstance(part.cut, Mark) and is_chosen(found.reruns[s].get(part.cut.node)):
+            make((*made_again, *opened(part.cut.node)), part.cut.node)
     forward = range(len(facts.graph.forward))
     return Orders(*without_idle(facts.graph, forward, backward))
 
@@ -467,14 +577,21 @@ def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
     for i, s, first in zip(schedule.backward, places, schedule.is_first, strict=True):
         if not first and s < count and i in found.reruns[s]:
             chosen[found.reruns[s][i]] = 1.0
-    read_next: set[int] = set()
-    kept: dict[int, frozenset[int]] = {}
-    for i, s in zip(reversed(schedule.backward), reversed(places), strict=True):
-        read_next.difference_update(found.facts.graph.nodes[i].writes)
-        read_next.update(found.facts.graph.nodes[i].reads)
-        kept[s] = frozenset(read_next)
+    alive = alive_before(found.facts.graph, schedule)
+    kept = dict(reversed(list(zip(places, alive, strict=True))))
     for s in reversed(range(count)):
-        # Nothing runs in a part whose mark does not.
+        # Nothing runs in it.
         kept.setdefault(s, kept.get(s + 1, frozenset()))
     chosen |= {column: 1.0 for (s, d), column in found.keep.items() if d in kept[s]}
     return chosen
+
+
+def alive_before(graph: CDGraph, schedule: Orders) -> list[frozenset[int]]:
+    """For each computation of the backward phase: what is there that it or a later one reads."""
+    found: list[frozenset[int]] = []
+    read_next: set[int] = set()
+    for i in reversed(schedule.backward):
+        read_next.difference_update(graph.nodes[i].writes)
+        read_next.update(graph.nodes[i].reads)
+        found.append(frozenset(read_next))
+    return found[::-1]

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from rockplan.graph import CDGraph
 from rockplan.ilp.decode import Orders, proven_ns
@@ -33,12 +34,15 @@ from rockplan.ilp.moments import (
     Facts,
     Mark,
     Moments,
+    Pinch,
     Program,
+    alive_before,
     orders_of,
     peak_program,
     program,
 )
 from rockplan.ilp.solve import TIME_UNIT, SolveReport, SolverStatus, solve
+from rockplan.peak_bound import Pinches
 from rockplan.schedule import Compute, keep_all, with_frees
 from rockplan.simulate import simulate, timeline
 
@@ -53,6 +57,15 @@ GAP = 1e-4
 
 PEAK_TOLERANCE = 1e-4
 """PEAK_UNITS by which the solver's rows and columns may be off."""
+
+SMALL = 0.005
+"""Of the budget: what smaller storages need is left out until nothing else is left to refine."""
+
+LOSS = 5e-4
+"""Share of the iteration time that a relaxation may lose with the moments that it does not need."""
+
+NEEDED_SHARE = 0.2
+"""Of the time for proofs: to find which these are."""
 
 NODE_LIMIT = 1 << 30
 """None: the time limit ends the search."""
@@ -79,7 +92,9 @@ class Refined:
         return _proven_ns(self.program.facts.graph, self.bound)
 
 
-def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | None:
+def refined(
+    graph: CDGraph, budget_bytes: int, *, deadline: float, pinches: Pinches | None = None
+) -> Refined | None:
     """None if nothing need be made again, nothing can, or there was no time. deadline: as of
     time.monotonic."""
     facts = Facts(graph)
@@ -101,14 +116,49 @@ def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | 
         best = Refined(budget_bytes, moments, made, report, max(bound, known))
         if best.orders is None or without_gain == PATIENCE or len(made.linear.costs) > COLUMNS:
             break
-        moments = looking_closer(made, moments, best.orders, budget_bytes, at_reruns=False)
+        moments = looking_closer(
+            made, moments, best.orders, budget_bytes, at_reruns=False, pinches=pinches
+        )
     return best
 
 
 def proved_ns(start: Refined, *, deadline: float) -> int:
-    """What integer programs prove before the deadline."""
-    facts, moments, made, bound = start.program.facts, start.moments, start.program, start.bound
-    while start.bound > 0 and (remaining_s := deadline - time.monotonic()) > 0:
+    """What integer programs prove before the deadline: without small storages first, and with the
+    moments of `start`, or those at which little can be alive, whichever prove more."""
+    graph, budget_bytes = start.program.facts.graph, start.budget_bytes
+    if start.bound == 0:
+        return graph.time_ns
+    coarse = _without_small(graph, int(budget_bytes * SMALL))
+    pinches = Pinches(coarse, budget_bytes)
+    pinched = refined(coarse, budget_bytes, deadline=deadline, pinches=pinches)
+    best = max((r for r in (start, pinched) if r is not None), key=lambda r: r.bound)
+    now = time.monotonic()
+    moments = _needed(Facts(coarse), best, now + (deadline - now) * NEEDED_SHARE)
+    bound, moments = _proved(Facts(coarse), moments, pinches, best.bound, deadline)
+    bound, _ = _proved(Facts(graph), moments, Pinches(graph, budget_bytes), bound, deadline)
+    return _proven_ns(graph, bound)
+
+
+def _needed(facts: Facts, found: Refined, deadline: float) -> Moments:
+    """Without those without which the relaxation proves about as much: programs are smaller."""
+    moments = found.moments
+    least = found.bound - LOSS / TIME_UNIT
+    for moment in (*sorted(moments.ends)[:-1], *moments.cuts):
+        remaining_s = max(deadline - time.monotonic(), 0.0)
+        fewer = moments.without(moment)
+        made = program(facts, fewer, found.budget_bytes)
+        report = solve(made.relaxed, time_limit_s=remaining_s, absolute_gap=0.0)
+        if report.values is not None and report.bound >= least:
+            moments = fewer
+    return moments
+
+
+def _proved(
+    facts: Facts, moments: Moments, pinches: Pinches, bound: float, deadline: float
+) -> tuple[float, Moments]:
+    """The largest bound of all programs, in TIME_UNIT, and the moments of the last one."""
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        made = program(facts, moments, pinches.budget_bytes)
         report = solve(
             made.linear,
             time_limit_s=remaining_s,
@@ -120,12 +170,20 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
         bound = max(bound, report.bound)
         if report.status is not SolverStatus.OPTIMAL or report.values is None:
             break
-        found = orders_of(made, report.values)
-        closer = looking_closer(made, moments, found, start.budget_bytes, at_reruns=True)
+        found = orders_of(made, report.values, at_once=True)
+        closer = looking_closer(
+            made, moments, found, pinches.budget_bytes, at_reruns=True, pinches=pinches
+        )
         if closer is None:
             break
-        moments, made = closer, program(facts, closer, start.budget_bytes)
-    return _proven_ns(facts.graph, bound)
+        moments = closer
+    return bound, moments
+
+
+def _without_small(graph: CDGraph, least_bytes: int) -> CDGraph:
+    """Smaller storages have no size: no schedule is lost."""
+    data = (d if d.size_bytes >= least_bytes else replace(d, size_bytes=0) for d in graph.data)
+    return replace(graph, data=tuple(data))
 
 
 def lower_bound_ns(graph: CDGraph, budget_bytes: int, *, time_limit_s: float) -> int:
@@ -165,37 +223,90 @@ def peak_lower_bound_bytes(graph: CDGraph, *, time_limit_s: float) -> int:
 
 
 def looking_closer(
-    made: Program, moments: Moments, found: Orders, budget_bytes: int, *, at_reruns: bool
+    made: Program,
+    moments: Moments,
+    found: Orders,
+    budget_bytes: int,
+    *,
+    at_reruns: bool,
+    pinches: Pinches | None = None,
 ) -> Moments | None:
-    """With a moment where the schedule needs most above the budget, among those that the program
-    does not have; None if there is none. at_reruns: these count too."""
-    graph = made.facts.graph
-    first = len(graph.forward)
-    new: list[tuple[int, int, int, int]] = []
-    at = zip(
-        found.backward, _following(found), made.places(found), _during(graph, found), strict=True
-    )
-    for i, end, s, bytes_ in at:
-        if end is None or bytes_ <= budget_bytes:
-            continue
-        mark = made.intervals[s].mark
-        is_marked = mark is not None and mark.node == i
-        is_new = end not in moments.ends if i == end else at_reruns and not is_marked
-        if is_new:
-            new.append((bytes_, end, i, s))
+    """With a moment at which the schedule does not keep the budget and that the program does not
+    have: the one of `pinches` whose room it exceeds most, or else where it needs most; None if
+    there is none. at_reruns: re-executions count too."""
+    first = len(made.facts.graph.forward)
+    spans = moments.spans | made.spans
+    excesses = _excesses(made, found, budget_bytes)
+    if pinches is not None:
+        pinch = _exceeded(made, found, {e.end for e in excesses}, pinches)
+        if pinch is not None:
+            marks = (cut for cut in moments.cuts if cut.end == pinch.end)
+            return replace(moments.with_cut(pinch, next(marks, None)), spans=spans)
+    new = [e for e in excesses if _is_new(e, made, at_reruns)]
     if not new:
         return None
-    _, end, i, s = max(new)
-    spans = moments.spans | made.spans
-    if i == end:
-        return Moments(moments.ends | {end}, moments.marks, spans)
+    worst = max(new)
+    if worst.node == worst.end:
+        return replace(moments, ends=moments.ends | {worst.end}, spans=spans)
     # All that runs for the first time there is the end.
-    ends = moments.ends | {e for e in (end - 1, end) if e >= first}
-    number = 1 + max((mark.number for mark in moments.marks), default=0)
-    before = made.intervals[s].mark
-    place = len(moments.marks) if before is None else moments.marks.index(before)
-    marks = (*moments.marks[:place], Mark(i, end, number), *moments.marks[place:])
-    return Moments(ends, marks, spans)
+    ends = moments.ends | {e for e in (worst.end - 1, worst.end) if e >= first}
+    number = 1 + max([0, *(cut.number for cut in moments.cuts)])
+    mark = Mark(worst.node, worst.end, number)
+    following = made.intervals[worst.interval].cut
+    if following is not None and following.end != worst.end:
+        following = None
+    return replace(moments.with_cut(mark, following), ends=ends, spans=spans)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Excess:
+    """A computation that needs more than the budget; end: itself or the next first execution."""
+
+    during_bytes: int
+    end: int
+    node: int
+    interval: int
+
+
+def _excesses(made: Program, found: Orders, budget_bytes: int) -> list[_Excess]:
+    during = _during(made.facts.graph, found)
+    at = zip(during, _following(found), found.backward, made.places(found), strict=True)
+    return [
+        _Excess(bytes_, end, i, s)
+        for bytes_, end, i, s in at
+        if end is not None and bytes_ > budget_bytes
+    ]
+
+
+def _is_new(excess: _Excess, made: Program, at_reruns: bool) -> bool:
+    """Does the program not look there?"""
+    part = made.intervals[excess.interval]
+    if excess.node == excess.end:
+        return part.cut is not None or part.stop != excess.end + 1
+    is_marked = isinstance(part.cut, Mark) and part.cut.node == excess.node
+    return at_reruns and not is_marked
+
+
+def _exceeded(
+    made: Program, found: Orders, ends: Collection[int], pinches: Pinches
+) -> Pinch | None:
+    """Whose room the schedule exceeds most, of those before the ends and next to them."""
+    graph = made.facts.graph
+    known = {part.cut.end for part in made.intervals if isinstance(part.cut, Pinch)}
+    alive = alive_before(graph, found)
+    firsts = zip(found.backward, found.is_first, strict=True)
+    at = {i: place for place, (i, is_first) in enumerate(firsts) if is_first}
+    worst: Pinch | None = None
+    most_bytes = 0
+    for end in sorted({*ends, *(e + 1 for e in ends)} - known):
+        if end - 1 not in at or end not in at:
+            continue
+        states = alive[at[end - 1] + 1 : at[end] + 1]
+        for pinch in pinches.before(end):
+            beside_bytes = min(made.facts.beside_bytes(there, pinch) for there in states)
+            if beside_bytes - pinch.room_bytes > most_bytes:
+                worst, most_bytes = pinch, beside_bytes - pinch.room_bytes
+    return worst
 
 
 def _first(graph: CDGraph) -> Moments | None:
