@@ -31,9 +31,9 @@ from rockplan import planning
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.canonical import graph_digest
+from rockplan.ilp.pebbles import pebbled_peak_bytes
 from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.options import Options
-from rockplan.peak_bound import pebbled_peak_bytes
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 
@@ -194,7 +194,7 @@ def report(found: Found) -> str:
         f"{BYTES_PER_S:g} B/s and {FLOPS_PER_S:g} flop/s. Where and when: `gap.jsonl`.",
         "",
         "Smallest budget, and what no schedule that executes everything for the first time in the "
-        "order of the graph goes below (the larger of `peak_bound` and of the relaxation), as "
+        "order of the graph goes below (the larger of `pebbles` and of the relaxation), as "
         "shares of keep-all's peak; seconds of CPU time with the options of blocks.",
         "",
         "| model | operations | smallest budget | bound | above the bound | seconds |",

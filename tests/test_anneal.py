@@ -12,7 +12,7 @@ from rockplan import anneal
 from rockplan.anneal import annealed, squeezed
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
-from rockplan.peak_bound import pebbled_peak_bytes
+from rockplan.ilp.pebbles import pebbled_peak_bytes
 from rockplan.prune import pruned
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate

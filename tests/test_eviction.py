@@ -8,7 +8,7 @@ import pytest
 
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
-from rockplan.peak_bound import pebbled_peak_bytes
+from rockplan.ilp.pebbles import pebbled_peak_bytes
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify

@@ -23,11 +23,11 @@ from rockplan.ilp.moments import (
     program,
     solution_of,
 )
+from rockplan.ilp.pebbles import Pinches
 from rockplan.ilp.refine import looking_closer, refined
 from rockplan.ilp.seeds import seed_orders
 from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
 from rockplan.improve import improve
-from rockplan.peak_bound import Pinches
 from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify

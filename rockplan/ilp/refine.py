@@ -41,8 +41,8 @@ from rockplan.ilp.moments import (
     peak_program,
     program,
 )
+from rockplan.ilp.pebbles import Pinches
 from rockplan.ilp.solve import TIME_UNIT, SolveReport, SolverStatus, solve
-from rockplan.peak_bound import Pinches
 from rockplan.schedule import Compute, keep_all, with_frees
 from rockplan.simulate import simulate, timeline
 

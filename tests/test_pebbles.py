@@ -13,7 +13,7 @@ from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.moments import Facts, alive_before
-from rockplan.peak_bound import Pinches, pebbled_peak_bytes
+from rockplan.ilp.pebbles import Pinches, pebbled_peak_bytes
 from rockplan.schedule import keep_all, with_frees
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive, stage_schedules

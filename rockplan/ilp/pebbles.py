@@ -1,4 +1,4 @@
-"""A lower bound on the peak of every schedule: the game of pebbles on a few storages at a time.
+"""The game of pebbles on a few storages: a lower bound on peaks, and where little else can be.
 
 takes: a priced CDGraph. returns: bytes. guarantees: no schedule that `verify` accepts and that
 executes every node for the first time in the order of the graph has a smaller peak as `simulate`
