@@ -58,7 +58,7 @@ def pebbled_peak_bytes(graph: CDGraph, most_bytes: int, *, storages: int = STORA
     view = _View(graph)
     best = 0
     for last in range(view.first, len(view.nodes)):
-        game = _Game(view, view.around(last, storages), last)
+        game = _Game(view, view.around(last, storages), last, with_others=True)
         # Most games do not raise the bound, which one look at them shows.
         low, high = best, most_bytes
         if low >= high or game.is_won(max(low, int(high * STEP))):
@@ -91,7 +91,7 @@ class Pinches:
             chosen = [d for d in near if view.sizes[d] >= least_bytes]
             if len(chosen) > FEW:
                 break
-            room_bytes = _Game(view, chosen, end).room_bytes(self.budget_bytes)
+            room_bytes = _Game(view, chosen, end, with_others=False).room_bytes(self.budget_bytes)
             few = frozenset(d for d, place in view.place.items() if place in chosen)
             yield Pinch(end, few, room_bytes)
 
@@ -169,14 +169,15 @@ class _View:
 
 
 class _Game:
-    """On the `chosen` places, up to the first execution of node `last`."""
+    """On the `chosen` places, up to the first execution of node `last`; with_others: what has to be
+    alive besides counts."""
 
-    def __init__(self, view: _View, chosen: Sequence[int], last: int) -> None:
+    def __init__(self, view: _View, chosen: Sequence[int], last: int, *, with_others: bool) -> None:
         self.view = view
         self.bits = {d: 1 << i for i, d in enumerate(chosen)}
         late = [view.maker[d] for d in chosen if view.maker[d] >= view.first]
         self.moments = range(min(late, default=last), last + 1)
-        self.beside = [view.least_beside(self.bits, m) for m in self.moments]
+        self.beside = [view.least_beside(self.bits, m) if with_others else 0 for m in self.moments]
         self.sets = np.arange(1 << len(chosen), dtype=np.int64)
         self.set_bytes = np.zeros_like(self.sets)
         for d, bit in self.bits.items():

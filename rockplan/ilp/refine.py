@@ -61,6 +61,9 @@ PEAK_TOLERANCE = 1e-4
 SMALL = 0.005
 """Of the budget: what smaller storages need is left out until nothing else is left to refine."""
 
+GAMES = 16
+"""First executions before which a pinch is looked for."""
+
 LOSS = 5e-4
 """Share of the iteration time that a relaxation may lose with the moments that it does not need."""
 
@@ -290,20 +293,27 @@ def _is_new(excess: _Excess, made: Program, at_reruns: bool) -> bool:
 def _exceeded(
     made: Program, found: Orders, ends: Collection[int], pinches: Pinches
 ) -> Pinch | None:
-    """Whose room the schedule exceeds most, of those before the ends and next to them."""
-    graph = made.facts.graph
+    """Whose room the schedule exceeds most, of those before the ends and next to them: where most
+    is alive all the time, since each takes a game."""
+    facts = made.facts
     known = {part.cut.end for part in made.intervals if isinstance(part.cut, Pinch)}
-    alive = alive_before(graph, found)
+    alive = alive_before(facts.graph, found)
     firsts = zip(found.backward, found.is_first, strict=True)
     at = {i: place for place, (i, is_first) in enumerate(firsts) if is_first}
+    states = {
+        end: alive[at[end - 1] + 1 : at[end] + 1]
+        for end in {*ends, *(e + 1 for e in ends)} - known
+        if end - 1 in at and end in at
+    }
+
+    def least_bytes(end: int) -> int:
+        return min(sum(facts.sizes[d] for d in there & facts.is_open) for there in states[end])
+
     worst: Pinch | None = None
     most_bytes = 0
-    for end in sorted({*ends, *(e + 1 for e in ends)} - known):
-        if end - 1 not in at or end not in at:
-            continue
-        states = alive[at[end - 1] + 1 : at[end] + 1]
+    for end in sorted(states, key=lambda end: (-least_bytes(end), end))[:GAMES]:
         for pinch in pinches.before(end):
-            beside_bytes = min(made.facts.beside_bytes(there, pinch) for there in states)
+            beside_bytes = min(facts.beside_bytes(there, pinch) for there in states[end])
             if beside_bytes - pinch.room_bytes > most_bytes:
                 worst, most_bytes = pinch, beside_bytes - pinch.room_bytes
     return worst
