@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
+from rockplan.ilp import refine
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
 from rockplan.ilp.options import option_family
 from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.prune import pruned
+from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive
 from tests.graphs import (
     Ranges,
@@ -16,6 +22,7 @@ from tests.graphs import (
     mlp_block,
     random_block,
     random_graph,
+    random_schedule,
     with_more_held,
 )
 
@@ -48,6 +55,21 @@ def test_no_legal_schedule_is_faster() -> None:
             tight += fastest > graph.time_ns and bound == fastest
     assert costly >= 12
     assert tight >= costly // 3
+
+
+def test_no_schedule_that_is_known_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a large share of the storages is left out at first."""
+    tight = 0
+    for seed in range(60):
+        monkeypatch.setattr(refine, "SMALL", (0.005, 0.15, 0.4)[seed % 3])
+        rng = random.Random(seed)
+        graph = draw(seed)
+        for schedule in (thriftiest(graph), random_schedule(rng, graph)):
+            found = simulate(graph, pruned(graph, schedule, simulate(graph, schedule).peak_bytes))
+            bound = lower_bound_ns(graph, found.peak_bytes, time_limit_s=60)
+            assert bound <= found.time_ns
+            tight += graph.time_ns < bound == found.time_ns
+    assert tight >= 10
 
 
 def test_no_legal_schedule_has_a_smaller_peak() -> None:

@@ -318,11 +318,10 @@ class Program:
             here = slice(start, place + 1)
             own = [cut for cut in cuts if cut.end == i]
             lengths = self._lengths(schedule.backward[here], alive[here], own)
-            for length in lengths:
-                found += [s] * length
-                s += 1
-            if i not in ends:
-                s -= 1
+            for part, length in enumerate(lengths, s):
+                found += [part] * length
+            # Where it is no moment, the last part goes on.
+            s += len(lengths) - (i not in ends)
             start = place + 1
         return found + [len(self.intervals)] * (len(schedule.backward) - len(found))
 

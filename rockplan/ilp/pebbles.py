@@ -1,8 +1,9 @@
 """The game of pebbles on a few storages: a lower bound on peaks, and where little else can be.
 
-takes: a priced CDGraph. returns: bytes. guarantees: no schedule that `verify` accepts and that
-executes every node for the first time in the order of the graph has a smaller peak as `simulate`
-finds it, whatever it executes again, and however often.
+takes: a priced CDGraph, a budget. returns: bytes, Pinch. guarantees: of every schedule that
+`verify` accepts and that executes every node for the first time in the order of the graph, whatever
+it executes again, and however often: its peak as `simulate` finds it is not smaller than the bound,
+and if it is within the budget, there is a time as each Pinch says.
 
 Look at a few storages, and at the backward nodes from the first that makes one of them to a last
 one. Before each first execution any earlier node may run again if those of the few that it reads

@@ -11,6 +11,10 @@ relaxations, until no first execution exceeds the budget, then of integer progra
 re-executions become moments as well. A solution whose schedule keeps the budget ends it: nothing is
 faster.
 
+Proofs look at pinches before all other moments (`pebbles`), do without moments that do not matter,
+and leave small storages out until nothing else is to refine: all three make programs smaller. At
+the smallest budget of BERT +48.2 % is proven in 14 s, where re-executions alone gave +33.5 in 150.
+
 Few moments suffice, four to eight here. Bound over one execution of every node (roofline prices,
 operations in eager's order), against moments in equal parts of the backward phase without the rows
 of spans, integer programs for 40 s in both: 2 layers of GPT-2 at 34 % of keep-all's peak +22.3
@@ -138,6 +142,9 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
     now = time.monotonic()
     moments = _needed(Facts(coarse), best, now + (deadline - now) * NEEDED_SHARE)
     bound, moments = _proved(Facts(coarse), moments, pinches, best.bound, deadline)
+    # A room without small storages says nothing of all.
+    for cut in moments.cuts:
+        moments = moments.without(cut) if isinstance(cut, Pinch) else moments
     bound, _ = _proved(Facts(graph), moments, Pinches(graph, budget_bytes), bound, deadline)
     return _proven_ns(graph, bound)
 
