@@ -82,6 +82,9 @@ def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
             option = price(graph, found)
             moments = closest(facts, found, peak_bytes(option) // 2)
             moments = with_pinches(moments, Pinches(graph, peak_bytes(option)), found)
+            fewer = without_some(random.Random(seed), moments)
+            made = program(facts, fewer, peak_bytes(option))
+            assert is_feasible(made, solution_of(made, found))
             made = program(facts, moments, peak_bytes(option))
             chosen = solution_of(made, found)
             assert set(chosen) == set(np.flatnonzero(made.linear.integral))
@@ -107,8 +110,17 @@ def with_pinches(moments: Moments, pinches: Pinches, schedule: Orders) -> Moment
     return moments
 
 
+def without_some(rng: random.Random, moments: Moments) -> Moments:
+    for moment in (*sorted(moments.ends)[:-1], *moments.cuts):
+        if rng.random() < 0.5:
+            moments = moments.without(moment)
+    return moments
+
+
 def is_feasible(made: Program, chosen: dict[int, float]) -> bool:
     """Is there a solution with these integers?"""
+    if not chosen:
+        return True
     lower, upper = made.linear.column_lower.copy(), made.linear.column_upper.copy()
     for column, value in chosen.items():
         lower[column] = upper[column] = value
@@ -139,9 +151,13 @@ def test_whatever_the_values_are_their_order_is_legal() -> None:
     for seed in range(24):
         graph = draw(seed)
         rng = np.random.default_rng(seed)
-        made = program(Facts(graph), Moments(frozenset({len(graph.nodes) - 1})), 100)
-        found = orders_of(made, rng.random(len(made.linear.costs)))
-        verify(graph, with_frees(graph, found.forward, found.backward))
+        thrifty = Orders(*thriftiest(graph).phases)
+        moments = closest(Facts(graph), thrifty, peak_bytes(price(graph, thrifty)) // 2)
+        moments = with_pinches(moments, Pinches(graph, 100), thrifty)
+        made = program(Facts(graph), moments, 100)
+        for at_once in (False, True):
+            found = orders_of(made, rng.random(len(made.linear.costs)), at_once=at_once)
+            verify(graph, with_frees(graph, found.forward, found.backward))
 
 
 def test_schedules_by_eviction_can_be_improved() -> None:

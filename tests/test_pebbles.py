@@ -14,6 +14,7 @@ from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.moments import Facts, alive_before
 from rockplan.ilp.pebbles import Pinches, pebbled_peak_bytes
+from rockplan.ilp.refine import without_small
 from rockplan.schedule import keep_all, with_frees
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive, stage_schedules
@@ -74,7 +75,8 @@ def test_it_is_mostly_the_least_peak() -> None:
 
 
 def test_somewhere_there_is_no_more_than_a_pinch_has_room_for() -> None:
-    """In every schedule within the budget: those of stages, and ones drawn at random."""
+    """In every schedule within the budget: those of stages, and ones drawn at random; also where
+    the game leaves small storages out."""
     narrow = 0
     for seed in range(40):
         rng = random.Random(seed)
@@ -85,9 +87,11 @@ def test_somewhere_there_is_no_more_than_a_pinch_has_room_for() -> None:
         drawn = [random_schedule(rng, graph) for _ in range(8)]
         staged = [with_frees(graph, s.forward, s.backward) for s, _ in stage_schedules(graph)]
         for schedule in (*drawn, thriftiest(graph), *staged):
-            pinches = Pinches(graph, simulate(graph, schedule).peak_bytes)
+            budget_bytes = simulate(graph, schedule).peak_bytes
+            pinches = Pinches(graph, budget_bytes)
+            coarse = Pinches(without_small(graph, rng.randint(1, 9)), budget_bytes)
             for end, states in between_first_executions(graph, Orders(*schedule.phases)):
-                for pinch in pinches.before(end):
+                for pinch in (*pinches.before(end), *coarse.before(end)):
                     beside = [facts.beside_bytes(there, pinch) for there in states]
                     assert min(beside) <= pinch.room_bytes
                     narrow += max(beside) > pinch.room_bytes

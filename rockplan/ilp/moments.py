@@ -79,7 +79,8 @@ class Mark:
 @dataclass(frozen=True, slots=True)
 class Pinch:
     """A time between the first executions of `end - 1` and of `end` at which those open storages
-    that are not among the `few` have room_bytes at most. One for each end."""
+    that are not among the `few`, nor always there, have room_bytes at most, in every schedule
+    within the budget that it was found for. One for each end."""
 
     end: int
     few: frozenset[int]
@@ -87,7 +88,7 @@ class Pinch:
 
     @property
     def number(self) -> int:
-        """It comes before all marks."""
+        """It divides before all marks."""
         return -1
 
     @property
@@ -151,8 +152,8 @@ class Facts:
     """What the programs of one graph have in common.
 
     is_open: storages that may be dropped: after they were made, or tangents, which nothing makes
-    again; of no size only where they have to be. producer: -1 for tangents. again: nodes that may
-    run again.
+    again; of no size only where they have to be dropped. producer: -1 for tangents. again: nodes
+    that may run again.
     """
 
     def __init__(self, graph: CDGraph) -> None:
@@ -309,7 +310,8 @@ class Program:
         execution follows."""
         cuts = [part.cut for part in self.intervals if part.cut is not None]
         ends = {part.stop - 1 for part in self.intervals if part.cut is None}
-        alive = alive_before(self.facts.graph, schedule)
+        is_pinched = any(isinstance(cut, Pinch) for cut in cuts)
+        alive = alive_before(self.facts.graph, schedule) if is_pinched else []
         found: list[int] = []
         start = s = 0
         for place, (i, first) in enumerate(zip(schedule.backward, schedule.is_first, strict=True)):
@@ -491,14 +493,16 @@ class _Rows:
         return terms, facts.forced_bytes[node.index]
 
     def _marked(self, s: int, mark: Mark, following: Iterable[int]) -> tuple[Terms, int]:
-        """What a re-execution reads and makes is there if it runs."""
+        """What a re-execution reads and makes is there if it runs: if it did so before the first
+        execution that comes before the mark, this may be just after that."""
         facts = self.facts
         node = facts.graph.nodes[mark.node]
         always = facts.always_before(mark.end)
         own = always.union(node.reads, node.writes)
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
-        own_units = facts.own_bytes(node, mark.end) // self.unit_bytes
-        terms += [(column, own_units) for i, column in self.reruns[s].items() if i == node.index]
+        if self.intervals[s].first == mark.end and node.index in self.reruns[s]:
+            own_units = facts.own_bytes(node, mark.end) // self.unit_bytes
+            terms.append((self.reruns[s][node.index], own_units))
         return terms, sum(facts.sizes[d] for d in always)
 
     def _rooms(self) -> list[tuple[Terms, int]]:

@@ -111,7 +111,7 @@ class _Node:
 class _View:
     """What all games on a graph have in common. Storages that may be dropped are in places, which
     are named by the first of each; always_bytes: of the others, by node; made_bytes: of these, what
-    the node makes; last_bytes: those that are not always there after it."""
+    the node makes; last_bytes: what is always there up to it, and not after it."""
 
     def __init__(self, graph: CDGraph) -> None:
         facts = Facts(graph)

@@ -135,16 +135,13 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
     graph, budget_bytes = start.program.facts.graph, start.budget_bytes
     if start.bound == 0:
         return graph.time_ns
-    coarse = _without_small(graph, int(budget_bytes * SMALL))
+    coarse = without_small(graph, int(budget_bytes * SMALL))
     pinches = Pinches(coarse, budget_bytes)
     pinched = refined(coarse, budget_bytes, deadline=deadline, pinches=pinches)
     best = max((r for r in (start, pinched) if r is not None), key=lambda r: r.bound)
     now = time.monotonic()
     moments = _needed(Facts(coarse), best, now + (deadline - now) * NEEDED_SHARE)
     bound, moments = _proved(Facts(coarse), moments, pinches, best.bound, deadline)
-    # A room without small storages says nothing of all.
-    for cut in moments.cuts:
-        moments = moments.without(cut) if isinstance(cut, Pinch) else moments
     bound, _ = _proved(Facts(graph), moments, Pinches(graph, budget_bytes), bound, deadline)
     return _proven_ns(graph, bound)
 
@@ -154,7 +151,9 @@ def _needed(facts: Facts, found: Refined, deadline: float) -> Moments:
     moments = found.moments
     least = found.bound - LOSS / TIME_UNIT
     for moment in (*sorted(moments.ends)[:-1], *moments.cuts):
-        remaining_s = max(deadline - time.monotonic(), 0.0)
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            break
         fewer = moments.without(moment)
         made = program(facts, fewer, found.budget_bytes)
         report = solve(made.relaxed, time_limit_s=remaining_s, absolute_gap=0.0)
@@ -190,8 +189,10 @@ def _proved(
     return bound, moments
 
 
-def _without_small(graph: CDGraph, least_bytes: int) -> CDGraph:
-    """Smaller storages have no size: no schedule is lost."""
+def without_small(graph: CDGraph, least_bytes: int) -> CDGraph:
+    """Smaller storages have no size: no schedule is lost. Nor is a room that is found so too small
+    for them: whatever is alive beside a few that do not weigh more than they do leaves them less.
+    """
     data = (d if d.size_bytes >= least_bytes else replace(d, size_bytes=0) for d in graph.data)
     return replace(graph, data=tuple(data))
 
