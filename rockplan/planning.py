@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from rockplan import eviction
-from rockplan.anneal import annealed, fitted, squeezed
+from rockplan.anneal import annealed, annealed_again, fitted, squeezed
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget
 from rockplan.cache import Cache, default_folder
@@ -312,7 +312,8 @@ def _relaxed(
     relaxed, near = _fitted(graph, budget_bytes, deadline, latest)
     if relaxed is None or near is None:
         return relaxed, near
-    if _is_small(graph) or not _is_proven(relaxed, near, NEAR_IF_LARGE):
+    enough_ns = _near_ns(graph, relaxed, NEAR_IF_LARGE)
+    if _is_small(graph) or simulate(graph, near).time_ns > enough_ns:
         near = annealed(graph, near, budget_bytes, deadline=deadline)
         near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
@@ -332,13 +333,19 @@ def _is_accepted(relaxed: Refined | None, near: Schedule) -> bool:
     """Is it known to be so near the fastest schedule that no other is looked for?"""
     if relaxed is None:
         return False
-    small = _is_small(relaxed.program.facts.graph)
-    return _is_proven(relaxed, near, NEAR if small else ENOUGH_IF_LARGE)
-
-
-def _is_proven(relaxed: Refined, near: Schedule, share: float) -> bool:
     graph = relaxed.program.facts.graph
-    return simulate(graph, near).time_ns - relaxed.bound_ns <= share * graph.time_ns
+    return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed)
+
+
+def _accepted_ns(graph: CDGraph, relaxed: Refined | None) -> int:
+    share = NEAR if _is_small(graph) else ENOUGH_IF_LARGE
+    return _near_ns(graph, relaxed, share)
+
+
+def _near_ns(graph: CDGraph, relaxed: Refined | None, share: float) -> int:
+    """What is proven to be at most that share of an iteration above the fastest schedule."""
+    bound_ns = graph.time_ns if relaxed is None else relaxed.bound_ns
+    return bound_ns + int(share * graph.time_ns)
 
 
 def _is_small(graph: CDGraph) -> bool:
@@ -429,6 +436,8 @@ def _improved(
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
         exchanged = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
         best = _fastest_first(graph, exchanged)[0]
+        enough_ns = _accepted_ns(graph, relaxed)
+        best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         if relaxed is not None:
             best = improve(relaxed, best, deadline=deadline)
         is_complete = time.monotonic() < deadline

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from rockplan import anneal
-from rockplan.anneal import annealed, squeezed
+from rockplan.anneal import annealed, annealed_again, squeezed
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
 from rockplan.ilp.pebbles import pebbled_peak_bytes
 from rockplan.prune import pruned
-from rockplan.schedule import keep_all
+from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 from tests.exhaustive import stage_schedules
@@ -123,3 +123,41 @@ def test_with_time_exchanges_go_further_than_leaving_out() -> None:
     assert hurried == pruned(graph, least, budget_bytes)
     after = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
     assert simulate(graph, after).time_ns < simulate(graph, hurried).time_ns
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_other_searches_find_is_legal_within_budget_and_no_slower(seed: int) -> None:
+    graph = constrained_graph(random.Random(seed), RANGES)
+    least = thriftiest(graph)
+    low = simulate(graph, least).peak_bytes
+    for budget_bytes in (low, low * 6 // 5):
+        before = within(graph, budget_bytes) or least
+        after = searched_again(graph, before, budget_bytes)
+        verify(graph, after)
+        found = simulate(graph, after)
+        assert found.peak_bytes <= budget_bytes
+        assert found.time_ns <= simulate(graph, before).time_ns
+        assert after == searched_again(graph, before, budget_bytes)
+
+
+def test_other_searches_leave_what_one_cannot() -> None:
+    for seed in (1, 38, 54, 91):
+        graph = random_graph(random.Random(seed), 10, RANGES)
+        least = thriftiest(graph)
+        budget_bytes = simulate(graph, least).peak_bytes
+        once = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
+        once_ns = simulate(graph, once).time_ns
+        assert simulate(graph, searched_again(graph, once, budget_bytes)).time_ns < once_ns
+        assert searched_again(graph, once, budget_bytes, enough_ns=once_ns) is once
+        late = annealed_again(
+            graph, once, budget_bytes, enough_ns=0, deadline=time.monotonic() - 1, effort=EFFORT
+        )
+        assert late is once
+
+
+def searched_again(
+    graph: CDGraph, before: Schedule, budget_bytes: int, *, enough_ns: int = 0
+) -> Schedule:
+    return annealed_again(
+        graph, before, budget_bytes, enough_ns=enough_ns, deadline=NEVER, effort=EFFORT
+    )
