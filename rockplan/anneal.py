@@ -28,7 +28,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,7 +54,10 @@ HOTTER = 0.4
 """At the start of a search from a schedule that another one has found."""
 
 SEARCHES, GAIN = 8, 5e-4
-"""In a row that do not gain this share of the iteration time, after which no other begins."""
+"""In a row that do not gain this share of the iteration time, after which no other begins; fewer
+where less might be gained: one for each POINT, and the first."""
+
+POINT = 0.01
 
 DISTANCE_POWERS = (0.0, 0.5, 1.0)
 """Of the distance to the next read, one drawn for each exchange."""
@@ -126,21 +129,25 @@ def annealed_again(
     schedule: Schedule,
     budget_bytes: int,
     *,
-    enough_ns: int,
+    enough_ns: Callable[[], int],
     deadline: float,
     effort: int = EFFORT,
 ) -> Schedule:
     """`schedule`, which a search has found, or a faster one that others find, each from the best so
-    far; enough_ns: faster than this, none is looked for."""
-    best, best_ns = schedule, simulate(graph, schedule).time_ns
+    far; enough_ns: nothing faster than this is looked for, as far as is known when a search
+    begins."""
+    best, best_ns, once_ns = schedule, simulate(graph, schedule).time_ns, graph.time_ns
     seed = without_gain = 0
-    while without_gain < SEARCHES and best_ns > enough_ns and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        hoped_ns = best_ns - enough_ns()
+        if hoped_ns <= 0 or without_gain > min(SEARCHES - 1, hoped_ns / (POINT * once_ns)):
+            break
         seed, without_gain = seed + 1, without_gain + 1
         found = annealed(
             graph, best, budget_bytes, deadline=deadline, effort=effort, hot=HOTTER, seed=seed
         )
         found_ns = simulate(graph, found).time_ns
-        if found_ns < best_ns - GAIN * graph.time_ns:
+        if found_ns < best_ns - GAIN * once_ns:
             without_gain = 0
         if found_ns < best_ns:
             best, best_ns = found, found_ns

@@ -312,8 +312,8 @@ def _relaxed(
     relaxed, near = _fitted(graph, budget_bytes, deadline, latest)
     if relaxed is None or near is None:
         return relaxed, near
-    enough_ns = _near_ns(graph, relaxed, NEAR_IF_LARGE)
-    if _is_small(graph) or simulate(graph, near).time_ns > enough_ns:
+    near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
+    if _is_small(graph) or simulate(graph, near).time_ns > near_ns:
         near = annealed(graph, near, budget_bytes, deadline=deadline)
         near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
@@ -334,18 +334,12 @@ def _is_accepted(relaxed: Refined | None, near: Schedule) -> bool:
     if relaxed is None:
         return False
     graph = relaxed.program.facts.graph
-    return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed)
+    return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed.bound_ns)
 
 
-def _accepted_ns(graph: CDGraph, relaxed: Refined | None) -> int:
-    share = NEAR if _is_small(graph) else ENOUGH_IF_LARGE
-    return _near_ns(graph, relaxed, share)
-
-
-def _near_ns(graph: CDGraph, relaxed: Refined | None, share: float) -> int:
-    """What is proven to be at most that share of an iteration above the fastest schedule."""
-    bound_ns = graph.time_ns if relaxed is None else relaxed.bound_ns
-    return bound_ns + int(share * graph.time_ns)
+def _accepted_ns(graph: CDGraph, bound_ns: int) -> int:
+    """Nothing faster is looked for, where that bound is proven."""
+    return bound_ns + int((NEAR if _is_small(graph) else ENOUGH_IF_LARGE) * graph.time_ns)
 
 
 def _is_small(graph: CDGraph) -> bool:
@@ -434,12 +428,17 @@ def _improved(
     with ThreadPoolExecutor(max_workers=1) as beside:
         latest = min(deadline, time.monotonic() + bound_s)
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
+
+        def enough_ns() -> int:
+            if proving is not None and proving.done():
+                return _accepted_ns(graph, proving.result())
+            return _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)
+
         exchanged = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
         best = _fastest_first(graph, exchanged)[0]
-        enough_ns = _accepted_ns(graph, relaxed)
-        best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         if relaxed is not None:
             best = improve(relaxed, best, deadline=deadline)
+        best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         is_complete = time.monotonic() < deadline
         report("proving a bound")
         bound_ns = graph.time_ns if proving is None else proving.result()
