@@ -428,16 +428,12 @@ def _improved(
     with ThreadPoolExecutor(max_workers=1) as beside:
         latest = min(deadline, time.monotonic() + bound_s)
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
-
-        def enough_ns() -> int:
-            if proving is not None and proving.done():
-                return _accepted_ns(graph, proving.result())
-            return _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)
-
         exchanged = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
         best = _fastest_first(graph, exchanged)[0]
         if relaxed is not None:
             best = improve(relaxed, best, deadline=deadline)
+        # What is proven meanwhile depends on the machine; the plan does not.
+        enough_ns = _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)
         best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         is_complete = time.monotonic() < deadline
         report("proving a bound")

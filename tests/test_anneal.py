@@ -161,10 +161,5 @@ def searched_again(
     deadline: float = NEVER,
 ) -> Schedule:
     return annealed_again(
-        graph,
-        before,
-        budget_bytes,
-        enough_ns=lambda: enough_ns,
-        deadline=deadline,
-        effort=EFFORT,
+        graph, before, budget_bytes, enough_ns=enough_ns, deadline=deadline, effort=EFFORT
     )
