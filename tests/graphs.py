@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rockplan.block import Block
 from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, readers
 from rockplan.schedule import Schedule, keep_all_order, merge_handovers, with_frees
-from rockplan.simulate import timeline
+from rockplan.simulate import simulate, timeline
 from rockplan.verify import verify
 
 
@@ -584,6 +584,14 @@ def chains(
     """Chains with their blocks: `random_chain`."""
     lengths = st.lists(st.integers(1, max_forward_nodes), min_size=1, max_size=max_blocks)
     return st.builds(random_chain, _RANDOMS, lengths.map(tuple), st.just(ranges))
+
+
+def assert_improved(graph: CDGraph, before: Schedule, after: Schedule, budget_bytes: int) -> None:
+    """Legal, within the budget, no slower."""
+    verify(graph, after)
+    found = simulate(graph, after)
+    assert found.peak_bytes <= budget_bytes
+    assert found.time_ns <= simulate(graph, before).time_ns
 
 
 def random_schedule(rng: random.Random, graph: CDGraph) -> Schedule:
