@@ -141,15 +141,39 @@ def test_what_other_searches_find_is_legal_within_budget_and_no_slower(seed: int
 
 
 def test_other_searches_leave_what_one_cannot() -> None:
-    for seed in (1, 38, 54, 91):
+    faster = 0
+    for seed in range(60):
         graph = random_graph(random.Random(seed), 10, RANGES)
         least = thriftiest(graph)
-        budget_bytes = simulate(graph, least).peak_bytes
-        once = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
-        once_ns = simulate(graph, once).time_ns
-        assert simulate(graph, searched_again(graph, once, budget_bytes)).time_ns < once_ns
-        assert searched_again(graph, once, budget_bytes, enough_ns=once_ns) is once
-        assert searched_again(graph, once, budget_bytes, deadline=time.monotonic() - 1) is once
+        low, high = (simulate(graph, s).peak_bytes for s in (least, keep_all(graph)))
+        for budget_bytes in (low, (3 * low + high) // 4):
+            once = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
+            once_ns = simulate(graph, once).time_ns
+            again_ns = simulate(graph, searched_again(graph, once, budget_bytes)).time_ns
+            faster += again_ns < once_ns
+            assert searched_again(graph, once, budget_bytes, enough_ns=once_ns) is once
+            late = searched_again(graph, once, budget_bytes, deadline=time.monotonic() - 1)
+            assert late is once
+    assert faster >= 5
+
+
+@pytest.mark.parametrize(("percent", "searches"), [(0, 0), (0.5, 1), (2.5, 3), (40, 8)])
+def test_the_less_might_be_gained_the_fewer_searches_fail(
+    percent: float, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = chain(random.Random(1), RANGES)
+    once = thriftiest(graph)
+    seeds: list[int] = []
+
+    def without_gain(_: CDGraph, schedule: Schedule, *__: int, seed: int, **___: float) -> Schedule:
+        seeds.append(seed)
+        return schedule
+
+    monkeypatch.setattr(anneal, "annealed", without_gain)
+    found = simulate(graph, once)
+    enough_ns = round(found.time_ns - percent / 100 * graph.time_ns)
+    assert searched_again(graph, once, found.peak_bytes, enough_ns=enough_ns) is once
+    assert seeds == list(range(1, searches + 1))
 
 
 def searched_again(

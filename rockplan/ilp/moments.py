@@ -373,7 +373,8 @@ def peak_program(facts: Facts, moments: Moments, most_bytes: int) -> Program:
 
 class _Rows:
     """A program while it is written. memory: terms, in units rounded down, and bytes that are alive
-    besides, for each moment at which the budget holds."""
+    besides, for each moment at which the budget holds. rooms: terms and bytes, for each pinch; they
+    hold within the budget alone, so a program for the peak has none."""
 
     def __init__(self, facts: Facts, moments: Moments, unit_bytes: int) -> None:
         self.facts = facts
