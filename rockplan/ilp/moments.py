@@ -525,51 +525,67 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
     with what that needs, or before the mark beyond which it is kept; at_once: before any moment
     beyond which it is kept. Legal whatever the solution is."""
     facts = found.facts
-    nodes, producer = facts.graph.nodes, facts.producer
-    backward: list[int] = []
-    there = set(facts.is_open.difference(facts.graph.dropped))
+    order = _Order(facts)
 
     def is_chosen(column: int | None) -> bool:
         return column is not None and solution[column] >= 0.5
 
-    def make(wanted: Iterable[int], last: int | None = None) -> None:
-        """Run again what makes those of `wanted` that are not there, and at last `last`."""
-        again: set[int] = set()
-        pending = [d for d in wanted if d not in there]
-        while pending:
-            i = producer[pending.pop()]
-            if i not in again:
-                again.add(i)
-                pending += [d for d in nodes[i].reads if d in facts.is_open and d not in there]
-        order = sorted(again)
-        if last is not None and order[-1:] != [last]:
-            order.append(last)
-        backward.extend(order)
-        for i in order:
-            there.update(nodes[i].writes)
-
-    def opened(index: int) -> list[int]:
-        return [d for d in nodes[index].reads if d in facts.is_open]
-
     for s, part in enumerate(found.intervals):
-        there.difference_update(
-            d
-            for d in part.wanted
-            if (s, d) in found.keep
-            and not is_chosen(found.keep[s, d])
-            and producer[d] in facts.again
-        )
+        columns = {d: found.keep.get((s, d)) for d in part.wanted}
+        order.drop(d for d, c in columns.items() if c is not None and not is_chosen(c))
         kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
-        made_again = [d for d in kept if producer[d] in facts.again]
+        made_again = [d for d in kept if facts.producer[d] in facts.again]
         for index in range(part.first, part.stop):
             is_last = part.cut is None and index == part.stop - 1
-            make((*opened(index), *(made_again if is_last and at_once else ())), index)
+            order.execute(index, made_again if is_last and at_once else ())
         if isinstance(part.cut, Pinch) and at_once:
-            make(made_again)
+            order.make(made_again)
         elif isinstance(part.cut, Mark) and is_chosen(found.reruns[s].get(part.cut.node)):
-            make((*made_again, *opened(part.cut.node)), part.cut.node)
+            order.execute(part.cut.node, made_again)
     forward = range(len(facts.graph.forward))
-    return Orders(*without_idle(facts.graph, forward, backward))
+    return Orders(*without_idle(facts.graph, forward, order.backward))
+
+
+class _Order:
+    """A backward phase while it is written. there: open storages that are alive."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.backward: list[int] = []
+        self.there = set(facts.is_open.difference(facts.graph.dropped))
+
+    def drop(self, data: Iterable[int]) -> None:
+        """Of those what can be made again."""
+        facts = self.facts
+        self.there.difference_update(d for d in data if facts.producer[d] in facts.again)
+
+    def execute(self, index: int, beside: Iterable[int]) -> None:
+        """The node, after what makes its operands, and what is wanted beside it."""
+        again = self._makers((*beside, *self._opened(index)))
+        self._run([*again, *([index] if again[-1:] != [index] else [])])
+
+    def make(self, wanted: Iterable[int]) -> None:
+        """Run again what makes those that are not there."""
+        self._run(self._makers(wanted))
+
+    def _makers(self, wanted: Iterable[int]) -> list[int]:
+        """With those of what they need."""
+        again: set[int] = set()
+        pending = [d for d in wanted if d not in self.there]
+        while pending:
+            i = self.facts.producer[pending.pop()]
+            if i not in again:
+                again.add(i)
+                pending += [d for d in self._opened(i) if d not in self.there]
+        return sorted(again)
+
+    def _run(self, nodes: Sequence[int]) -> None:
+        self.backward.extend(nodes)
+        for i in nodes:
+            self.there.update(self.facts.graph.nodes[i].writes)
+
+    def _opened(self, index: int) -> list[int]:
+        return [d for d in self.facts.graph.nodes[index].reads if d in self.facts.is_open]
 
 
 def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
