@@ -166,8 +166,9 @@ def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) ->
 @dataclass
 class _Run:
     """One attempt; local to it. locks, waited_for: storages that running or waiting nodes read, and
-    that have to stay, or may go and be made again. first: of what a node reads, made before the
-    rest, since it failed otherwise; tried: all such pairs."""
+    that have to stay, or may go and be made again. costs: of storages, as far as they are known.
+    first: of what a node reads, made before the rest, since it failed otherwise; tried: all such
+    pairs."""
 
     graph: CDGraph
     budget_bytes: int
@@ -180,6 +181,7 @@ class _Run:
     position: int = 0
     locks: Counter[int] = field(default_factory=Counter)
     waited_for: Counter[int] = field(default_factory=Counter)
+    costs: dict[int, float] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     tried: set[tuple[int, int]] = field(default_factory=set)
 
@@ -199,6 +201,10 @@ class _Run:
         self.taken_bytes = [max((self.sizes[d] for d in n.takes), default=0) for n in graph.nodes]
         # Of each storage: the node that makes it again, None if none does.
         self.maker = [self._again(d.index) for d in graph.data]
+        self.made_of: list[list[int]] = [[] for _ in graph.data]
+        for d, maker in enumerate(self.maker):
+            for r in () if maker is None else self.inputs[maker]:
+                self.made_of[r].append(d)
         self.stay = frozenset(graph.held)
         self.outputs = frozenset(graph.outputs)
 
@@ -324,21 +330,31 @@ class _Run:
         known[d] = most
         return most
 
-    def _cost(self, d: int, known: dict[int, float], depth: int = 0) -> float:
+    def _cost(self, d: int, depth: int = 0) -> float:
         """Nanoseconds to make `d`; a storage that two others need counts twice."""
-        if d in known:
-            return known[d]
+        known = self.costs.get(d)
+        if known is not None:
+            return known
         maker = self.maker[d]
         if maker is None:
-            return NEVER
-        if depth > DEPTH:
+            cost = NEVER
+        elif depth > DEPTH:
             raise _GaveUp
-        cost = 1.0 + self.graph.nodes[maker].time_ns
-        for r in self.inputs[maker]:
-            if r not in self.alive:
-                cost += self._cost(r, known, depth + 1)
-        known[d] = cost
+        else:
+            cost = 1.0 + self.graph.nodes[maker].time_ns
+            for r in self.inputs[maker]:
+                if r not in self.alive:
+                    cost += self._cost(r, depth + 1)
+        self.costs[d] = cost
         return cost
+
+    def _forget_costs(self, d: int) -> None:
+        """Of all that is made of `d`, which comes or goes."""
+        changed = [d]
+        while changed:
+            for w in self.made_of[changed.pop()]:
+                if self.costs.pop(w, None) is not None and w not in self.alive:
+                    changed.append(w)
 
     def _make_room_for(self, node: ComputeNode) -> None:
         """For what the node makes, if need be in the storage of an operand, which may have to be
@@ -365,11 +381,13 @@ class _Run:
         if d not in self.alive:
             self.alive.add(d)
             self.live_bytes += self.sizes[d]
+            self._forget_costs(d)
 
     def _remove(self, d: int) -> None:
         if d in self.alive:
             self.alive.discard(d)
             self.live_bytes -= self.sizes[d]
+            self._forget_costs(d)
 
     def _make_room(self, needed_bytes: int) -> None:
         """Drop storages until so many bytes more fit."""
@@ -377,7 +395,8 @@ class _Run:
             return
         candidates = list(self._candidates())
         self.effort.spend(len(candidates))
-        lost = [d for d, use in candidates if use is None and self._is_last(d)]
+        # Once they are gone they cannot be made again, as things are.
+        lost = [d for d, use in candidates if use is None and self._cost(d) == NEVER]
         if self.rule.loses_first:
             self._drop(lost, needed_bytes)
         self._drop(self._scored(candidates), needed_bytes)
@@ -388,10 +407,9 @@ class _Run:
     def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
         """Those that can be made again, in the order in which they go: last what waiting nodes
         read, or a network of n residual additions would be made 2 ** n times."""
-        known: dict[int, float] = {}
         found: list[tuple[bool, float, int]] = []
         for d, use in candidates:
-            if d in self.alive and (score := self._score(d, use, known)) < NEVER:
+            if d in self.alive and (score := self._score(d, use)) < NEVER:
                 is_last = self.rule.waits and self.waited_for[d] > 0
                 found.append((is_last, score, d))
         return [d for *_, d in sorted(found)]
@@ -420,16 +438,12 @@ class _Run:
         k = bisect_left(users, self.position)
         return users[k] if k < len(users) else None
 
-    def _is_last(self, d: int) -> bool:
-        """Once it is gone it cannot be made again, as things are."""
-        return self._cost(d, {}) == NEVER
-
     def _again(self, d: int) -> int | None:
         maker = self.producer.get(d)
         return maker if maker in self.may_run_again else None
 
-    def _score(self, d: int, use: int | None, known: dict[int, float]) -> float:
-        cost = self._cost(d, known)
+    def _score(self, d: int, use: int | None) -> float:
+        cost = self._cost(d)
         distance = FAR if use is None else use - self.position + 1
         if self.waited_for[d]:
             distance = 1
