@@ -116,8 +116,10 @@ def pareto(
 ) -> Curve:
     """Predicted time at every useful peak, from one preparation of `model`.
 
-    Arguments and errors are those of `solve`, without a budget. Each point is a plan: `solve` with
-    `budget=point.peak_bytes` needs no more bytes and no more time.
+    Arguments and errors are those of `solve`, without a budget. Each point is a plan, the one that
+    `solve` makes for `budget=point.peak_bytes` where no time limit strikes; with the cache it is
+    kept for it. options.time_limit_s holds for each of some 16 plans: most are made in less than a
+    second, the tightest take some seconds each.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     return planning.curve_of(_prepared(model, args, kwargs, options), options)

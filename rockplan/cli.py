@@ -104,7 +104,7 @@ TimeLimit = Annotated[
         metavar="SECONDS",
         min=0.0,
         help="For each plan, after the model is captured and measured; the best plan found so far "
-        "is used. A curve takes up to half of it for each of at most 16 points.",
+        "is used. A curve is made of some 16 plans.",
     ),
 ]
 Kinds = Annotated[

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rockplan.plan import format_bytes
+from rockplan.plan import Certificate, Status, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What a plan for a budget of `peak_bytes` needs; eager_time_ns: of every node once."""
+    """The plan for a budget of `peak_bytes`; eager_time_ns: of every node once."""
 
     peak_bytes: int
     saved_bytes: int
-    time_ns: int
+    certificate: Certificate
     eager_time_ns: int
+
+    @property
+    def time_ns(self) -> int:
+        """Predicted time of one iteration."""
+        return self.certificate.objective_ns
 
     @property
     def overhead(self) -> float:
@@ -60,12 +65,15 @@ class Curve:
         return fitting[-1] if fitting else None
 
     def __str__(self) -> str:
-        rows = [f"{'peak':>12} {'share':>6} {'saved':>12} {'time':>11} {'overhead':>9}"]
+        names = f"{'peak':>12} {'share':>6} {'saved':>12} {'time':>11} {'overhead':>9}"
+        rows = [f"{names} {'gap at most':>12}"]
         for point in self.points:
+            is_short = point.certificate.status is Status.TIME_LIMIT
             share = point.peak_bytes / max(self.unplanned_bytes, 1)
             rows.append(
                 f"{format_bytes(point.peak_bytes):>12} {share:6.1%} "
                 f"{format_bytes(point.saved_bytes):>12} {point.time_ns / 1e6:8.1f} ms "
-                f"{point.overhead:+9.1%}"
+                f"{point.overhead:+9.1%} {point.certificate.gap:12.1%}"
+                f"{' (time limit)' if is_short else ''}"
             )
         return "\n".join([*rows, f"profile {self.profile_source}"])

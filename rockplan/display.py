@@ -137,6 +137,8 @@ def curve_row(curve: Curve) -> list[Row]:
             "saved_bytes": p.saved_bytes,
             "time_ns": p.time_ns,
             "overhead": p.overhead,
+            "bound_ns": p.certificate.bound_ns,
+            "status": p.certificate.status.value,
         }
         for p in curve.points
     ]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
@@ -74,6 +73,18 @@ class Improved:
     is_complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The blocks with their options. is_complete: those of no block were cut short."""
+
+    solver: ChainSolver
+    is_complete: bool
+
+
+Chaining = Callable[[], Chain]
+"""Makes the chain when it is asked first: few budgets need it."""
+
+
 def measured(lowered: Lowered, options: Options) -> Problem:
     """The problem of a captured graph under costs that are measured here, or were."""
     return problem_of(lowered.graph, _profile(lowered, _cache(options)), options)
@@ -99,11 +110,13 @@ def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
     )
 
 
-def plan_within(problem: Problem, budget: Budget, options: Options) -> Plan:
+def plan_within(
+    problem: Problem, budget: Budget, options: Options, chain: Chaining | None = None
+) -> Plan:
     """The plan of the cache, or else a new one. Raises InfeasibleBudget."""
     cache = _cache(options)
     if cache is None:
-        return plan_anew(problem, budget, options)
+        return plan_anew(problem, budget, options, chain)
     key = _plan_key(problem, budget, options)
     graph = problem.graph
     found = cache.plan(
@@ -111,37 +124,29 @@ def plan_within(problem: Problem, budget: Budget, options: Options) -> Plan:
     )
     if found is not None:
         return replace(found, graph=graph)
-    made = plan_anew(problem, budget, options)
+    made = plan_anew(problem, budget, options, chain)
     cache.put_plan(key, made)
     return made
 
 
 def curve_of(problem: Problem, options: Options) -> Curve:
-    """Predicted time at useful peaks: of the relaxation's schedule where it is proven near, which
-    is what `plan_anew` returns there, else of the chain's, from which that goes on."""
+    """Of plans for budgets from the smallest to the one at which nothing runs again, in equal
+    ratios: most changes where memory is short."""
     graph = problem.constrained
-    families = _families(problem.blocks, _cache(options), options, options.time_limit_s)
-    solver = ChainSolver(graph, problem.blocks, families)
-    smallest = _smallest(graph, solver)
-    minimum_bytes = simulate(graph, smallest).peak_bytes
-    first = simulate(graph, _starts(graph, solver, smallest, minimum_bytes)[0])
-    # No smaller budget is accepted, even if this needs a little less.
-    found = [replace(first, peak_bytes=minimum_bytes)]
-    chain = _spaced([simulation for _, simulation in solver.curve()])
-    fastest = simulate(graph, keep_all(graph))
-    for done, of_chain in enumerate(chain):
-        report("looking along the curve", done, len(chain))
-        budget_bytes = of_chain.peak_bytes
-        best = of_chain
-        if minimum_bytes < budget_bytes < fastest.peak_bytes:
-            deadline = time.monotonic() + options.time_limit_s * SHARE
-            relaxed, near = _relaxed(graph, budget_bytes, deadline)
-            if near is not None and _is_accepted(relaxed, near):
-                best = simulate(graph, near)
-        found.append(replace(best, peak_bytes=budget_bytes))
+    chain = functools.cache(
+        functools.partial(_chain, problem, options, options.time_limit_s * SHARE)
+    )
+    smallest = plan_within(problem, Budget(is_minimum=True), options, chain)
+    least_bytes, most_bytes = smallest.budget_bytes, simulate(graph, keep_all(graph)).peak_bytes
+    plans = [smallest]
+    for done in range(1, POINTS):
+        report("looking along the curve", done, POINTS)
+        budget_bytes = round(least_bytes * (most_bytes / least_bytes) ** (done / (POINTS - 1)))
+        plans.append(_settled(problem, budget_bytes, least_bytes, options, chain))
     return Curve(
         points=useful(
-            CurvePoint(s.peak_bytes, s.saved_bytes, s.time_ns, problem.graph.time_ns) for s in found
+            CurvePoint(p.budget_bytes, p.saved_bytes, p.certificate, problem.graph.time_ns)
+            for p in plans
         ),
         unplanned_bytes=problem.unplanned.peak_bytes,
         graph_digest=problem.graph_digest,
@@ -151,18 +156,22 @@ def curve_of(problem: Problem, options: Options) -> Curve:
 
 
 POINTS = 16
-"""Of a curve: each takes a relaxation."""
+"""Of a curve: each is planned."""
+
+SPARE = 0.05
+"""Of a budget on the curve: a plan that leaves more unused is asked for at what it needs. It leaves
+1 to 3 % on two layers of a transformer, and is the same plan then."""
 
 
-def _spaced(simulations: Sequence[Simulation]) -> list[Simulation]:
-    """The smallest and the largest peak, and of those between as many as are wanted, about equally
-    far from each other."""
-    if len(simulations) <= POINTS:
-        return list(simulations)
-    peaks = [s.peak_bytes for s in simulations]
-    step = (peaks[-1] - peaks[0]) / (POINTS - 1)
-    chosen = {bisect_left(peaks, peaks[0] + step * k) for k in range(POINTS - 1)}
-    return [simulations[k] for k in sorted({*chosen, len(peaks) - 1})]
+def _settled(
+    problem: Problem, budget_bytes: int, least_bytes: int, options: Options, chain: Chaining
+) -> Plan:
+    """The plan for a budget, or for a smaller one where it needs less."""
+    while True:
+        plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, chain)
+        if plan.peak_bytes >= (1 - SPARE) * budget_bytes:
+            return plan
+        budget_bytes = max(plan.peak_bytes, least_bytes)
 
 
 def _cache(options: Options) -> Cache | None:
@@ -252,37 +261,53 @@ SHARE = 0.5
 """Of the time limit for the relaxation, and of the rest for the options of blocks, at most."""
 
 
-def plan_anew(problem: Problem, budget: Budget, options: Options) -> Plan:
-    start = time.monotonic()
-    deadline = start + options.time_limit_s
-    relaxing_until = start + options.time_limit_s * SHARE
+def plan_anew(
+    problem: Problem, budget: Budget, options: Options, chain: Chaining | None = None
+) -> Plan:
+    """The plan for the smallest budget is the one for as many bytes, but for what its search takes
+    of the time limit.
+
+    chain: of the problem, where other budgets want it too.
+    """
+    deadline = time.monotonic() + options.time_limit_s
     graph = problem.constrained
+    if chain is None:
+        # What is left when it is wanted is shared.
+        chain = functools.cache(
+            lambda: _chain(problem, options, (deadline - time.monotonic()) * SHARE)
+        )
+    smallest = None
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
+    if budget_bytes is None:
+        smallest = _smallest(graph, chain().solver)
+        budget_bytes = simulate(graph, smallest).peak_bytes
     fastest = keep_all(graph)
-    if budget_bytes is not None and budget_bytes >= simulate(graph, fastest).peak_bytes:
+    if budget_bytes >= simulate(graph, fastest).peak_bytes:
         found = Improved(fastest, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
-    relaxed = near = None
-    is_complete = True
-    if budget_bytes is not None:
-        report("solving the relaxation")
-        relaxed, near = _relaxed(graph, budget_bytes, relaxing_until, fitting_until=deadline)
-        is_complete = time.monotonic() < relaxing_until
-        # Without time for anything else it is taken as it is.
-        if near is not None and (not is_complete or _is_accepted(relaxed, near)):
-            assert relaxed is not None
-            return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
-    blocks_s = (deadline - time.monotonic()) * SHARE
-    families = _families(problem.blocks, _cache(options), options, blocks_s)
-    budget_bytes, starts = _within(problem, families, budget_bytes, near, options)
-    if relaxed is None:
-        relaxed, near = _relaxed(graph, budget_bytes, deadline)
-        starts += [] if near is None else [near]
+    report("solving the relaxation")
+    now = time.monotonic()
+    relaxing_until = now + (deadline - now) * SHARE
+    relaxed, near = _relaxed(graph, budget_bytes, relaxing_until, fitting_until=deadline)
+    is_complete = time.monotonic() < relaxing_until
+    # Without time for anything else it is taken as it is.
+    if near is not None and (not is_complete or _is_accepted(relaxed, near)):
+        assert relaxed is not None
+        return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
+    starts = _starts(graph, chain().solver, near, smallest, budget_bytes, options)
     bound_s = options.bound_time_limit_s
-    found, bound_ns = _improved(graph, relaxed, starts, budget_bytes, deadline, bound_s)
-    if not (is_complete and all(family.is_complete for family in families)):
+    found, bound_ns = _improved(graph, relaxed, near, starts, budget_bytes, deadline, bound_s)
+    if not (is_complete and chain().is_complete):
         found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, bound_ns)
+
+
+def _chain(problem: Problem, options: Options, limit_s: float) -> Chain:
+    """limit_s: for the options of all blocks."""
+    families = _families(problem.blocks, _cache(options), options, limit_s)
+    report("combining blocks")
+    solver = ChainSolver(problem.constrained, problem.blocks, families)
+    return Chain(solver, all(family.is_complete for family in families))
 
 
 NEAR = 0.005
@@ -301,15 +326,14 @@ third of the time."""
 
 @paused_collection()
 def _relaxed(
-    graph: CDGraph, budget_bytes: int, deadline: float, *, fitting_until: float | None = None
+    graph: CDGraph, budget_bytes: int, deadline: float, *, fitting_until: float
 ) -> tuple[Refined | None, Schedule | None]:
     """The relaxation, and what becomes of its schedule when room is made where it needs more.
 
-    fitting_until: room is made until then, where that is later than the deadline of the rest: with
+    fitting_until: room is made until then, which is later than the deadline of the rest: with
     nothing that fits, blocks are left, which take longer on large graphs and lead less far.
     """
-    latest = deadline if fitting_until is None else fitting_until
-    relaxed, near = _fitted(graph, budget_bytes, deadline, latest)
+    relaxed, near = _fitted(graph, budget_bytes, deadline, fitting_until)
     if relaxed is None or near is None:
         return relaxed, near
     near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
@@ -346,29 +370,6 @@ def _is_small(graph: CDGraph) -> bool:
     return len(graph.nodes) <= SMALL_NODES
 
 
-def _within(
-    problem: Problem,
-    families: list[OptionFamily],
-    budget_bytes: int | None,
-    near: Schedule | None,
-    options: Options,
-) -> tuple[int, list[Schedule]]:
-    """The budget, None for the smallest, in bytes, and schedules to improve, of which `near` is
-    one. Raises InfeasibleBudget."""
-    report("combining blocks")
-    graph = problem.constrained
-    solver = ChainSolver(graph, problem.blocks, families)
-    smallest = None
-    if budget_bytes is None or (near is None and solver.best_schedule(budget_bytes) is None):
-        smallest = _smallest(graph, solver)
-        minimum_bytes = simulate(graph, smallest).peak_bytes
-        budget_bytes = minimum_bytes if budget_bytes is None else budget_bytes
-        if budget_bytes < minimum_bytes:
-            raise _too_small(graph, budget_bytes, smallest, options)
-    starts = _starts(graph, solver, smallest, budget_bytes)
-    return budget_bytes, starts if near is None else [*starts, near]
-
-
 def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget. It does not
     depend on the clock."""
@@ -403,12 +404,22 @@ def _squeezed(graph: CDGraph, schedule: Schedule) -> Schedule:
 def _starts(
     graph: CDGraph,
     solver: ChainSolver,
+    near: Schedule | None,
     smallest: Schedule | None,
     budget_bytes: int,
+    options: Options,
 ) -> list[Schedule]:
-    """Of the chain, of evictions, and `smallest`, those within the budget, fastest first."""
-    known = [solver.best_schedule(budget_bytes), smallest]
-    if known[0] is None or _is_small(graph):
+    """Schedules within the budget to improve, fastest first: of the relaxation, of the chain, and
+    of evictions; `smallest`, if it is known already, where the first two have none. Raises
+    InfeasibleBudget."""
+    of_chain = solver.best_schedule(budget_bytes)
+    known = [near, of_chain]
+    if near is None and of_chain is None:
+        smallest = smallest or _smallest(graph, solver)
+        if budget_bytes < simulate(graph, smallest).peak_bytes:
+            raise _too_small(graph, budget_bytes, smallest, options)
+        known.append(smallest)
+    if of_chain is None or _is_small(graph):
         known.append(eviction.within(graph, budget_bytes))
     found = {pruned(graph, schedule, budget_bytes): None for schedule in known if schedule}
     return _fastest_first(graph, found)
@@ -417,6 +428,7 @@ def _starts(
 def _improved(
     graph: CDGraph,
     relaxed: Refined | None,
+    near: Schedule | None,
     starts: list[Schedule],
     budget_bytes: int,
     deadline: float,
@@ -430,7 +442,8 @@ def _improved(
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
         exchanged = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
         best = _fastest_first(graph, exchanged)[0]
-        if relaxed is not None:
+        # What was improved already is not again: it would end where it is.
+        if relaxed is not None and best != near:
             best = improve(relaxed, best, deadline=deadline)
         # What is proven meanwhile depends on the machine; the plan does not.
         enough_ns = _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)

@@ -13,7 +13,7 @@ from rockplan.dp.chain import Operation, RunForward, RunOption, links
 from rockplan.dp.discretise import grid
 from rockplan.dp.liveness import Order, drop_dead
 from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
-from rockplan.dp.search import ChainSolver, best_schedule, curve
+from rockplan.dp.search import ChainSolver, best_schedule
 from rockplan.dp.segments import intern_segments
 from rockplan.dp.stitch import pinned_storages, stitch
 from rockplan.graph import CDGraph, DataKind, Phase, producers
@@ -275,33 +275,14 @@ def test_schedules_are_legal_within_their_budget(seed: int) -> None:
     assert solver.best_schedule(everything.peak_bytes) == keep_all(graph)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_curve_falls_from_the_minimum_to_keep_all(seed: int) -> None:
-    graph, blocks, found = generated(seed)
-    points = curve(graph, blocks, found)
-    for schedule, simulation in points:
-        verify(graph, schedule)
-        assert simulate(graph, schedule) == simulation
-    for (_, a), (_, b) in zip(points, points[1:], strict=False):
-        assert a.peak_bytes < b.peak_bytes and a.time_ns > b.time_ns
-    assert points[0][1].peak_bytes == ChainSolver(graph, blocks, found).minimum_bytes
-    assert points[-1][1].time_ns == graph.time_ns
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_each_point_of_a_curve_is_the_answer_for_its_peak(seed: int) -> None:
-    graph, blocks, found = generated(seed)
-    for schedule, simulation in curve(graph, blocks, found):
-        assert best_schedule(graph, blocks, found, simulation.peak_bytes) == schedule
-
-
 def test_answers_do_not_depend_on_earlier_questions() -> None:
     graph, blocks = join(gpt_problems(2))
     found = families(blocks, 8192)
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
     budgets = [peak_bytes * share // 100 for share in (42, 55, 70)]
     solver = ChainSolver(graph, blocks, found)
-    solver.curve()
+    for share in range(30, 100, 5):
+        solver.best_schedule(peak_bytes * share // 100)
     backwards = [solver.best_schedule(b) for b in reversed(budgets)]
     fresh = [best_schedule(graph, blocks, found, b) for b in budgets]
     assert fresh == backwards[::-1]

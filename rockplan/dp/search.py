@@ -35,10 +35,6 @@ NEAR_MINIMUM = 8
 """Limits tried from the least one up. On 300 random chains the smallest peak of any sequence is
 missed 12 times with 1, 7 times with 8 or 24."""
 
-CURVE_POINTS = 48
-"""Limits tried for a curve. On a GPT of 12 layers the mean time over all budgets is 0.25 % of an
-iteration above that of a curve of 192; with 24 it is 0.7 %."""
-
 
 def best_schedule(
     graph: CDGraph,
@@ -51,13 +47,6 @@ def best_schedule(
     families: options of each block. For several budgets ask one ChainSolver.
     """
     return ChainSolver(graph, blocks, families).best_schedule(budget_bytes)
-
-
-def curve(
-    graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
-) -> tuple[tuple[Schedule, Simulation], ...]:
-    """As `ChainSolver.curve`."""
-    return ChainSolver(graph, blocks, families).curve()
 
 
 class ChainSolver:
@@ -92,30 +81,6 @@ class ChainSolver:
             best = self._fastest_within(budget_bytes, self._thriftiest)
         return None if best is None else self._stitch(best)
 
-    def curve(self) -> tuple[tuple[Schedule, Simulation], ...]:
-        """Schedules from the smallest peak found up to keep-all, each faster than all before it;
-        each is the best_schedule of its own peak."""
-        spread = (self._simulate(operations).peak_bytes for operations in self._spread())
-        budgets = {self.minimum_bytes, *spread, self._everything.peak_bytes}
-        found = dict(self._settled(budget) for budget in budgets)
-        points: list[tuple[Schedule, Simulation]] = []
-        for peak_bytes in sorted(found):
-            schedule = found[peak_bytes]
-            simulation = simulate(self._graph, schedule)
-            if not points or simulation.time_ns < points[-1][1].time_ns:
-                points.append((schedule, simulation))
-        return tuple(points)
-
-    def _settled(self, budget_bytes: int) -> tuple[int, Schedule]:
-        """A schedule that is the best of its own peak, from that of budget_bytes downwards."""
-        while True:
-            schedule = self.best_schedule(budget_bytes)
-            assert schedule is not None
-            peak_bytes = simulate(self._graph, schedule).peak_bytes
-            if peak_bytes == budget_bytes:
-                return peak_bytes, schedule
-            budget_bytes = peak_bytes
-
     def _around(self, budget_bytes: int) -> Iterator[Operations]:
         """Sequences for limits that close in on the largest one whose schedule fits."""
         table = self._table(budget_bytes)
@@ -137,15 +102,6 @@ class ChainSolver:
             limit += spare_bytes
             if round_ % 2 or not low < limit < high:
                 limit = (low + high) // 2
-
-    def _spread(self) -> Iterator[Operations]:
-        """Sequences for limits from the least to the largest that matters, in equal ratios."""
-        ratio = self._fastest / max(self._least, 1)
-        for i in range(CURVE_POINTS + 1):
-            limit = min(
-                max(self._least, round(self._least * ratio ** (i / CURVE_POINTS))), self._fastest
-            )
-            yield decode(self._table(limit), limit)
 
     @cached_property
     def _thriftiest(self) -> tuple[Operations, ...]:
