@@ -289,7 +289,7 @@ def measure(case: Any, planned: Any) -> dict[str, int]:
 class Worker:
     """A process that examines cases, one at a time."""
 
-    def __init__(self, budgets: list[str], limit_s: int) -> None:
+    def __init__(self, budgets: list[str], limit_s: int = TIME_LIMIT_S) -> None:
         self.limit_s = limit_s
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.zoo", "--worker", "--budgets", *budgets],

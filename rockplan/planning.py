@@ -126,6 +126,9 @@ def plan_within(
         return replace(found, graph=graph)
     made = plan_anew(problem, budget, options, chain)
     cache.put_plan(key, made)
+    if budget.is_minimum:
+        as_bytes = Budget(size_bytes=made.budget_bytes)
+        cache.put_plan(_plan_key(problem, as_bytes, options), made)
     return made
 
 
