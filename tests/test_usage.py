@@ -1026,6 +1026,37 @@ def test_one_planned_module_in_several_threads() -> None:
         assert_equal_trees(gradients, gradients_of(eager, number), "thread")
 
 
+def test_another_thread_leaves_a_module_while_one_is_captured() -> None:
+    """Hooks that see every module see those of other threads too."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Elsewhere(nn.Module):
+        def forward(self) -> None:
+            entered.set()
+            release.wait(60)
+
+    elsewhere = Elsewhere()
+    # Without a hook of its own it would not look for others at its end.
+    elsewhere.register_forward_hook(lambda *_: None)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    assert entered.wait(60)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            release.set()
+            thread.join()
+            return self.second(x).tanh()
+
+    plan = rockplan.plan(Net(), torch.randn(2, 4), "100%")
+    assert [n.module for n in plan.graph.forward] == ["first", "second", ""]
+
+
 def test_autocast_changed_between_calls() -> None:
     planned, eager = pair(net_case(32))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -540,19 +541,22 @@ def _no_python_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which submodule is running."""
+    """Tell the recorder which submodule is running, in this thread: the hooks see all threads."""
     paths = {id(m): path for path, m in module.named_modules()}
     stack = recorder.module_stack
+    captured_in = threading.get_ident()
 
     def enter(m: nn.Module, args: Any) -> None:
-        stack.append(paths.get(id(m), stack[-1]))
+        if threading.get_ident() == captured_in:
+            stack.append(paths.get(id(m), stack[-1]))
 
     def leave(m: nn.Module, args: Any, result: Any) -> None:
-        stack.pop()
+        if threading.get_ident() == captured_in:
+            stack.pop()
 
     handles = [
         module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
     ]
     try:
         yield

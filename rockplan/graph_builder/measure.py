@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -45,7 +45,7 @@ from rockplan.graph import (
 from rockplan.graph_builder import operators
 from rockplan.graph_builder.canonical import canonical_literal, digest
 from rockplan.graph_builder.evaluate import substitute
-from rockplan.graph_builder.ruler import memory_events, peak_of, profiler_events
+from rockplan.graph_builder.ruler import memory_events, peak_of, profiled, profiler_events
 from rockplan.profile import OpCost, Profile
 from rockplan.progress import report
 
@@ -508,7 +508,7 @@ def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Me
 def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, _Memory]:
     """As `_measure_memory`, of as many calls as one session of the profiler may hold."""
     sizes: dict[str, tuple[int, ...]] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    with profiled() as session:
         for key, call in calls:
             with _else_estimated(inputs, call):
                 execution = inputs.execution(call)

@@ -16,7 +16,7 @@ from operator import sub
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import InvalidInput
 from rockplan.memory import MeasuredTimeline
@@ -42,7 +42,7 @@ def peak_live_bytes(
     device = torch.device(device)
     if device.type == "cuda":
         return _cuda_peak(step, device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+    with profiled() as session:
         step()
     return peak_of(change for _, change in memory_events(session))
 
@@ -84,7 +84,7 @@ def _undisturbed(found: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
 def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
     gc.collect()
     with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session,
+        profiled() as session,
         record_function(_STEP),
     ):
         step()
@@ -97,6 +97,12 @@ def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
     return MeasuredTimeline(tuple(times_ns), (*live_bytes, live_bytes[-1]))
 
 
+def profiled() -> profile:
+    """A session of the profiler that sees CPU memory. `torch.profiler.profile`, which makes one of
+    these, warns in torch 2.11 and 2.12 of cycles that it does not have."""
+    return profile(use_kineto=True, profile_memory=True)
+
+
 def memory_events(session: profile) -> Iterator[tuple[int, int]]:
     """(time in ns, bytes) of every allocation (> 0) and free (< 0) on CPU, in order."""
     events = (e for e in profiler_events(session) if e.name() == "[memory]")
@@ -107,9 +113,8 @@ def memory_events(session: profile) -> Iterator[tuple[int, int]]:
 
 def profiler_events(session: profile) -> list[Any]:
     """The raw events of a profiler session that has ended."""
-    profiler = session.profiler
-    assert profiler is not None and profiler.kineto_results is not None
-    return list(profiler.kineto_results.events())
+    assert session.kineto_results is not None
+    return list(session.kineto_results.events())
 
 
 def peak_of(changes: Iterator[int]) -> tuple[int, int]:
