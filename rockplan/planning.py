@@ -45,6 +45,7 @@ from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
 from rockplan.version import planner
+from rockplan.windows import searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,9 +452,14 @@ def _improved(
         # What is proven meanwhile depends on the machine; the plan does not.
         enough_ns = _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)
         best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
+        bound_ns = graph.time_ns
+        if _is_small(graph):
+            best, bound_ns = searched(
+                graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline
+            )
         is_complete = time.monotonic() < deadline
         report("proving a bound")
-        bound_ns = graph.time_ns if proving is None else proving.result()
+        bound_ns = max(bound_ns, 0 if proving is None else proving.result())
     return Improved(pruned(graph, best, budget_bytes), is_complete), bound_ns
 
 

@@ -180,6 +180,7 @@ class Exhaustive:
         graph = self.graph
         if not set(graph.outputs) <= state.alive:
             return
+        state = replace(state, alive=state.alive - set(graph.dropped))
         tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
         outputs_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
         allowed = self.peak_bytes if self.saved_bytes is None else self.saved_bytes + outputs_bytes
