@@ -71,6 +71,8 @@ def searched(
     n = len(view.times_ns)
     given_up: list[tuple[int, int]] = []
     for first, stop in _windows(n):
+        if time.monotonic() >= deadline:
+            break
         is_whole = stop - first == n
         # What was too much for a window is too much for one around it, if no more is weighed.
         if not is_whole and any(first <= a and b <= stop for a, b in given_up):
@@ -110,9 +112,10 @@ def _schedule_of(graph: CDGraph, steps: list[Step]) -> Schedule:
 def _windows(n: int) -> Iterator[tuple[int, int]]:
     """Short ones first, which are soon searched; that of all n first executions last."""
     for size in SIZES:
-        step = size // STEPS
-        for first in range(0, n - size + step, step):
-            yield max(first, 0), min(first + size, n)
+        if size < n:
+            step = size // STEPS
+            for first in range(0, n - size + step, step):
+                yield first, min(first + size, n)
     if n <= SMALL:
         yield 0, n
 
