@@ -68,6 +68,7 @@ def test_windows_of_a_larger_graph_gain_within_the_budget(
     effort: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "EFFORT", effort)
+    monkeypatch.setattr(windows, "OF_WHOLE", effort)
     graph = attention_block()
     start = pruned(graph, thriftiest(graph), simulate(graph, thriftiest(graph)).peak_bytes)
     before = simulate(graph, start)
