@@ -45,7 +45,7 @@ from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
 from rockplan.version import planner
-from rockplan.windows import searched
+from rockplan.windows import is_searched_whole, searched, searched_whole, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,8 @@ def _relaxed(
     near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
     if _is_small(graph) or simulate(graph, near).time_ns > near_ns:
         near = annealed(graph, near, budget_bytes, deadline=deadline)
-        near = improve(relaxed, near, deadline=deadline)
+        if not is_searched_whole(graph):
+            near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
 
 
@@ -384,6 +385,9 @@ def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
         assert of_chain is not None
         found = of_chain
     found = _squeezed(graph, found)
+    if is_searched_whole(graph):
+        while (less := within(graph, simulate(graph, found).peak_bytes - 1)) is not None:
+            found = less
     # The relaxation is asked first when a plan is made: what it leads to with less would be
     # accepted below the smallest budget.
     less_bytes = 1
@@ -441,26 +445,37 @@ def _improved(
     """The fastest of what becomes of the starts, since which one leads further is not known before;
     and the time that is proven of every schedule, in ns."""
     report("improving the plan")
+    least_ns = graph.time_ns
+    if is_searched_whole(graph):
+        best = _exchanged(graph, starts, budget_bytes, deadline)
+        best, least_ns = searched_whole(graph, best, budget_bytes, deadline=deadline)
+        if simulate(graph, best).time_ns == least_ns:
+            return Improved(best, is_complete=True), least_ns
+        # Without integer programs as yet.
+        starts, near = [best], None
     with ThreadPoolExecutor(max_workers=1) as beside:
         latest = min(deadline, time.monotonic() + bound_s)
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
-        exchanged = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
-        best = _fastest_first(graph, exchanged)[0]
+        best = _exchanged(graph, starts, budget_bytes, deadline)
         # What was improved already is not again: it would end where it is.
         if relaxed is not None and best != near:
             best = improve(relaxed, best, deadline=deadline)
         # What is proven meanwhile depends on the machine; the plan does not.
         enough_ns = _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)
         best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
-        bound_ns = graph.time_ns
         if _is_small(graph):
-            best, bound_ns = searched(
-                graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline
-            )
+            best = searched(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         is_complete = time.monotonic() < deadline
         report("proving a bound")
-        bound_ns = max(bound_ns, 0 if proving is None else proving.result())
+        bound_ns = max(least_ns, 0 if proving is None else proving.result())
     return Improved(pruned(graph, best, budget_bytes), is_complete), bound_ns
+
+
+def _exchanged(
+    graph: CDGraph, starts: list[Schedule], budget_bytes: int, deadline: float
+) -> Schedule:
+    found = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
+    return _fastest_first(graph, found)[0]
 
 
 def _fastest_first(graph: CDGraph, schedules: Iterable[Schedule]) -> list[Schedule]:

@@ -1,8 +1,8 @@
 """Improve a schedule by exact search: windows of first executions, with all else as it is.
 
-takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule, and the time that is
-proven of every schedule. guarantees: legal, within the budget as `simulate` finds it, no slower;
-the same on every run unless the deadline strikes: effort is counted.
+takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule, and of the whole the
+time that is proven of every schedule. guarantees: legal, within the budget as `simulate` finds it,
+no slower; the same on every run unless the deadline strikes: effort is counted.
 
 A state is the next first execution and what is alive. From state to state a node runs, for the
 first time or again, and what has no room beside it is dropped, in every way that drops nothing too
@@ -13,16 +13,19 @@ more storage is alive at no more time.
 
 Programs of moments say little where hardly anything fits, since a few storages in place of many are
 few states, but as many columns as ever, which may all be halves. The window of all first executions
-proves the optimum, or the time at which the search was given up.
+proves the optimum, or the time at which the search was given up; where nothing takes time, it finds
+any schedule within a budget.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from rockplan.graph import CDGraph, DataKind, may_run_again, producers
@@ -34,17 +37,20 @@ SIZES, STEPS = (8, 12, 16, 24, 32), 3
 """First executions in a window; the next one of a size begins this part of it later."""
 
 SMALL = 48
-"""First executions in a graph that is searched as a whole too."""
+"""Nodes of a graph that is searched as a whole."""
 
-EFFORT, OF_ONE, OF_WHOLE = 3_000_000, 250_000, 4_000_000
-"""Re-executions that are weighed for one schedule in windows, in one of them, and in the whole:
-about a million in a second."""
+EFFORT, OF_ONE, OF_WHOLE, OF_PEAK = 3_000_000, 250_000, 8_000_000, 500_000
+"""Re-executions that are weighed for one schedule in windows, in one of them, in the whole, and in
+the whole for any schedule: about a million in a second."""
 
 HOPED = 0.1
 """Of the iteration time: where less may be gained, as much less effort is made in windows."""
 
 CHECKED = 256
 """States after which the clock is looked at."""
+
+KNOWN = 1 << 16
+"""Sets of storages whose bytes are not counted again."""
 
 T = TypeVar("T")
 
@@ -58,42 +64,68 @@ reads the outputs and makes the incoming gradients. So backward nodes have the n
 
 def searched(
     graph: CDGraph, schedule: Schedule, budget_bytes: int, *, enough_ns: int, deadline: float
-) -> tuple[Schedule, int]:
-    """`schedule`, which is within the budget, or a faster one; and what is proven of the time of
-    every schedule within the budget that executes every node for the first time in the order of the
-    graph. enough_ns: nothing faster than this is looked for; deadline: as of time.monotonic."""
+) -> Schedule:
+    """`schedule`, which is within the budget, or a faster one. enough_ns: nothing faster than this
+    is looked for; deadline: as of time.monotonic."""
     hoped_ns = simulate(graph, schedule).time_ns - enough_ns
     effort = int(EFFORT * min(hoped_ns / (HOPED * graph.time_ns), 1.0))
     if effort <= 0:
-        return schedule, graph.time_ns
-    bound_ns = graph.time_ns
+        return schedule
     view, steps = _View(graph), _steps_of(graph, schedule)
-    n = len(view.times_ns)
     given_up: list[tuple[int, int]] = []
-    for first, stop in _windows(n):
-        if time.monotonic() >= deadline:
+    for first, stop in _windows(len(view.times_ns)):
+        if effort <= 0 or time.monotonic() >= deadline:
             break
-        is_whole = stop - first == n
         # What was too much for a window is too much for one around it, if no more is weighed.
-        if not is_whole and any(first <= a and b <= stop for a, b in given_up):
+        if any(first <= a and b <= stop for a, b in given_up):
             continue
-        limit = OF_WHOLE if is_whole else min(effort, OF_ONE)
         window = _window(view, steps, first, stop)
-        if limit <= 0 or window.time_ns == view.rest_ns[first] - view.rest_ns[stop]:
+        if window.time_ns == view.first_ns(first, stop):
             continue
-        search = _Search(view, window, budget_bytes, limit, deadline, is_exact=is_whole)
+        limit = min(effort, OF_ONE)
+        search = _Search(view, window, budget_bytes, limit, deadline, is_exact=False)
         found = search.run()
         effort -= search.effort
         if found is not None:
             steps[window.begin : window.end] = found
         elif search.effort > limit:
             given_up.append((first, stop))
-        if is_whole:
-            bound_ns = search.floor_ns
-    best = _schedule_of(graph, steps)
-    verify(graph, best)
-    assert simulate(graph, best).peak_bytes <= budget_bytes
-    return best, bound_ns
+    return _checked(graph, steps, budget_bytes)
+
+
+def is_searched_whole(graph: CDGraph) -> bool:
+    return len(graph.nodes) <= SMALL
+
+
+def searched_whole(
+    graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float
+) -> tuple[Schedule, int]:
+    """As `searched`, in the window of all first executions; and what is proven of the time of every
+    schedule within the budget that executes every node for the first time in the order of the
+    graph: that of the schedule, unless the search is given up."""
+    view, steps = _View(graph), _steps_of(graph, schedule)
+    window = _window(view, steps, 0, len(view.times_ns))
+    search = _Search(view, window, budget_bytes, OF_WHOLE, deadline, is_exact=True)
+    found = search.run()
+    return _checked(graph, steps if found is None else found, budget_bytes), search.floor_ns
+
+
+def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
+    """A schedule of a graph that is searched whole, None if there is none or the search is given
+    up. Nothing takes time in it: of states that differ in it alone one is followed."""
+    nodes = tuple(replace(node, time_ns=0) for node in graph.nodes)
+    view = _View(replace(graph, nodes=nodes))
+    n = len(view.times_ns)
+    window = _Window(first=0, stop=n, begin=0, end=0, alive=0, wanted=view.held, time_ns=1)
+    found = _Search(view, window, budget_bytes, OF_PEAK, math.inf, is_exact=True).run()
+    return None if found is None else _checked(graph, found, budget_bytes)
+
+
+def _checked(graph: CDGraph, steps: list[Step], budget_bytes: int) -> Schedule:
+    found = _schedule_of(graph, steps)
+    verify(graph, found)
+    assert simulate(graph, found).peak_bytes <= budget_bytes
+    return found
 
 
 def _steps_of(graph: CDGraph, schedule: Schedule) -> list[Step]:
@@ -110,14 +142,12 @@ def _schedule_of(graph: CDGraph, steps: list[Step]) -> Schedule:
 
 
 def _windows(n: int) -> Iterator[tuple[int, int]]:
-    """Short ones first, which are soon searched; that of all n first executions last."""
+    """Of n first executions, short ones first, which are soon searched."""
     for size in SIZES:
         if size < n:
             step = size // STEPS
             for first in range(0, n - size + step, step):
                 yield first, min(first + size, n)
-    if n <= SMALL:
-        yield 0, n
 
 
 class _View:
@@ -147,6 +177,8 @@ class _View:
 
         nodes = graph.nodes
         self.sizes = [size for size, _ in ordered]
+        # Counted again and again.
+        self.bytes_of = functools.lru_cache(KNOWN)(self._bytes_of)
         self.maker = [step(i) if (i := producer.get(d, -1)) in again else -1 for _, d in ordered]
         self.again = [step(i) for i in sorted(again)]
         self.held = mask(graph.held)
@@ -173,8 +205,12 @@ class _View:
         times = itertools.accumulate(reversed(self.times_ns), initial=0)
         self.rest_ns = list(times)[::-1]
 
-    def bytes_of(self, mask: Mask) -> int:
+    def _bytes_of(self, mask: Mask) -> int:
         return sum(self.sizes[k] for k in _bits(mask))
+
+    def first_ns(self, first: int, stop: int) -> int:
+        """Of first executions from `first` to before `stop`."""
+        return self.rest_ns[first] - self.rest_ns[stop]
 
 
 def _bits(mask: Mask) -> Iterator[int]:
@@ -344,16 +380,12 @@ class _Search:
         self, position: int, alive: Mask, again: _Again, spent_ns: int, before: int, node: int
     ) -> None:
         alive &= self.useful
-        found_ns = spent_ns + again.time_ns + self._first_ns(position)
+        found_ns = spent_ns + again.time_ns + self.view.first_ns(position, self.window.stop)
         key = position, alive
         if found_ns < self.window.time_ns and spent_ns < self.least.get(key, spent_ns + 1):
             self.least[key] = spent_ns
             self.states.append((position, alive, spent_ns, before, node))
             heapq.heappush(self.queue, (found_ns, -position, len(self.states) - 1))
-
-    def _first_ns(self, position: int) -> int:
-        """Of first executions from there to the end of the window."""
-        return self.view.rest_ns[position] - self.view.rest_ns[self.window.stop]
 
     def _follow(self, number: int) -> None:
         """All that may run next."""
@@ -380,7 +412,7 @@ class _Search:
         position, alive, spent_ns, _, _ = self.states[number]
         after = position + (node == position)
         spent_ns += view.times_ns[node]
-        limit_ns = self.window.time_ns - spent_ns - self._first_ns(after)
+        limit_ns = self.window.time_ns - spent_ns - view.first_ns(after, self.window.stop)
         makes = view.writes[node] | state
         # A copy of what is alive is made in its place, but not of what is held.
         there = alive & ~(makes & ~view.held) & ~view.gone[node]

@@ -13,7 +13,7 @@ from rockplan.graph import CDGraph
 from rockplan.prune import pruned
 from rockplan.schedule import Schedule
 from rockplan.simulate import simulate
-from rockplan.windows import searched
+from rockplan.windows import searched, searched_whole, within
 from tests.exhaustive import Exhaustive
 from tests.graphs import (
     Ranges,
@@ -41,10 +41,6 @@ def draw(seed: int) -> CDGraph:
             return constrained_graph(rng)
 
 
-def found(graph: CDGraph, schedule: Schedule, budget_bytes: int) -> tuple[Schedule, int]:
-    return searched(graph, schedule, budget_bytes, enough_ns=0, deadline=math.inf)
-
-
 def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
     gains = costly = 0
     for seed in range(120):
@@ -54,7 +50,7 @@ def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
         start = thriftiest(graph)
         least = simulate(graph, start)
         budget_bytes = least.peak_bytes + random.Random(seed).choice((0, 1, 3))
-        best, bound_ns = found(graph, start, budget_bytes)
+        best, bound_ns = searched_whole(graph, start, budget_bytes, deadline=math.inf)
         fastest = Exhaustive(graph, budget_bytes, None, is_free=True, in_order=True).fastest_ns()
         assert simulate(graph, best).peak_bytes <= budget_bytes
         assert simulate(graph, best).time_ns == bound_ns == fastest, seed
@@ -63,8 +59,24 @@ def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
     assert gains >= 10 and costly >= 20
 
 
+def test_a_small_graph_has_a_schedule_down_to_its_least_peak() -> None:
+    gains = 0
+    for graph in map(draw, range(60)):
+        start = thriftiest(graph)
+        peak_bytes = simulate(graph, start).peak_bytes
+        least_bytes = peak_bytes
+        while (less := within(graph, least_bytes - 1)) is not None:
+            assert simulate(graph, less).peak_bytes < least_bytes
+            least_bytes = simulate(graph, less).peak_bytes
+        gains += least_bytes < peak_bytes
+        if len(graph.nodes) <= 12:
+            below = Exhaustive(graph, least_bytes - 1, None, is_free=True, in_order=True)
+            assert below.fastest_ns() is None
+    assert gains >= 3
+
+
 @pytest.mark.parametrize("effort", [0, 3_000, 300_000])
-def test_windows_of_a_larger_graph_gain_within_the_budget(
+def test_a_larger_graph_gains_within_the_budget(
     effort: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "EFFORT", effort)
@@ -72,11 +84,20 @@ def test_windows_of_a_larger_graph_gain_within_the_budget(
     graph = attention_block()
     start = pruned(graph, thriftiest(graph), simulate(graph, thriftiest(graph)).peak_bytes)
     before = simulate(graph, start)
-    best, bound_ns = found(graph, start, before.peak_bytes)
-    after = simulate(graph, best)
-    assert after.peak_bytes <= before.peak_bytes
-    assert bound_ns <= after.time_ns <= before.time_ns
-    assert (best, bound_ns) == found(graph, start, before.peak_bytes)
+
+    def in_windows() -> Schedule:
+        return searched(graph, start, before.peak_bytes, enough_ns=0, deadline=math.inf)
+
+    def in_whole() -> tuple[Schedule, int]:
+        return searched_whole(graph, start, before.peak_bytes, deadline=math.inf)
+
+    (whole, bound_ns), part = in_whole(), in_windows()
+    for best in (whole, part):
+        after = simulate(graph, best)
+        assert after.peak_bytes <= before.peak_bytes
+        assert bound_ns <= after.time_ns <= before.time_ns
+    assert (whole, bound_ns) == in_whole()
+    assert part == in_windows()
 
 
 def test_nothing_is_searched_without_hope_or_time() -> None:
@@ -84,7 +105,9 @@ def test_nothing_is_searched_without_hope_or_time() -> None:
     start = thriftiest(graph)
     peak = simulate(graph, start)
     enough = searched(graph, start, peak.peak_bytes, enough_ns=peak.time_ns, deadline=math.inf)
+    assert enough == start
     late = searched(graph, start, peak.peak_bytes, enough_ns=0, deadline=0.0)
-    assert enough == (start, graph.time_ns)
-    assert simulate(graph, late[0]).time_ns == peak.time_ns
-    assert graph.time_ns <= late[1] <= peak.time_ns
+    assert simulate(graph, late).time_ns == peak.time_ns
+    late, bound_ns = searched_whole(graph, start, peak.peak_bytes, deadline=0.0)
+    assert simulate(graph, late).time_ns == peak.time_ns
+    assert graph.time_ns <= bound_ns <= peak.time_ns
