@@ -39,9 +39,12 @@ SIZES, STEPS = (8, 12, 16, 24, 32), 3
 SMALL = 48
 """Nodes of a graph that is searched as a whole."""
 
-EFFORT, OF_ONE, OF_WHOLE, OF_PEAK = 3_000_000, 250_000, 8_000_000, 500_000
-"""Re-executions that are weighed for one schedule in windows, in one of them, in the whole, and in
-the whole for any schedule: about a million in a second."""
+EFFORT, OF_ONE, OF_WHOLE, OF_PEAK = 4_000_000, 350_000, 12_000_000, 700_000
+"""Re-executions and ways to make room that are weighed for one schedule in windows, in one of them,
+in the whole, and in the whole for any schedule: about a million and a half in a second."""
+
+OF_STATE = 10
+"""As many for each state: they take memory, half a kilobyte each."""
 
 HOPED = 0.1
 """Of the iteration time: where less may be gained, as much less effort is made in windows."""
@@ -88,7 +91,7 @@ def searched(
         effort -= search.effort
         if found is not None:
             steps[window.begin : window.end] = found
-        elif search.effort > limit:
+        elif search.is_given_up:
             given_up.append((first, stop))
     return _checked(graph, steps, budget_bytes)
 
@@ -274,7 +277,7 @@ class _Room(NamedTuple):
 class _Search:
     """Of one window. is_exact: else nodes run again only where what they make is missing for what
     is read later; this may be too late, but takes a fifth of the effort. floor_ns: proven of all
-    ways through it, once it has run, if it is exact; effort: re-executions that were weighed."""
+    ways through it, once it has run, if it is exact; effort: what was weighed."""
 
     def __init__(
         self,
@@ -315,15 +318,17 @@ class _Search:
         again = self._again(window.first, window.alive)
         if again is not None:
             self._reach(window.first, window.alive, again, 0, -1, -1)
+        followed_ns = self.view.first_ns(window.first, window.stop)
         for popped in itertools.count():
+            is_late = popped % CHECKED == 0 and time.monotonic() >= self.deadline
+            if is_late or self.is_given_up:
+                # What was followed last may not have been to its end.
+                self.floor_ns = followed_ns
+                return None
             if not self.queue:
                 return None
             found_ns, _, number = heapq.heappop(self.queue)
             position, alive, spent_ns, *_ = self.states[number]
-            is_late = popped % CHECKED == 0 and time.monotonic() >= self.deadline
-            if is_late or self.effort > self.limit:
-                self.floor_ns = found_ns
-                return None
             if position == window.stop and not window.wanted & ~alive:
                 self.floor_ns = found_ns
                 return self._steps(number)
@@ -331,8 +336,13 @@ class _Search:
                 position, alive, spent_ns
             ):
                 self.followed[position, alive] = spent_ns
+                followed_ns = found_ns
                 self._follow(number)
         raise AssertionError
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.effort > self.limit
 
     def _steps(self, number: int) -> list[Step]:
         steps: list[Step] = []
@@ -383,6 +393,7 @@ class _Search:
         found_ns = spent_ns + again.time_ns + self.view.first_ns(position, self.window.stop)
         key = position, alive
         if found_ns < self.window.time_ns and spent_ns < self.least.get(key, spent_ns + 1):
+            self.effort += OF_STATE
             self.least[key] = spent_ns
             self.states.append((position, alive, spent_ns, before, node))
             heapq.heappush(self.queue, (found_ns, -position, len(self.states) - 1))
@@ -441,7 +452,8 @@ class _Search:
         if over <= 0:
             yield alive, again
             return
-        while left_bytes >= over:
+        while left_bytes >= over and not self.is_given_up:
+            self.effort += 1
             low = left & -left
             left ^= low
             size = self.view.sizes[low.bit_length() - 1]

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from rockplan import windows
+from benchmarks.priced import prepared
+from rockplan import Options, windows
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
 from rockplan.prune import pruned
@@ -111,3 +112,10 @@ def test_nothing_is_searched_without_hope_or_time() -> None:
     late, bound_ns = searched_whole(graph, start, peak.peak_bytes, deadline=0.0)
     assert simulate(graph, late).time_ns == peak.time_ns
     assert graph.time_ns <= bound_ns <= peak.time_ns
+
+
+def test_a_search_is_given_up_amid_the_ways_to_make_room() -> None:
+    """Which of many small storages go is a choice among more sets than memory holds."""
+    graph = prepared("densenet", Options(cache=False)).constrained
+    least = simulate(graph, thriftiest(graph))
+    assert within(graph, least.peak_bytes * 21 // 20) is None
