@@ -7,8 +7,9 @@ steps beside eager execution; then its peak is measured. It ends as
                  measured peak within 2 % of the prediction, at both budgets (at 'min' alone
                  where 60 % is less)
     refused      a rockplan.RockplanError
-    unfinished   the time limit of a case struck (the body of a large model, on one core);
-                 `--retry unfinished --limit 3600` gives such cases an hour each
+    unfinished   the time limit of a case struck (the body of a large model, on one core), or that
+                 of its memory; `--retry unfinished --limit 3600 --gib 20` gives such cases an
+                 hour each, and twice the memory
     unrepeated   two eager runs from the same seed differ from one another
     not built    no small configuration or no input was found that eager execution accepts
     wrong        anything else
@@ -56,7 +57,7 @@ CASES_OF_A_WORKER = 60
 STEPS = 3
 
 # Of a worker: a configuration that does not build small must not take the machine with it.
-ADDRESS_SPACE_BYTES = 10 * 2**30
+ADDRESS_SPACE_GIB = 10
 TOLERANCE = 0.02
 BUDGETS = ("min", "60%")
 OUTCOMES = ("equal", "refused", "wrong", "unfinished", "unrepeated", "not built")
@@ -66,14 +67,14 @@ SOURCES = ("modules", "transformers", "timm")
 # --- worker: one case after another, results on the original stdout ------------------------------
 
 
-def work(budgets: list[str]) -> None:
+def work(budgets: list[str], gib: int) -> None:
     """Read names from stdin, write a line of JSON for every stage and result."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import torch
 
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
     warnings.simplefilter("ignore")
     plan_roughly()
     package = package_commit()
@@ -140,6 +141,8 @@ class Examination:
             if self.stage == "build" or self.stage == "eager":
                 differs = isinstance(error, AssertionError)
                 return self._end("unrepeated" if differs else "not built", error)
+            if is_out_of_memory(error):
+                return self._end("unfinished", error)
             last = traceback.format_exc().splitlines(True)[-14:]
             self.facts["traceback"] = without_folders("".join(last))
             return self._end("wrong", error)
@@ -192,6 +195,11 @@ class Examination:
         train_side_by_side(case, planned, eager)
         self._begin(f"measure {budget}")
         self.facts[budget] = measure(case, planned)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch's allocator on CPU raises a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def without_folders(text: str) -> str:
@@ -289,10 +297,13 @@ def measure(case: Any, planned: Any) -> dict[str, int]:
 class Worker:
     """A process that examines cases, one at a time."""
 
-    def __init__(self, budgets: list[str], limit_s: int = TIME_LIMIT_S) -> None:
+    def __init__(
+        self, budgets: list[str], limit_s: int = TIME_LIMIT_S, gib: int = ADDRESS_SPACE_GIB
+    ) -> None:
         self.limit_s = limit_s
+        worker = [sys.executable, "-m", "benchmarks.zoo", "--worker"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.zoo", "--worker", "--budgets", *budgets],
+            [*worker, "--gib", str(gib), "--budgets", *budgets],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -375,9 +386,8 @@ def case_names(sources: list[str]) -> list[str]:
     return [name for source in sources for name in listed[source]()]
 
 
-def sweep(names: list[str], path: Path, budgets: list[str], jobs: int, limit_s: int) -> None:
+def sweep(names: list[str], path: Path, jobs: int, start: Callable[[], Worker]) -> None:
     """Examine `names` in `jobs` processes, appending each result to `path`."""
-    start = functools.partial(Worker, budgets, limit_s)
     waiting = collections.deque(names)
     started = time.monotonic()
     lock = threading.Lock()
@@ -513,18 +523,22 @@ def main() -> None:
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
     parser.add_argument("--limit", type=int, default=TIME_LIMIT_S, help="seconds for a case")
+    parser.add_argument(
+        "--gib", type=int, default=ADDRESS_SPACE_GIB, help="address space for a case"
+    )
     parser.add_argument("--only", default="", help="part of the names to examine")
     parser.add_argument("--results", type=Path, default=RESULTS / "zoo.jsonl")
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.budgets)
+        work(arguments.budgets, arguments.gib)
         return
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     rows = read_results(arguments.results)
     listed = case_names(arguments.sources)
     wanted = [n for n in listed if arguments.only in n]
     names = choose(wanted, rows, arguments.retry, arguments.recheck)
-    sweep(names, arguments.results, arguments.budgets, arguments.jobs, arguments.limit)
+    start = functools.partial(Worker, arguments.budgets, arguments.limit, arguments.gib)
+    sweep(names, arguments.results, arguments.jobs, start)
     rows = read_results(arguments.results)
     lines = "".join(json.dumps(rows[name]) + "\n" for name in sorted(rows))
     arguments.results.write_text(lines, encoding="utf-8")

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from benchmarks import zoo
 
@@ -70,3 +71,12 @@ def examine(name: str, workers: list[zoo.Worker]) -> dict[str, object]:
 def test_planned_is_eager_within_the_budget(name: str, workers: list[zoo.Worker]) -> None:
     row = examine(name, workers)
     assert row["outcome"] == "equal", row
+
+
+def test_a_case_without_memory_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    def examine_in_no_memory(_: zoo.Examination) -> None:
+        torch.empty(1 << 62, dtype=torch.uint8)
+
+    monkeypatch.setattr(zoo.Examination, "_examine", examine_in_no_memory)
+    row = zoo.Examination("module/GRU/0", list(zoo.BUDGETS), print).run()
+    assert (row["outcome"], row["error"]) == ("unfinished", "RuntimeError")
