@@ -283,7 +283,7 @@ def plan_anew(
     smallest = None
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     if budget_bytes is None:
-        smallest = _smallest(graph, chain().solver)
+        smallest = _smallest(graph, None if _is_small(graph) else chain())
         budget_bytes = simulate(graph, smallest).peak_bytes
     fastest = keep_all(graph)
     if budget_bytes >= simulate(graph, fastest).peak_bytes:
@@ -298,10 +298,12 @@ def plan_anew(
     if near is not None and (not is_complete or _is_accepted(relaxed, near)):
         assert relaxed is not None
         return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
-    starts = _starts(graph, chain().solver, near, smallest, budget_bytes, options)
+    # Of a small graph blocks lead to nothing where the relaxation does not.
+    blocks = chain() if near is not None or not _is_small(graph) else None
+    starts = _starts(graph, blocks, near, smallest, budget_bytes, options)
     bound_s = options.bound_time_limit_s
     found, bound_ns = _improved(graph, relaxed, near, starts, budget_bytes, deadline, bound_s)
-    if not (is_complete and chain().is_complete):
+    if not is_complete or (blocks is not None and not blocks.is_complete):
         found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, bound_ns)
 
@@ -375,13 +377,13 @@ def _is_small(graph: CDGraph) -> bool:
     return len(graph.nodes) <= SMALL_NODES
 
 
-def _smallest(graph: CDGraph, solver: ChainSolver) -> Schedule:
+def _smallest(graph: CDGraph, chain: Chain | None) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget. It does not
-    depend on the clock."""
+    depend on the clock. chain: of a large graph; of a small one it does not come so far."""
     report("looking for the smallest peak")
     found = eviction.thriftiest(graph)
-    if simulate(graph, found).peak_bytes > solver.minimum_bytes:
-        of_chain = solver.best_schedule(solver.minimum_bytes)
+    if chain is not None and simulate(graph, found).peak_bytes > chain.solver.minimum_bytes:
+        of_chain = chain.solver.best_schedule(chain.solver.minimum_bytes)
         assert of_chain is not None
         found = of_chain
     found = _squeezed(graph, found)
@@ -411,7 +413,7 @@ def _squeezed(graph: CDGraph, schedule: Schedule) -> Schedule:
 
 def _starts(
     graph: CDGraph,
-    solver: ChainSolver,
+    chain: Chain | None,
     near: Schedule | None,
     smallest: Schedule | None,
     budget_bytes: int,
@@ -420,10 +422,10 @@ def _starts(
     """Schedules within the budget to improve, fastest first: of the relaxation, of the chain, and
     of evictions; `smallest`, if it is known already, where the first two have none. Raises
     InfeasibleBudget."""
-    of_chain = solver.best_schedule(budget_bytes)
+    of_chain = None if chain is None else chain.solver.best_schedule(budget_bytes)
     known = [near, of_chain]
     if near is None and of_chain is None:
-        smallest = smallest or _smallest(graph, solver)
+        smallest = smallest or _smallest(graph, chain)
         if budget_bytes < simulate(graph, smallest).peak_bytes:
             raise _too_small(graph, budget_bytes, smallest, options)
         known.append(smallest)
