@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, may_run_again
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price, solve_stages
 from rockplan.ilp.formulate import formulate
 from rockplan.ilp.full import solve_full
@@ -76,6 +77,24 @@ def test_never_slower_than_the_stage_formulation(graph: CDGraph, peak: float, sa
     if staged.orders is not None:
         assert full.orders is not None
         assert price(graph, full.orders).time_ns <= price(graph, staged.orders).time_ns
+
+
+def test_what_takes_no_time_and_no_memory_need_not_be_solved() -> None:
+    """Nothing of the program is about a node that reads nothing that may go, and costs nothing."""
+    weightless = 0
+    for seed in range(20):
+        graph = draw(seed, Ranges(random_percent=0))
+        first = graph.nodes[0]
+        data = [replace(d, size_bytes=0) if d.index in first.writes else d for d in graph.data]
+        nodes = (replace(first, time_ns=0, workspace_bytes=0), *graph.nodes[1:])
+        graph = replace(graph, nodes=nodes, data=tuple(data))
+        weightless += may_run_again(graph).issuperset({0})
+        peak = min(peak_bytes(o) for o in option_family(graph).options)
+        found = solve_full(in_units(graph), peak, UNLIMITED, time_limit_s=60, gap=0.0)
+        assert found.orders is not None
+        expected = Exhaustive(graph, peak, UNLIMITED).fastest_ns()
+        assert price(graph, found.orders).time_ns == expected
+    assert weightless >= 10
 
 
 def test_it_takes_over_where_the_stage_formulation_finds_nothing() -> None:

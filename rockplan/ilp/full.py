@@ -99,9 +99,14 @@ class _Model:
         backward: list[int] = []
         for t in range(len(self.graph.nodes)):
             order = forward if t < self.n_forward else backward
-            order += [i for i in range(t) if pulp.value(self.rerun.get((t, i), 0)) > 0.5]
+            order += [i for i in range(t) if self._is_chosen(self.rerun.get((t, i)))]
             order.append(t)
         return Orders(*without_idle(self.graph, forward, backward))
+
+    def _is_chosen(self, column: pulp.LpVariable | None) -> bool:
+        """What no row is about and costs nothing was not solved: it has no value."""
+        value = None if column is None else pulp.value(column)
+        return value is not None and value > 0.5
 
     def _binary(self, name: str) -> pulp.LpVariable:
         return self.program.add_variable(name, cat=pulp.LpBinary)
