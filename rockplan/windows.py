@@ -71,9 +71,9 @@ def searched(
     """`schedule`, which is within the budget, or a faster one. enough_ns: nothing faster than this
     is looked for; deadline: as of time.monotonic."""
     hoped_ns = simulate(graph, schedule).time_ns - enough_ns
-    effort = int(EFFORT * min(hoped_ns / (HOPED * graph.time_ns), 1.0))
-    if effort <= 0:
+    if hoped_ns <= 0:
         return schedule
+    effort = int(EFFORT * min(hoped_ns / (HOPED * graph.time_ns), 1.0))
     view, steps = _View(graph), _steps_of(graph, schedule)
     given_up: list[tuple[int, int]] = []
     for first, stop in _windows(len(view.times_ns)):

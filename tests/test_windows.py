@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,8 @@ def test_nothing_is_searched_without_hope_or_time() -> None:
     peak = simulate(graph, start)
     enough = searched(graph, start, peak.peak_bytes, enough_ns=peak.time_ns, deadline=math.inf)
     assert enough == start
+    timeless = replace(graph, nodes=tuple(replace(n, time_ns=0) for n in graph.nodes))
+    assert searched(timeless, start, peak.peak_bytes, enough_ns=0, deadline=math.inf) == start
     late = searched(graph, start, peak.peak_bytes, enough_ns=0, deadline=0.0)
     assert simulate(graph, late).time_ns == peak.time_ns
     late, bound_ns = searched_whole(graph, start, peak.peak_bytes, deadline=0.0)
