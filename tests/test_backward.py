@@ -184,6 +184,28 @@ def test_an_output_that_was_never_differentiated() -> None:
         pair(heads_case(), options=rockplan.Options(differentiated=(7,)))
 
 
+class Tied(nn.Module):
+    """Its parameter has two contributions to its gradient from the loss, and seven from the rest;
+    what they add up to depends on the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        used = [torch.tanh(x * self.weight + k / 3) for k in range(7)]
+        return (used[0] + used[6]).mean(), torch.cat(used)
+
+
+@pytest.mark.parametrize("loss", [0, 1])
+def test_contributions_of_another_plan_are_added_in_the_order_of_eager(loss: int) -> None:
+    torch.manual_seed(0)
+    case = Case("tied", Tied(), (torch.randn(32, 16),), {}, lambda r: mean_square(r[1 - loss]))
+    planned, eager = pair(case, "100%", options=rockplan.Options(differentiated=(loss,)))
+    for step in range(2):
+        both(planned, eager, case.step, f"step {step}")
+
+
 def test_other_outputs_than_planned_without_replanning() -> None:
     planned, _ = pair(heads_case(), options=rockplan.Options(on_mismatch="error"))
     with pytest.raises(rockplan.BackwardError, match="differentiated"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -67,7 +67,7 @@ class Call:
     def _forward_again(self, pattern: Pattern) -> None:
         is_own = pattern == self.executable.pattern
         running = (self.executable if is_own else self._replan(pattern)).again()
-        if not _targets(running) <= _targets(self.executable):
+        if not _counts(running).keys() <= _counts(self.executable).keys():
             raise BackwardError(
                 "this backward pass starts from other outputs of the module than the plan knows, "
                 "and reaches parameters or inputs that it did not reach before; name all leaves "
@@ -95,23 +95,25 @@ class Call:
         return run_slice(self._running, self._frame, number)
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Slices of the other plan run as far as the gradients of this one need; what waits for
-        a target at its last place is summed."""
-        slots = [t for targets in self.executable.targets[number:] for t in targets]
-        own = len(self.executable.targets[number])
-        found = [
-            self._contribution(target, is_last=target not in slots[place + 1 :])
-            for place, target in enumerate(slots[:own])
-        ]
-        if own == len(slots):
+        """Slices of the other plan run as far as the gradients of this one need. Autograd adds
+        what it is handed, one after another, as eager's contributions to a gradient; of more than
+        there are places for, the first place takes the sum of the first ones."""
+        places, made = _counts(self.executable), _counts(self._running)
+        taken = {t for targets in self.executable.targets[:number] for t in targets}
+        found: list[torch.Tensor | None] = []
+        for target in self.executable.targets[number]:
+            more = 0 if target in taken else max(made[target] - places[target], 0)
+            found.append(self._contribution(target, 1 + more))
+            taken.add(target)
+        if number + 1 == len(self.executable.targets):
             self._run_until(lambda: False)
         return tuple(found)
 
-    def _contribution(self, target: int, is_last: bool) -> torch.Tensor | None:
+    def _contribution(self, target: int, count: int) -> torch.Tensor | None:
         waiting = self._waiting[target]
-        self._run_until(lambda: bool(waiting) and not is_last, target)
-        taken = waiting[: len(waiting) if is_last else 1]
-        del waiting[: len(taken)]
+        self._run_until(lambda: len(waiting) >= count, target)
+        taken = waiting[:count]
+        del waiting[:count]
         return functools.reduce(torch.add, taken) if taken else None
 
     def _run_until(self, done: Callable[[], bool], target: int | None = None) -> None:
@@ -125,8 +127,9 @@ class Call:
                 self._waiting[made].append(gradient)
 
 
-def _targets(executable: Executable) -> set[int]:
-    return {t for targets in executable.targets for t in targets}
+def _counts(executable: Executable) -> Counter[int]:
+    """How often each target is handed a gradient."""
+    return Counter(t for targets in executable.targets for t in targets)
 
 
 def _version(tensor: torch.Tensor) -> int:
