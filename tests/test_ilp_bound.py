@@ -11,6 +11,7 @@ from rockplan.graph import CDGraph
 from rockplan.ilp import refine
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
+from rockplan.ilp.moments import Facts
 from rockplan.ilp.options import option_family
 from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.prune import pruned
@@ -78,6 +79,7 @@ def test_no_legal_schedule_has_a_smaller_peak() -> None:
         graph = draw(seed)
         bound = peak_lower_bound_bytes(graph, time_limit_s=60)
         single = peak_lower_bound_bytes(graph, time_limit_s=0)
+        assert single == max(Facts(graph).forced_bytes)
         assert single <= bound <= peak_bytes(price(graph, keep_all_orders(graph)))
         below = Exhaustive(graph, bound - 1, None, is_free=True, in_order=True)
         assert below.fastest_ns() is None

@@ -219,8 +219,11 @@ def peak_lower_bound_bytes(graph: CDGraph, *, time_limit_s: float) -> int:
     most_bytes = simulate(graph, keep_all(graph)).peak_bytes
     moments = _first(graph)
     while moments is not None and best_bytes > 0:
+        # Without any time the solver may still solve what its presolve does.
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            break
         made = peak_program(facts, moments, most_bytes)
-        remaining_s = max(deadline - time.monotonic(), 0.0)
         report = solve(made.relaxed, time_limit_s=remaining_s, absolute_gap=0.0)
         if report.status is not SolverStatus.OPTIMAL or report.values is None:
             break
