@@ -71,6 +71,34 @@ class ReturnsOpaque(nn.Module):
         return y, self.kind(y)
 
 
+class CastsInside(nn.Module):
+    def __init__(self, bilinear: bool) -> None:
+        super().__init__()
+        self.is_bilinear = bilinear
+        self.bilinear, self.linear = nn.Bilinear(4, 4, 4), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, cast: bool = True) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            if self.is_bilinear:
+                y: torch.Tensor = self.bilinear(x, x)
+                return y
+            theta = self.linear(x).view(-1, 2, 3)
+            return nn.functional.affine_grid(theta, [len(x), 1, 4, 4], align_corners=False)
+
+
+class Seeds(nn.Module):
+    def __init__(self, fork: bool) -> None:
+        super().__init__()
+        self.inner, self.fork = nn.Linear(4, 4), fork
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.fork:
+            torch.manual_seed(0)
+        with torch.random.fork_rng(enabled=self.fork):
+            y: torch.Tensor = self.inner(x) + torch.rand(4)
+        return y
+
+
 class StoresActivation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,6 +270,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.UnsupportedModel,
         ["shape (4,", "nn.ParameterList", "detach"],
     ),
+    "seeds": (
+        lambda: Seeds(False),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["seeds", "before the call"],
+    ),
+    "forks the generator": (
+        lambda: Seeds(True),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["test_bad_input.py:", "fork_rng"],
+    ),
+    "kernel that casts inside, bilinear": (
+        lambda: CastsInside(True),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["'bilinear'", "test_bad_input.py:", "enabled=False"],
+    ),
+    "kernel that casts inside, grid": (
+        lambda: CastsInside(False),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["affine_grid_generator", "enabled=False"],
+    ),
     "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
     "lazy": (lambda: nn.LazyLinear(4), SAMPLE, rockplan.InvalidInput, ["lazy", "run"]),
@@ -334,6 +386,13 @@ def test_views_of_results_in_other_strides_than_captured_are_refused(
     monkeypatch.setattr(Layouts, "corrected", lambda self, operator, args, kwargs, result: result)
     with pytest.raises(rockplan.UnsupportedModel, match="native_batch_norm.*contiguous"):
         rockplan.solve(NormOfTransposed(), torch.randn(2, 32, 16), "min")
+
+
+@pytest.mark.parametrize("bilinear", [True, False])
+def test_kernels_that_cast_inside_run_without_autocast(bilinear: bool) -> None:
+    model = CastsInside(bilinear)
+    planned = rockplan.solve(copy.deepcopy(model), (SAMPLE, False), "min")
+    assert torch.equal(planned(SAMPLE, False), model(SAMPLE, False))
 
 
 def test_what_eager_refuses_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,8 @@ def _refuse_other_variants(recorder: Recorder) -> None:
     (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. One whose bits
     differ is cross entropy with class weights, label smoothing and the mean: eager sums the
     weights of the targets that count (masked_select), the variant those of all targets, others
-    set to zero. (The other one known is recorded as eager computes it: `record._as_unwatched`.)
+    set to zero. (The two others known are recorded as eager computes them:
+    `record._as_unwatched`, `swap.max_pool1d_as_unwatched`.)
     """
     values = recorder.values
     filled: dict[int, ValueRef] = {}
@@ -579,14 +580,36 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
             source=source,
         )
 
+    def refuse_cast(name: str) -> NoReturn:
+        module, source = recorder.place()
+        raise UnsupportedModel(
+            f"{where(module, source)}: under autocast the kernel of {name} casts inside, which a "
+            "plan cannot repeat; call it under torch.autocast(..., enabled=False)",
+            module_path=module,
+            source=source,
+        )
+
+    def refuse_seed() -> NoReturn:
+        module, source = recorder.place()
+        raise UnsupportedModel(
+            f"{where(module, source)}: the forward seeds torch's generator, or saves and restores "
+            "its state (torch.manual_seed, torch.random.fork_rng), which a planned step would not "
+            "repeat; seed before the call, or pass the numbers in as a tensor",
+            module_path=module,
+            source=source,
+        )
+
     torch.clear_autocast_cache()
     with (
         torch.enable_grad(),
         swap.transformers_sees_real_tensors(),
+        swap.max_pool1d_as_unwatched(),
         swap.without_checkpointing(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
         swap.without_tensor_hooks(refuse_hook),
+        swap.without_autocast_inside(refuse_cast),
+        swap.without_seeding(refuse_seed),
     ):
         try:
             yield

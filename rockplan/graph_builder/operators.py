@@ -233,11 +233,17 @@ def follows_shapes(operator: OpOverload) -> bool:
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call on fake tensors.
 
-    The shape rule of grouped matrix products insists on what CUDA kernels need (bfloat16), which
-    kernels of other devices do not: their result is described here.
+    Gradients that nobody wants (`output_mask`) are None, as kernels return them; some shape rules
+    make them all the same. The shape rule of grouped matrix products insists on what CUDA kernels
+    need (bfloat16), which kernels of other devices do not: their result is described here.
     """
     if operator_name(operator) != "aten._grouped_mm.default":
-        return operator(*args, **kwargs)
+        result = operator(*args, **kwargs)
+        position = _position_of_mask(operator)
+        if position is None:
+            return result
+        mask = args[position] if position < len(args) else kwargs["output_mask"]
+        return tuple(r if wanted else None for r, wanted in zip(result, mask, strict=True))
     names = [a.name for a in operator._schema.arguments]
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     offsets: Any = given.get("offs")
@@ -252,24 +258,37 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     return torch.empty(shape, dtype=dtype, device=left.device)
 
 
+@functools.cache
+def _position_of_mask(operator: OpOverload) -> int | None:
+    """Of the argument that says which gradients are wanted, one for each result."""
+    names = [a.name for a in operator._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
+
+
+_Layout = tuple[tuple[int, ...], torch.dtype]
+"""Strides and dtype of a tensor."""
+
+
 class Layouts:
-    """Strides of real results, where they may differ from what PyTorch's shape rules say.
+    """Strides and dtypes of real results, where those of PyTorch's shape rules may be wrong.
 
     The rules of many backward operators ignore that kernels follow the strides of transposed
     arguments, and those of views and of elementwise operators give other strides to dimensions of
     size 1, from which kernels guess the memory format; what the capture records after them (a
-    copy or a view) would then differ from eager, and so would workspaces. So a view is made once
-    more by the real code, on tensors without memory, and another call with an argument that does
-    not have the strides of a new tensor runs once for real, on zeros, one call at a time.
+    copy or a view) would then differ from eager, and so would workspaces. Those of normalizations
+    give wrong dtypes to statistics where parameters are more precise than what is normalized, as
+    under autocast. So a view is made once more by the real code, on tensors without memory, and
+    another call with an argument that does not have the strides of a new tensor, or with arguments
+    of different precision, runs once for real, on zeros, one call at a time.
     """
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[tuple[int, ...] | None, ...]] = {}
+        self._known: dict[object, tuple[_Layout, ...]] = {}
 
     def corrected(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """`result` of a fake call with the strides that the real call gives."""
+        """`result` of a fake call with the strides and dtypes that the real call gives."""
         given = list(tensors((args, kwargs)))
         made = list(tensors(result))
         if any(t.layout is not torch.strided for t in made):
@@ -281,23 +300,26 @@ class Layouts:
         (is_view,) = shared
         if is_view and written(operator, args, kwargs):
             return result
-        if not is_view and not _may_follow_strides(operator, args, kwargs):
+        if not is_view and not _may_differ(args, kwargs):
             return result
-        strides = iter(self._strides(operator, args, kwargs, is_view))
+        known = self._layouts(operator, args, kwargs, is_view)
+        if len(known) != len(made):
+            return result
+        layouts = iter(known)
 
         def correct(leaf: torch.Tensor) -> torch.Tensor:
-            real = next(strides, None)
-            if real is None or len(real) != leaf.ndim or real == leaf.stride():
+            stride, dtype = next(layouts)
+            if len(stride) != leaf.ndim or (stride, dtype) == (leaf.stride(), leaf.dtype):
                 return leaf
             if is_view:
-                return leaf.as_strided(leaf.shape, real, leaf.storage_offset())
-            return torch.empty_strided(leaf.shape, real, dtype=leaf.dtype, device=leaf.device)
+                return leaf.as_strided(leaf.shape, stride, leaf.storage_offset())
+            return torch.empty_strided(leaf.shape, stride, dtype=dtype, device=leaf.device)
 
         return pytree.tree_map_only(torch.Tensor, correct, result)
 
-    def _strides(
+    def _layouts(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
-    ) -> tuple[tuple[int, ...] | None, ...]:
+    ) -> tuple[_Layout, ...]:
         def described(leaf: Any) -> object:
             if isinstance(leaf, torch.Tensor):
                 return (tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device))
@@ -306,35 +328,48 @@ class Layouts:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
         if key not in self._known:
-            self._known[key] = _real_strides(operator, args, kwargs, is_view)
+            self._known[key] = _real_layouts(operator, args, kwargs, is_view)
         return self._known[key]
 
 
-def _may_follow_strides(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """True for a call that is not random, on floating-point tensors and masks of which one does
-    not have the strides of a new tensor."""
+def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a call on floating-point tensors and masks of which one does not have the strides of
+    a new tensor, or which are of different precision."""
     given = list(tensors((args, kwargs)))
-    plain = all(t.is_floating_point() or t.dtype is torch.bool for t in given)
+    dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
+    plain = all(dtype.is_floating_point for dtype in dtypes)
     as_new = all(t.stride() == make_contiguous_strides_for(t.shape) for t in given)
-    return plain and not as_new and not is_random(operator, args, kwargs)
+    return plain and (len(dtypes) > 1 or not as_new)
 
 
-def _real_strides(
+def _real_layouts(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
-) -> tuple[tuple[int, ...] | None, ...]:
-    """Strides of the tensors that the real call returns; none if it refuses zeros."""
+) -> tuple[_Layout, ...]:
+    """Of the tensors that the real call returns; none if it refuses zeros. What it draws is given
+    back to the generators."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         device = "meta" if is_view else tensor.device
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.zero_()
 
+    generators = _generators(args, kwargs) if is_random(operator, args, kwargs) else []
     with _disable_current_modes(), torch.no_grad():
+        states = [generator.get_state() for generator in generators]
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
         try:
             result = operator(*real_args, **real_kwargs)
         except (RuntimeError, ValueError, IndexError):
             return ()
-        return tuple(t.stride() for t in tensors(result))
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        return tuple((t.stride(), t.dtype) for t in tensors(result))
+
+
+def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """Those that a call may draw from."""
+    devices = {t.device for t in tensors((args, kwargs)) if t.device.type == "cuda"}
+    of_devices = [torch.cuda.default_generators[device.index] for device in devices]
+    given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]
+    return [torch.default_generator, *of_devices, *given]

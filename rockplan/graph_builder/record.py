@@ -8,6 +8,7 @@ included, and records them without changing one.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from rockplan.interface import Guard
 
 _TORCH_FOLDER = torch.__path__[0]
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
+_NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
 # What C++ asks of a fake tensor more often than anything else.
 _DEVICE = torch.ops.prim.device.default
 # The models in it are read as a user's; what calls the command line is nobody's model.
@@ -79,8 +81,12 @@ def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...
     """The call whose bits are those of eager execution when no dispatch mode watches.
 
     On CPU eager fills zeros where the mask is set; under a mode, as on CUDA, it multiplies by the
-    mask, which makes NaN of an infinite gradient (evenly_distribute_backward in PyTorch).
+    mask, which makes NaN of an infinite gradient (evenly_distribute_backward in PyTorch). Zeros
+    without memory, the gradient of `sgn`, which nothing may write to and whose operators are none
+    that can be recorded, become zeros: other bits only where infinity meets them.
     """
+    if func is torch.ops.aten._efficientzerotensor.default:
+        return torch.ops.aten.zeros.default, args
     if func is not torch.ops.aten.mul.Tensor or args[0].dtype is not torch.bool:
         return func, args
     node = torch._C._current_autograd_node()
@@ -322,13 +328,14 @@ def where(module: str, source: str) -> str:
 
 
 def user_source() -> str:
-    """'file.py:12' of the innermost frame outside torch and rockplan."""
+    """'file.py:12' of the innermost frame outside torch, rockplan and what context managers are
+    made with."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name == _COMMANDS:
             break
-        ours = name.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and name != _EXAMPLES
+        ours = name.startswith(_NO_USERS) and name != _EXAMPLES
         if not (ours or name[0] == "<"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]

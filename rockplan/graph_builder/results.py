@@ -1,8 +1,8 @@
 """Results of calls on fake tensors, each distinct call worked out once.
 
-takes: an operator and its arguments, fake tensors. returns: fake tensors, with the strides of the
-real call (`operators.Layouts`). guarantees: what `FakeTensorMode` would return: new tensors,
-views of the arguments, and arguments themselves stay what they are.
+takes: an operator and its arguments, fake tensors. returns: fake tensors, with the strides and
+dtypes of the real call (`operators.Layouts`). guarantees: what `FakeTensorMode` would return: new
+tensors, views of the arguments, and arguments themselves stay what they are.
 
 A network calls the same operators on the same shapes again and again; the shape rules take 20
 times as long as making the tensors that they describe. Only what depends on shapes, strides,

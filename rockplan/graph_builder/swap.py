@@ -13,7 +13,8 @@ import itertools
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import checkpoint
 
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
+# Of 446 operators of PyTorch's own database and those of its modules, these.
+_CAST_INSIDE = (
+    (torch, "affine_grid_generator"),
+    (torch, "bilinear"),
+    (nn.functional, "bilinear"),
+)
+_SEEDING = (
+    (torch, ("manual_seed", "seed", "set_rng_state")),
+    (torch.random, ("manual_seed", "seed", "set_rng_state")),
+    (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")),
+)
 
 
 @contextlib.contextmanager
@@ -110,6 +122,31 @@ def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch
 
 
 @contextlib.contextmanager
+def _exchanged(owner: Any, replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """`owner` has other functions (or classes) meanwhile; other threads call what it had."""
+    before = {name: getattr(owner, name) for name in replacements}
+    for name, replacement in replacements.items():
+        is_class = isinstance(replacement, type)
+        setattr(owner, name, replacement if is_class else _here(replacement, before[name]))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(owner, name, original)
+
+
+def _here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in this thread, `elsewhere` in others."""
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = function if threading.get_ident() == thread else elsewhere
+        return chosen(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
 def transformers_sees_real_tensors() -> Iterator[None]:
     """transformers builds explicit masks where it meets fake tensors, which changes kernels;
     let it take the same path as in eager execution."""
@@ -125,8 +162,55 @@ def transformers_sees_real_tensors() -> Iterator[None]:
             library.__dict__["is_fake_tensor"] = function
 
 
+def max_pool1d_as_unwatched() -> contextlib.AbstractContextManager[None]:
+    """On CPU, where no gradient is needed, `max_pool1d` has a kernel of its own, whose result is
+    contiguous; a dispatch mode leads it to the one with indices, whose result has the layout of
+    its operand, and later operators round otherwise (Pooling.cpp in PyTorch)."""
+    original = torch.max_pool1d
+
+    def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with_indices = input.requires_grad and torch.is_grad_enabled()
+        if input.device.type == "cpu" and not with_indices:
+            input = input.contiguous()
+        return original(input, *args, **kwargs)
+
+    return _exchanged(torch, {"max_pool1d": max_pool1d})
+
+
 @contextlib.contextmanager
-def without_checkpointing() -> Iterator[None]:
+def without_autocast_inside(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Refuse operators whose kernels call operators that autocast casts for: eager execution casts
+    inside of them, where nobody sees it."""
+
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_autocast_enabled(first.device.type):
+                refuse(name)
+            return original(first, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in _CAST_INSIDE:
+            replacement = refusing(name, getattr(owner, name))
+            stack.enter_context(_exchanged(owner, {name: replacement}))
+        yield
+
+
+@contextlib.contextmanager
+def without_seeding(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+    """Refuse a forward that seeds torch's generators, or gives them another state."""
+
+    def seed(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse()
+
+    with contextlib.ExitStack() as stack:
+        for owner, names in _SEEDING:
+            stack.enter_context(_exchanged(owner, dict.fromkeys(names, seed)))
+        yield
+
+
+def without_checkpointing() -> contextlib.AbstractContextManager[None]:
     """Let `torch.utils.checkpoint` inside the model call its function directly: what is
     recomputed is the plan's decision, and its replay of random draws cannot be recorded."""
 
@@ -138,18 +222,11 @@ def without_checkpointing() -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
             return function(*args)
 
-    names = {
+    names: dict[str, Callable[..., Any]] = {
         "_checkpoint_without_reentrant_generator": no_hooks,
         "CheckpointFunction": _Direct,
     }
-    before = {name: getattr(checkpoint, name) for name in names}
-    for name, replacement in names.items():
-        setattr(checkpoint, name, replacement)
-    try:
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(checkpoint, name, original)
+    return _exchanged(checkpoint, names)
 
 
 @contextlib.contextmanager
@@ -180,16 +257,10 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-@contextlib.contextmanager
-def without_tensor_hooks(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+def without_tensor_hooks(refuse: Callable[[], NoReturn]) -> contextlib.AbstractContextManager[None]:
     """Refuse hooks that the forward puts on its tensors: they would run during capture only."""
-    original = torch.Tensor.register_hook
 
     def register_hook(self: torch.Tensor, hook: Any) -> NoReturn:
         refuse()
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.register_hook = original  # type: ignore[method-assign]
+    return _exchanged(torch.Tensor, {"register_hook": register_hook})
