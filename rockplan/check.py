@@ -1,7 +1,8 @@
 """Check: one step of the original and of the planned module on the sample, compared bit for bit.
 
 takes: both modules and a call. returns: what `Plan.checked` records. guarantees: parameters,
-gradients, buffers and generators are afterwards what they were before.
+gradients, buffers and generators are afterwards what they were before, and no hook of the caller's
+on a parameter or an input sees the gradients of the check.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import CheckFailed
@@ -45,8 +47,10 @@ def check(
     be compared, which is warned of.
     """
 
+    args, kwargs = _detached((args, kwargs))
+
     def step(forward: Callable[..., Any]) -> _Step:
-        with _restored(module):
+        with _restored(module), _without_hooks(module):
             return _run(module, forward, starts, args, kwargs)
 
     expected = step(original)
@@ -80,15 +84,43 @@ def check(
 
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
+    """Buffers and generators are as before, and for autograd as if nobody had written to buffers:
+    the check may run in the middle of a backward pass."""
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
     before = [(b, b.detach().clone()) for b in module.buffers()]
-    with torch.random.fork_rng(devices):
+    versioned = tuple(b for b, _ in before if not b.is_inference())
+    with torch.random.fork_rng(devices), _unsafe_preserve_version_counter(versioned):
         try:
             yield
         finally:
             with torch.no_grad():
                 for buffer, content in before:
                     buffer.copy_(content)
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Hooks on parameters (`Tensor.register_hook`) are set aside."""
+    before = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
+    try:
+        for parameter, _ in before:
+            parameter._backward_hooks = None
+        yield
+    finally:
+        for parameter, hooks in before:
+            parameter._backward_hooks = hooks
+
+
+def _detached(call: Any) -> Any:
+    """`call` with leaves of their own, over the same memory, for tensors that require a gradient:
+    what made them, and hooks on them, are the caller's."""
+    leaves, structure = pytree.tree_flatten(call)
+    own = {
+        id(leaf): leaf.detach().requires_grad_()
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    }
+    return pytree.tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
 def _run(
@@ -111,7 +143,11 @@ def _run(
         outputs = pytree.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]
-    gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
+    kinds = {t.device.type for t in (*roots, *targets.values())}
+    with contextlib.ExitStack() as without_autocast:  # in which the caller may call the module
+        for kind in kinds:
+            without_autocast.enter_context(torch.autocast(kind, enabled=False))
+        gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
     tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
     buffers = [(f"buffer {n}", b.detach().clone()) for n, b in module.named_buffers()]
     named = [

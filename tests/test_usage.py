@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -571,6 +571,32 @@ class TransposedGradients(nn.Module):
         return sum((f.transpose(1, 2) * self.weight * weights).reshape(2, 64) for f in found)
 
 
+class OtherLayoutsThanShapeRulesSay(nn.Module):
+    """Results whose layout decides how later operators round: contiguous ones of transposed
+    tensors, with pooling that has a kernel of its own where no gradient is needed."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.linear = first, nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.transpose(1, 2)).transpose(1, 2)
+        y: torch.Tensor = self.linear(nn.functional.normalize(x, dim=-1).tanh())
+        return y
+
+
+class Signs(nn.Module):
+    """The gradient of `sgn` is a tensor of zeros without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y * torch.sgn(y * 2).t().mul(3).t()
+
+
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -615,6 +641,15 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "late shortcut": (LateShortcut, vectors),
     "transposed gradients": (TransposedGradients, lambda: torch.randn(2, 16, 8)),
     "batch norm of a transposed tensor": (NormOfTransposed, lambda: torch.randn(2, 32, 16)),
+    "pooling of an input": (
+        lambda: OtherLayoutsThanShapeRulesSay(nn.MaxPool1d(3, 1, 1)),
+        lambda: torch.randn(4, 8, 32),
+    ),
+    "noise on a transposed tensor": (
+        lambda: OtherLayoutsThanShapeRulesSay(nn.RReLU()),
+        lambda: torch.randn(4, 8, 32),
+    ),
+    "signs": (Signs, vectors),
     "expanded integer input": (
         lambda: nn.Embedding(4, 16),
         lambda: torch.arange(64).remainder(4).expand(7, 64),
@@ -727,6 +762,50 @@ def test_check_before_returning() -> None:
     planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
     assert planned.plan.checked
     assert_same_tensor(planned.head.weight.grad, None, "checking leaves no gradients")
+
+
+def test_a_check_under_autocast_goes_backward_without() -> None:
+    class Precise(Net):
+        """Matrix products of its backward would be cast, those of its forward are not."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    case = Case("precise", Precise().train(), (SAMPLE,), {}, mean_square)
+    planned, eager = pair(case, "100%", options=rockplan.Options(check=True))
+
+    def use(module: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = module(SAMPLE)
+        mean_square(result.float()).backward()
+
+    both(planned, eager, use, "under autocast")
+
+
+def test_no_hook_sees_the_gradients_of_a_check() -> None:
+    case = net_case()
+    seen: list[str] = []
+    x = case.args[0].clone().requires_grad_() * 2
+    x.register_hook(lambda _: seen.append("input"))
+    planned = solve_case(replace(case, args=(x,)), BUDGET, options=rockplan.Options(check=True))
+    planned.head.weight.register_hook(lambda _: seen.append("weight"))
+    mean_square(planned(x[:-1])).backward()  # another kind of call: planned and checked, too
+    assert seen == ["weight", "input"]
+
+
+def test_a_check_in_the_middle_of_a_backward_pass_does_not_disturb_it() -> None:
+    class TwoResults(Net):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.norm(self.first(x))
+            return y.tanh(), self.head(self.second(y))
+
+    torch.manual_seed(0)
+    case = Case("two", TwoResults().train(), (SAMPLE,), {}, mean_square)
+    planned, eager = pair(case, "100%", options=rockplan.Options(check=True))
+    # From one output alone: planned and checked in the backward pass, buffers are written.
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)[1]).backward(), "from the second")
 
 
 def test_changes_inside_containers_and_configurations_are_noticed() -> None:
