@@ -1,0 +1,488 @@
+"""Networks and uses drawn at random: is a planned module always as eager execution?
+
+Each seed is a network (`benchmarks/random_networks.py`), a budget, options, and some uses one after
+another, as training code has them: losses of everything or of one output, several forwards before
+a backward, retained graphs, gradients of some parameters, frozen parameters, autocast, evaluation,
+other batch sizes, copies. Results, gradients, parameters, buffers and the generator must be those
+of eager execution bit for bit after each, and the measured peak of a step within the budget and as
+predicted. A seed ends as
+
+    equal        all of it
+    refused      a rockplan.RockplanError; the uses until then were equal
+    unrepeated   two eager runs differ from one another, or eager refuses the network
+    wrong        anything else
+
+Command: OMP_NUM_THREADS=1 python -m benchmarks.fuzz --seconds 600 [--first 0] [--seed 17]
+Results: benchmarks/results/fuzz.jsonl, one line a run with `--keep`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import itertools
+import json
+import os
+import pickle
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import rockplan
+from benchmarks.random_networks import Network, network
+from benchmarks.timing import where
+from benchmarks.zoo import TOLERANCE, plan_roughly
+from benchmarks.zoo_cases import loss_of
+from tests.training import assert_equal_trees, assert_same_state
+
+RESULTS = Path(__file__).parent / "results" / "fuzz.jsonl"
+OUTCOMES = ("equal", "refused", "unrepeated", "wrong")
+BUDGETS = ("min", "50%", "70%", "100%", "200%")
+
+
+@dataclass
+class Side:
+    """One of the two modules that are used in the same way, with inputs of its own."""
+
+    module: nn.Module
+    inputs: tuple[torch.Tensor, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def call(self) -> Any:
+        return self.module(*self.inputs, **self.kwargs)
+
+
+def own_inputs(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
+
+
+# --- Uses: each does the same to both sides, as `number`, drawn once for both, says ------------
+
+
+def differentiable(result: Any) -> list[torch.Tensor]:
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return [t for t in leaves if t.requires_grad]
+
+
+def mean_square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([t.float().pow(2).mean() for t in tensors]).sum()
+
+
+def descend(side: Side) -> None:
+    with torch.no_grad():
+        for parameter in side.module.parameters():
+            if parameter.grad is not None:
+                parameter -= 1e-3 * parameter.grad
+
+
+def train(side: Side, number: int) -> Any:
+    side.module.zero_grad(set_to_none=number % 2 == 0)
+    result = side.call()
+    mean_square(differentiable(result)).backward()
+    descend(side)
+    return result
+
+
+def accumulate(side: Side, number: int) -> Any:
+    results = []
+    for _ in range(2):
+        results.append(side.call())
+        loss_of(results[-1]).backward()
+    return results
+
+
+def train_from_one(side: Side, number: int) -> Any:
+    result = side.call()
+    leaves = differentiable(result)
+    mean_square([leaves[number % len(leaves)]]).backward()
+    return result
+
+
+def train_from_sum(side: Side, number: int) -> Any:
+    result = side.call()
+    torch.stack([t.sum().float() for t in differentiable(result)]).sum().backward()
+    return result
+
+
+def two_forwards(side: Side, number: int) -> Any:
+    results = [side.call(), side.call()]
+    for result in results if number % 2 else results[::-1]:
+        mean_square(differentiable(result)).backward()
+    return results
+
+
+def twice(side: Side, number: int) -> Any:
+    result = side.call()
+    loss = mean_square(differentiable(result))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return result
+
+
+def some_gradients(side: Side, number: int) -> Any:
+    wanted = [p for p in side.module.parameters() if p.requires_grad]
+    wanted += [t for t in side.inputs if t.requires_grad]
+    chosen = random.Random(number).sample(wanted, (len(wanted) + 1) // 2)
+    result = side.call()
+    loss = mean_square(differentiable(result))
+    return result, torch.autograd.grad(loss, chosen, allow_unused=True)
+
+
+def no_backward(side: Side, number: int) -> Any:
+    return side.call()
+
+
+def without_gradients(side: Side, number: int) -> Any:
+    with torch.no_grad() if number % 2 else torch.inference_mode():
+        return pytree.tree_map_only(torch.Tensor, torch.clone, side.call())
+
+
+def evaluate(side: Side, number: int) -> Any:
+    side.module.eval()
+    try:
+        result = side.call()
+        if number % 2:
+            mean_square(differentiable(result)).backward()
+    finally:
+        side.module.train()
+    return result
+
+
+def under_autocast(side: Side, number: int) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        result = side.call()
+    mean_square(differentiable(result)).backward()
+    return result
+
+
+def other_batch(side: Side, number: int) -> Any:
+    whole = side.inputs
+    side.inputs = own_inputs(tuple(t[:-1] for t in whole))
+    try:
+        result = train(side, number)
+        return result, [t.grad for t in side.inputs]
+    finally:
+        side.inputs = whole
+
+
+def other_scale(side: Side, number: int) -> Any:
+    side.kwargs = {"scale": 1.0 + number % 3}
+    return train(side, number)
+
+
+def freeze(side: Side, number: int) -> Any:
+    parameters = list(side.module.parameters())
+    if parameters:
+        parameter = parameters[number % len(parameters)]
+        parameter.requires_grad_(not parameter.requires_grad)
+    return train(side, number)
+
+
+def other_inputs(side: Side, number: int) -> Any:
+    """New values, and perhaps another one that requires a gradient."""
+    generator = torch.Generator().manual_seed(number)
+    side.inputs = tuple(
+        torch.randn(t.shape, generator=generator, dtype=t.dtype).requires_grad_(
+            t.requires_grad != (i == number % 4)
+        )
+        for i, t in enumerate(side.inputs)
+    )
+    return train(side, number)
+
+
+def double(side: Side, number: int) -> Any:
+    side.module.double()
+    side.inputs = own_inputs(tuple(t.double().requires_grad_(t.requires_grad) for t in side.inputs))
+    return train(side, number)
+
+
+def in_a_larger_model(side: Side, number: int) -> Any:
+    """Inputs that something else made, and more after the result."""
+    leaf = torch.full((1,), 1.5, dtype=side.inputs[0].dtype, requires_grad=True)
+    leaves = side.inputs
+    side.inputs = tuple(t * leaf if i != number % 3 else t for i, t in enumerate(leaves))
+    try:
+        result = side.call()
+    finally:
+        side.inputs = leaves
+    loss = torch.stack([(t * leaf).float().tanh().mean() for t in differentiable(result)]).sum()
+    loss.backward()
+    return result, leaf.grad
+
+
+def under_checkpoint(side: Side, number: int) -> Any:
+    """Eager execution would change buffers twice."""
+    if next(side.module.buffers(), None) is not None:
+        return train(side, number)
+
+    def call(*inputs: torch.Tensor) -> Any:
+        return side.module(*inputs, **side.kwargs)
+
+    result = checkpoint(call, *side.inputs, use_reentrant=False)
+    mean_square(differentiable(result)).backward()
+    return result
+
+
+def other_strides(side: Side, number: int) -> Any:
+    whole = side.inputs
+    side.inputs = tuple(
+        t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(t.requires_grad)
+        for t in whole
+    )
+    try:
+        return train(side, number), [t.grad for t in side.inputs]
+    finally:
+        side.inputs = whole
+
+
+def part_in_evaluation(side: Side, number: int) -> Any:
+    modules = list(side.module.modules())[1:]
+    modules[number % len(modules)].eval()
+    result = train(side, number)
+    side.module.train()
+    return result
+
+
+def copied(side: Side, number: int) -> Any:
+    side.module = copy.deepcopy(side.module)
+    return train(side, number)
+
+
+def pickled(side: Side, number: int) -> Any:
+    side.module = pickle.loads(pickle.dumps(side.module))
+    return train(side, number)
+
+
+def loaded(side: Side, number: int) -> Any:
+    state = {name: value + 0 for name, value in side.module.state_dict().items()}
+    side.module.load_state_dict(state)
+    return train(side, number)
+
+
+def hooked(side: Side, number: int) -> Any:
+    """A hook on the module's result and one on each gradient."""
+    seen: list[torch.Tensor] = []
+    handles = [side.module.register_forward_hook(lambda _, __, result: None)]
+    handles += [
+        p.register_hook(lambda g: seen.append(g.clone()))
+        for p in side.module.parameters()
+        if p.requires_grad
+    ]
+    try:
+        result = train(side, number)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return result, sorted(float(g.double().nan_to_num().sum()) for g in seen)
+
+
+USES: tuple[Callable[[Side, int], Any], ...] = (
+    train,
+    accumulate,
+    train_from_one,
+    train_from_sum,
+    two_forwards,
+    twice,
+    some_gradients,
+    no_backward,
+    without_gradients,
+    evaluate,
+    under_autocast,
+    other_batch,
+    other_scale,
+    freeze,
+    other_inputs,
+    double,
+    in_a_larger_model,
+    under_checkpoint,
+    other_strides,
+    part_in_evaluation,
+    copied,
+    pickled,
+    loaded,
+    hooked,
+)
+
+
+# --- One seed ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A network, how it is planned, and how it is used."""
+
+    model: Network
+    inputs: tuple[torch.Tensor, ...]
+    budget: str
+    options: rockplan.Options
+    uses: tuple[tuple[Callable[[Side, int], Any], int], ...]
+
+    def __str__(self) -> str:
+        uses = ", ".join(f"{use.__name__} {number}" for use, number in self.uses)
+        return f"{self.model}\nbudget {self.budget}, {self.options}\n{uses}"
+
+
+def draw(seed: int) -> Drawn:
+    rng = random.Random(seed)
+    model, inputs = network(rng)
+    options = rockplan.Options(
+        time_limit_s=rng.choice((0.0, 0.2, 2.0)),
+        bound_time_limit_s=0.05,
+        cache=rng.random() < 0.5,
+        check=rng.random() < 0.2,
+    )
+    uses = tuple((rng.choice(USES), rng.randrange(1 << 20)) for _ in range(rng.randint(2, 6)))
+    return Drawn(model, inputs, rng.choice(BUDGETS), options, ((train, 0), *uses))
+
+
+def use_both(
+    first: Side, second: Side, use: Callable[[Side, int], Any], number: int, when: str
+) -> None:
+    """The same use of both; AssertionError where anything differs, EagerFailed where `first`
+    raises."""
+    torch.manual_seed(number)
+    try:
+        expected = use(first, number)
+    except Exception as error:
+        raise EagerFailed(f"{when}: {type(error).__name__}: {error}") from error
+    state = torch.get_rng_state()
+    torch.manual_seed(number)
+    found = use(second, number)
+    assert torch.equal(torch.get_rng_state(), state), f"{when}: generator"
+    assert_equal_trees(found, expected, f"{when}: result")
+    gradients = [[t.grad for t in side.inputs] for side in (second, first)]
+    assert_equal_trees(*gradients, f"{when}: gradients of inputs")
+    assert_same_state(second.module, first.module, when)
+
+
+class EagerFailed(Exception):
+    """Eager execution refuses the use."""
+
+
+def eager_runs(drawn: Drawn) -> int:
+    """How many of the uses eager execution accepts, with equal results in two runs."""
+    sides = [Side(copy.deepcopy(drawn.model), own_inputs(drawn.inputs)) for _ in range(2)]
+    for position, (use, number) in enumerate(drawn.uses):
+        try:
+            use_both(sides[0], sides[1], use, number, use.__name__)
+        except (EagerFailed, AssertionError):
+            return position
+    return len(drawn.uses)
+
+
+def examine(drawn: Drawn) -> tuple[str, str]:
+    """(outcome, what was said)."""
+    accepted = eager_runs(drawn)
+    if accepted == 0:
+        return "unrepeated", ""
+    try:
+        torch.manual_seed(0)
+        eager = Side(copy.deepcopy(drawn.model), own_inputs(drawn.inputs))
+        before = torch.get_rng_state()
+        planned = solve(drawn)
+        assert torch.equal(torch.get_rng_state(), before), "planning moved the generator"
+        side = Side(planned, own_inputs(drawn.inputs))
+        measure(side)
+        eager.module.load_state_dict(side.module.state_dict())
+        side.module.zero_grad()
+        side.inputs = own_inputs(drawn.inputs)
+        for position, (use, number) in enumerate(drawn.uses[:accepted]):
+            use_both(eager, side, use, number, f"{position} {use.__name__}")
+    except rockplan.RockplanError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except Exception:
+        return "wrong", traceback.format_exc()
+    return "equal", ""
+
+
+def solve(drawn: Drawn) -> nn.Module:
+    """Within the smallest budget where that which was drawn is less."""
+    try:
+        return rockplan.solve(drawn.model, drawn.inputs, drawn.budget, options=drawn.options)
+    except rockplan.InfeasibleBudget as error:
+        least = error.minimum_bytes
+        return rockplan.solve(drawn.model, drawn.inputs, least, options=drawn.options)
+
+
+def measure(side: Side) -> None:
+    """AssertionError where a step needs more than the budget, or other than predicted."""
+
+    def step() -> None:
+        result = side.call()
+        own = result.get("loss") if isinstance(result, dict) else None
+        (loss_of(result) if own is None else own).backward()
+        for tensor in side.inputs:
+            tensor.grad = None
+
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(step)
+    plan = rockplan.plan_of(side.module)
+    facts = f"measured {peak_bytes}, predicted {plan.peak_bytes}, budget {plan.budget_bytes}"
+    assert peak_bytes <= plan.budget_bytes, f"over budget: {facts}"
+    assert abs(peak_bytes - plan.peak_bytes) <= TOLERANCE * plan.peak_bytes, f"off: {facts}"
+    assert left_bytes == 0, f"{left_bytes} bytes left after a step"
+
+
+def sweep(first: int, stride: int, seconds: float) -> dict[str, Any]:
+    """Examine one seed after another; prints what is refused or wrong."""
+    counts: collections.Counter[str] = collections.Counter()
+    refusals: collections.Counter[str] = collections.Counter()
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ROCKPLAN_CACHE_DIR"] = folder
+        for seed in itertools.count(first, stride):
+            if time.monotonic() >= deadline:
+                break
+            outcome, said = examine(draw(seed))
+            counts[outcome] += 1
+            if outcome == "refused":
+                refusals[said.split(":")[0]] += 1
+            if outcome in ("refused", "wrong"):
+                print(f"seed {seed}: {outcome}: {said}", flush=True)
+    return {
+        "seeds": f"{first} to {seed}, every {stride}.",
+        "counts": {outcome: counts[outcome] for outcome in OUTCOMES},
+        "refusals": dict(refusals.most_common()),
+        "where": where(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--stride", type=int, default=1, help="between seeds")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no seed after that")
+    parser.add_argument("--seed", type=int, help="this one only, and print it")
+    parser.add_argument("--keep", action="store_true", help="append to the results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    plan_roughly()
+    if arguments.seed is not None:
+        drawn = draw(arguments.seed)
+        print(drawn)
+        print(*examine(drawn))
+        return
+    found = sweep(arguments.first, arguments.stride, arguments.seconds)
+    line = json.dumps(found)
+    print(line)
+    if arguments.keep:
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    sys.exit(bool(found["counts"]["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
