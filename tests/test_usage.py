@@ -597,6 +597,20 @@ class Signs(nn.Module):
         return y * torch.sgn(y * 2).t().mul(3).t()
 
 
+class ViewOfWritten(nn.Module):
+    """A view, used after its base was written to: its gradient has the layout of the base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(1)), nn.Parameter(torch.rand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale + self.shift
+        view = x.transpose(1, 2)
+        x.mul_(2)
+        return view.softmax(-1)
+
+
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -650,6 +664,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
         lambda: torch.randn(4, 8, 32),
     ),
     "signs": (Signs, vectors),
+    "view of what is written to": (ViewOfWritten, lambda: torch.randn(8, 40, 64)),
     "expanded integer input": (
         lambda: nn.Embedding(4, 16),
         lambda: torch.arange(64).remainder(4).expand(7, 64),

@@ -34,7 +34,7 @@ from rockplan.errors import (
     UnsupportedModel,
     ValueDependentControlFlow,
 )
-from rockplan.graph import Call, Phase, ValueRef, value_refs
+from rockplan.graph import Call, ValueRef, value_refs
 from rockplan.graph_builder import evaluate, swap
 from rockplan.graph_builder.record import (
     RecordedCall,
@@ -417,7 +417,7 @@ def _backward(
         torch.empty_strided(o.shape, strides, dtype=o.dtype, device=o.device)
         for o, strides in zip(roots, starts.values(), strict=True)
     ]
-    recorder.phase = Phase.BACKWARD
+    recorder.begin_backward(o for o in outputs if isinstance(o, torch.Tensor))
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     forward_calls = len(recorder.calls)
 

@@ -116,6 +116,8 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._sequence: list[int] = []
         self._sequence_place: list[tuple[str, str]] = []
+        self._views: list[tuple[int, int, int]] = []
+        self._base_of: dict[int, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -191,7 +193,54 @@ class Recorder(TorchDispatchMode):
         call = Call(call.op, call.args, call.kwargs, results)
         random = operators.is_random(func, args, kwargs)
         self.calls.append(RecordedCall(call, self.phase, reads, writes, random, module, source))
-        return result
+        if self.phase is Phase.FORWARD:
+            if func is not torch.ops.aten.detach.default:
+                self._remember_view(reads, result)
+            return result
+        return self._in_layout_of_base(result)
+
+    def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
+        """A differentiable view, with the sequence number of its node."""
+        if len(reads) != 1 or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
+            return
+        has_node = self._sequence[-1] not in self._sequence[-2:-1]
+        base, view = reads[0], self.value(result)
+        if has_node and view != base and self.values[view].storage == self.values[base].storage:
+            self._views.append((self._sequence[-1], base, view))
+
+    def begin_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The forward pass is over; `outputs`: what backward starts from.
+
+        Where a tensor is written to, autograd gives its views new nodes when they are used next.
+        For fake tensors it makes the view once more, which is recorded and read by nothing, and
+        the gradient of the base is a view of that of the view; for real tensors the new node is
+        one of `as_strided`, whose gradient has the layout of the base.
+        """
+        self.phase = Phase.BACKWARD
+        used = {self.value(t) for t in outputs}
+        views = {view for _, _, view in self._views}
+        for call in reversed(self.calls):
+            results = [r for r in call.call.results if r is not None]
+            again = len(results) == 1 and results[0] in views and results[0] not in used
+            if not again:
+                used.update(call.reads)
+        self._base_of = {
+            number: base for number, base, view in self._views if view not in used and base in used
+        }
+
+    def _in_layout_of_base(self, result: Any) -> Any:
+        """`result`, copied where eager execution would have made it by `as_strided`."""
+        node = torch._C._current_autograd_node() if self._base_of else None
+        base = None if node is None else self._base_of.get(node._sequence_nr())
+        if base is None or not isinstance(result, torch.Tensor):
+            return result
+        spec = self.values[base].spec
+        if tuple(result.shape) != spec.shape or result.stride() == spec.stride:
+            return result
+        empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
+        kind = {"dtype": result.dtype, "device": result.device}
+        made = self.__torch_dispatch__(empty, (), (spec.shape, spec.stride), kind)
+        return self.__torch_dispatch__(copy, (), (made, result))
 
     def _change_shape(
         self,
