@@ -243,7 +243,8 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         if position is None:
             return result
         mask = args[position] if position < len(args) else kwargs["output_mask"]
-        return tuple(r if wanted else None for r, wanted in zip(result, mask, strict=True))
+        pairs = zip(result, mask, strict=True)
+        return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
     names = [a.name for a in operator._schema.arguments]
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     offsets: Any = given.get("offs")
