@@ -14,6 +14,7 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case
+from benchmarks.zoo_cases import loss_of
 from tests.training import (
     solve_case,
     train_side_by_side,
@@ -81,6 +82,51 @@ def test_gradients_of_inputs() -> None:
         return leaf.grad
 
     both(planned, eager, use, "inputs")
+
+
+class Loop(nn.Module):
+    """Weights, and an input, that are used in every step of a loop."""
+
+    def __init__(self, width: int = 64, steps: int = 12) -> None:
+        super().__init__()
+        self.cell, self.shared, self.steps = (
+            nn.GRUCell(width, width),
+            nn.Linear(width, width),
+            steps,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x)
+        for _ in range(self.steps):
+            h = self.shared(self.cell(x, h)).tanh()
+        return h
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize("of_input", [True, False])
+def test_contributions_to_one_gradient_do_not_wait_for_one_another(
+    budget: str, of_input: bool
+) -> None:
+    """Autograd adds each to the first in place, and the plan counts what autograd holds."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 64, requires_grad=of_input)
+    case = Case("loop", Loop(), (x,), {}, loss_of)
+    planned, eager = pair(case, budget, options=rockplan.Options(time_limit_s=2))
+
+    def peak_bytes_of(module: nn.Module) -> int:
+        def step() -> None:
+            case.step(module)
+            x.grad = None
+
+        return rockplan.peak_live_bytes(step)[0]
+
+    peak_bytes = peak_bytes_of(planned)
+    assert peak_bytes <= planned.plan.peak_bytes <= 1.02 * peak_bytes
+    assert peak_bytes <= peak_bytes_of(eager)
+    planned.zero_grad()
+    eager.zero_grad()
+    both(planned, eager, case.step, "once")
+    both(planned, eager, lambda m: sum(loss_of(m(x * k)) for k in (1, 2, 3)).backward(), "thrice")
 
 
 class Loss(nn.Module):

@@ -125,10 +125,11 @@ class _Emitter:
         self._taken = taken_over(graph, schedule)
         self._done: Counter[int] = Counter()
         self._last_read = {
-            d: position
+            graph.values[ref.index].data: position
             for position, event in enumerate(schedule.events)
             if isinstance(event, Compute)
-            for d in graph.nodes[event.node].reads
+            for call in (*graph.nodes[event.node].calls, *graph.nodes[event.node].recalls)
+            for ref in _refs(call)
         }
         self._handed: list[tuple[int, ...]] = []
         self._checked: set[int] = set()
@@ -233,14 +234,22 @@ class _Emitter:
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
-        """Return gradients, in the order in which autograd is to sum contributions."""
+        """Return gradients, in the order in which autograd is to sum contributions: with each go
+        those before it, which autograd keeps for the plan until it has added the last."""
         given = {pair for d in handed for pair in self._targets[d]}
-        pairs = [pair for pair in self._unhanded if is_last or pair in given]
-        self._unhanded = [pair for pair in self._unhanded if not (is_last or pair in given)]
+        last: dict[int, int] = {}
+        for place, pair in enumerate(self._unhanded):
+            if is_last or pair in given:
+                last[pair[0]] = place
+        pairs = [p for place, p in enumerate(self._unhanded) if place <= last.get(p[0], -1)]
+        self._unhanded = [pair for pair in self._unhanded if pair not in pairs]
         for _, gradient in pairs:
             self._need(gradient)
-        for d in handed:
-            self._live[d] = []
+        values = self._graph.values
+        left = {values[g].data for _, g in self._unhanded}
+        for d in {values[g].data for _, g in pairs}.union(handed) - left:
+            if d in handed or self._last_read.get(d, -1) < position:
+                self._live[d] = []
         if not is_last:
             self._save(position)
         self._handed.append(tuple(target for target, _ in pairs))

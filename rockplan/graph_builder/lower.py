@@ -34,7 +34,7 @@ from rockplan.graph_builder.capture import Capture
 from rockplan.graph_builder.operators import unread_statistics, without_statistics
 from rockplan.graph_builder.record import RecordedCall
 from rockplan.graph_builder.reorder import reordered
-from rockplan.graph_builder.takeover import with_takeovers
+from rockplan.graph_builder.takeover import is_dense, with_takeovers
 from rockplan.interface import Interface
 
 # PyTorch's caching allocator rounds every request up to this.
@@ -408,15 +408,30 @@ def _assemble(
         if output.tangent is not None:
             numbering.value(output.tangent, f"tangent_{position}")
     made_by = {d: n.index for n in nodes for d in n.writes}
-    for _, contributions in gradients:
-        data_of = [numbering.values[numbering.value(g)].data for g in contributions]
-        _keep_until_last(nodes, made_by, data_of)
+    data_of = {
+        t: [numbering.values[numbering.value(g)].data for g in found] for t, found in gradients
+    }
+    times_handed = Counter(d for found in data_of.values() for d in found)
+    read = {d for node in nodes for d in node.reads}
+    summed: set[int] = set()
+    for target, contributions in gradients:
+        if len(contributions) < 2:
+            continue
+        first = numbering.values[numbering.value(contributions[0])]
+        own = times_handed[first.data] == 1 and first.data not in read and is_dense(first.spec)
+        if own and _sum_into_first(nodes, made_by, data_of[target]):
+            summed.add(target)
+        else:
+            _keep_until_last(nodes, made_by, data_of[target])
     held_tangents = _held_tangents(capture, numbering)
     data = tuple(numbering.data)
     held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
     owned = tuple(sorted(d for d in held if not data[d].kind.resident))
     handed = {numbering.data_of[storages.of[g]] for _, found in gradients for g in found}
-    held |= _input_gradients(capture, numbering, gradients)
+    # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
+    # engine, which goes on beyond the module only when all of the module is done.
+    for target in data_of.keys() - {value for _, value in capture.parameters}:
+        held |= set(data_of[target][:1] if target in summed else data_of[target])
     graph = CDGraph(
         data=data,
         nodes=tuple(nodes),
@@ -448,30 +463,31 @@ def _assemble(
     return Lowered(graph, interface, samples)
 
 
+def _sum_into_first(
+    nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
+) -> bool:
+    """The first contribution to a gradient is alive until the last is made: autograd adds each of
+    the others to it in place as it is handed over. False where they are not made in order."""
+    makers = [made_by.get(d, -1) for d in contributions]
+    if makers != sorted(makers) or makers[0] < 0:
+        return False
+    for maker in {*makers} - {makers[0]}:
+        reads = {*nodes[maker].reads, contributions[0]}
+        nodes[maker] = replace(nodes[maker], reads=tuple(sorted(reads)))
+    return True
+
+
 def _keep_until_last(
     nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
 ) -> None:
     """All contributions to one gradient are alive until the last of them is made: they are
     handed over together, so that autograd never holds one that the plan does not count."""
     makers = {made_by[d] for d in contributions if d in made_by}
-    if len(contributions) < 2 or not makers:
+    if not makers:
         return
     last = nodes[max(makers)]
     reads = {*last.reads, *contributions} - set(last.writes)
     nodes[last.index] = replace(last, reads=tuple(sorted(reads)))
-
-
-def _input_gradients(capture: Capture, numbering: _Numbering, gradients: Gradients) -> set[int]:
-    """Storages of the gradients of all that is no parameter. They are alive to the end of the
-    backward pass: as `.grad` of a leaf, or in the engine, which goes on beyond the module only
-    when all of the module is done."""
-    parameters = {value for _, value in capture.parameters}
-    return {
-        numbering.values[numbering.value(g)].data
-        for target, found in gradients
-        for g in found
-        if target not in parameters
-    }
 
 
 def _allocated_bytes(size_bytes: int, device: str) -> int:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rockplan.graph import CDGraph, ComputeNode, caller_bytes, producers, readers
 from rockplan.schedule import Compute, keep_all
@@ -89,6 +90,10 @@ def predecessors(graph: CDGraph) -> list[set[int]]:
             if last is not None:
                 found[node.index].add(last)
             last = node.index
+    reading = readers(graph)
+    for data in graph.handed:  # what autograd adds to it, it adds in order
+        for earlier, later in pairwise(reading.get(data, ())):
+            found[later].add(earlier)
     return found
 
 

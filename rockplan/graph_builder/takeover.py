@@ -115,10 +115,10 @@ def _is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
     kind = graph.data[operand.data].kind
     if kind not in (DataKind.ACTIVATION, DataKind.GRADIENT) or operand.data in seen:
         return False
-    return _is_dense(operand.spec) and not _is_reinterpreted(graph, operand)
+    return is_dense(operand.spec) and not _is_reinterpreted(graph, operand)
 
 
-def _is_dense(spec: TensorSpec) -> bool:
+def is_dense(spec: TensorSpec) -> bool:
     """True for a tensor of floating dtype whose elements lie side by side from the start of the
     storage on, in any order."""
     if spec.dtype not in _FLOATING or spec.offset or 0 in spec.shape:
