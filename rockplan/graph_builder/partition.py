@@ -371,6 +371,14 @@ def _background_bytes(chain: _Chain) -> list[int]:
     )
     forward_length = len(chain.graph.forward)
     highest = [0, *accumulate(outside[forward_length:], max)]
+    last = len(chain.forward) - 1
+
+    def above(s: int) -> int:
+        """Before block s runs backward; before anything does, if no block above has backward
+        nodes, it may run forward again for them all the same."""
+        started = chain.backward[s].start - forward_length
+        return highest[min(max(started, s < last), len(highest) - 1)]
+
     own: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for lifetime in lifetimes:
         blocks = chain.read_in(lifetime[0]) if lifetime[0] not in chain.kept else ()
@@ -379,7 +387,7 @@ def _background_bytes(chain: _Chain) -> list[int]:
     return [
         max(
             max((outside[n] for n in first), default=0),
-            highest[second.start - forward_length],
+            above(s),
             max((outside[n] - _alive_bytes(chain, own[s], n) for n in second), default=0),
         )
         for s, (first, second) in enumerate(zip(chain.forward, chain.backward, strict=True))
@@ -413,7 +421,9 @@ def _needed_until(chain: _Chain, node: int) -> int:
     """One after the last node during which `node` may still run."""
     reader = chain.graph.nodes[node]
     if reader.phase is Phase.FORWARD and _may_rerun(reader, chain.kept):
-        return max(node + 1, chain.backward[chain.block_of[node]].stop)
+        # A block without backward nodes runs again when the backward phase has begun.
+        begun = min(len(chain.graph.forward) + 1, len(chain.graph.nodes))
+        return max(chain.backward[chain.block_of[node]].stop, begun)
     return node + 1
 
 
