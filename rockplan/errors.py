@@ -6,6 +6,8 @@ A message states the fact, the place in the user's own model where one is known
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class RockplanError(Exception):
     """Root of every error that rockplan raises on purpose."""
@@ -50,6 +52,12 @@ class CaptureError(RockplanError, RuntimeError):
         super().__init__(message)
         self.module_path = module_path
         self.source = source
+
+    @classmethod
+    def at(cls, module_path: str, source: str, message: str) -> Self:
+        """The error, with the place in the user's model before its message."""
+        place = f"in module '{module_path or '(root)'}' at {source or 'an unknown line'}"
+        return cls(f"{place}: {message}", module_path=module_path, source=source)
 
 
 class ValueDependentControlFlow(CaptureError):

@@ -40,7 +40,6 @@ from rockplan.graph_builder.record import (
     RecordedCall,
     RecordedValue,
     Recorder,
-    where,
 )
 from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
@@ -163,13 +162,13 @@ def _refuse_other_variants(recorder: Recorder) -> None:
             if call.results[0] is not None and len(values[refs[0].index].spec.shape) == 1:
                 gathered[call.results[0]] = filled[refs[1].index]
         elif call.op == "aten.masked_fill_.Scalar" and gathered.get(refs[0].index) == refs[1]:
-            raise DataDependentShape(
-                f"{where(recorded.module, recorded.source)}: cross entropy with class weights, "
-                "label smoothing and the mean selects the targets that are not ignored, a shape "
-                "that depends on values; a plan needs static shapes. Compute this loss outside "
-                "of the module, or leave out the weights or the smoothing",
-                module_path=recorded.module,
-                source=recorded.source,
+            raise DataDependentShape.at(
+                recorded.module,
+                recorded.source,
+                "cross entropy with class weights, label smoothing and the mean selects the "
+                "targets that are not ignored, a shape that depends on values; a plan needs "
+                "static shapes. Compute this loss outside of the module, or leave out the "
+                "weights or the smoothing",
             )
 
 
@@ -295,12 +294,11 @@ def _value_read_error(
     if any(c.random for c in calls):
         what = "a random draw"
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
-    return ValueDependentControlFlow(
-        f"{where(module, source)}: Python reads the value of {what} "
-        "(.item(), bool(), float() or `if` on a tensor), so the operations may differ from call "
-        f"to call and cannot be planned. {remedy}",
-        module_path=module,
-        source=source,
+    return ValueDependentControlFlow.at(
+        module,
+        source,
+        f"Python reads the value of {what} (.item(), bool(), float() or `if` on a tensor), so the "
+        f"operations may differ from call to call and cannot be planned. {remedy}",
     )
 
 
@@ -571,33 +569,8 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
     """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
     libraries led to take the path that they take in eager execution."""
 
-    def refuse_hook() -> NoReturn:
-        module, source = recorder.place()
-        raise UnsupportedModel(
-            f"{where(module, source)}: the forward registers a hook on a tensor, which would not "
-            "run in a planned step; use a custom autograd.Function, or hook the parameters",
-            module_path=module,
-            source=source,
-        )
-
-    def refuse_cast(name: str) -> NoReturn:
-        module, source = recorder.place()
-        raise UnsupportedModel(
-            f"{where(module, source)}: under autocast the kernel of {name} casts inside, which a "
-            "plan cannot repeat; call it under torch.autocast(..., enabled=False)",
-            module_path=module,
-            source=source,
-        )
-
-    def refuse_seed() -> NoReturn:
-        module, source = recorder.place()
-        raise UnsupportedModel(
-            f"{where(module, source)}: the forward seeds torch's generator, or saves and restores "
-            "its state (torch.manual_seed, torch.random.fork_rng), which a planned step would not "
-            "repeat; seed before the call, or pass the numbers in as a tensor",
-            module_path=module,
-            source=source,
-        )
+    def refuse(message: str) -> NoReturn:
+        raise UnsupportedModel.at(*recorder.place(), message)
 
     torch.clear_autocast_cache()
     with (
@@ -607,9 +580,9 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         swap.without_checkpointing(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
-        swap.without_tensor_hooks(refuse_hook),
-        swap.without_autocast_inside(refuse_cast),
-        swap.without_seeding(refuse_seed),
+        swap.without_tensor_hooks(refuse),
+        swap.without_autocast_inside(refuse),
+        swap.without_seeding(refuse),
     ):
         try:
             yield

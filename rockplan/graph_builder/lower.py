@@ -149,12 +149,11 @@ def _classify(capture: Capture) -> _Storages:
 
 def _check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> None:
     if kind is DataKind.TANGENT or kind is not own:
-        raise UnsupportedModel(
-            f"in module '{recorded.module or '(root)'}' at {recorded.source}: the backward of "
-            f"{recorded.call.op} modifies a tensor of the forward pass in place; return a new "
-            "tensor from the backward instead",
-            module_path=recorded.module,
-            source=recorded.source,
+        raise UnsupportedModel.at(
+            recorded.module,
+            recorded.source,
+            f"the backward of {recorded.call.op} modifies a tensor of the forward pass in place; "
+            "return a new tensor from the backward instead",
         )
 
 
@@ -281,12 +280,11 @@ def _in_order(
                 heapq.heappush(ready, (groups[follower][-1], follower))
     if len(ordered) < len(groups):
         stuck = capture.calls[min(groups[g][0] for g in range(len(groups)) if waiting[g])]
-        raise UnsupportedModel(
-            f"in module '{stuck.module or '(root)'}' at {stuck.source}: in-place operations and "
-            "random draws are interleaved in a way that a plan cannot separate; use the "
-            "out-of-place operations there",
-            module_path=stuck.module,
-            source=stuck.source,
+        raise UnsupportedModel.at(
+            stuck.module,
+            stuck.source,
+            "in-place operations and random draws are interleaved in a way that a plan cannot "
+            "separate; use the out-of-place operations there",
         )
     return tuple(ordered)
 
@@ -402,65 +400,81 @@ def _assemble(
             recorded = capture.calls[unit[0]]
             _check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
         nodes.append(_node(capture, storages, numbering, unit, len(nodes)))
-    for position, output in enumerate(capture.outputs):
-        if output.value is not None:
-            numbering.value(output.value)
-        if output.tangent is not None:
-            numbering.value(output.tangent, f"tangent_{position}")
-    made_by = {d: n.index for n in nodes for d in n.writes}
-    data_of = {
-        t: [numbering.values[numbering.value(g)].data for g in found] for t, found in gradients
+    interface = _interface(capture, numbering, gradients)
+    contributions = {
+        target: [numbering.values[g].data for g in found] for target, found in interface.gradients
     }
-    times_handed = Counter(d for found in data_of.values() for d in found)
-    read = {d for node in nodes for d in node.reads}
-    summed: set[int] = set()
-    for target, contributions in gradients:
-        if len(contributions) < 2:
-            continue
-        first = numbering.values[numbering.value(contributions[0])]
-        own = times_handed[first.data] == 1 and first.data not in read and is_dense(first.spec)
-        if own and _sum_into_first(nodes, made_by, data_of[target]):
-            summed.add(target)
-        else:
-            _keep_until_last(nodes, made_by, data_of[target])
+    summed = _summed_in_place(nodes, numbering.values, interface.gradients)
     held_tangents = _held_tangents(capture, numbering)
-    data = tuple(numbering.data)
-    held = {numbering.data_of[storages.of[o.value]] for o in capture.outputs if o.value is not None}
-    owned = tuple(sorted(d for d in held if not data[d].kind.resident))
-    handed = {numbering.data_of[storages.of[g]] for _, found in gradients for g in found}
+    of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
     # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
     # engine, which goes on beyond the module only when all of the module is done.
-    for target in data_of.keys() - {value for _, value in capture.parameters}:
-        held |= set(data_of[target][:1] if target in summed else data_of[target])
+    of_inputs = {
+        d
+        for target in contributions.keys() - {value for _, value in interface.parameters}
+        for d in (contributions[target][:1] if target in summed else contributions[target])
+    }
+    handed = {d for found in contributions.values() for d in found} - of_outputs - of_inputs
+
+    def own(data: set[int]) -> tuple[int, ...]:
+        return tuple(sorted(d for d in data if not numbering.data[d].kind.resident))
+
     graph = CDGraph(
-        data=data,
+        data=tuple(numbering.data),
         nodes=tuple(nodes),
-        outputs=owned,
-        held=tuple(sorted(d for d in held | held_tangents if not data[d].kind.resident)),
-        handed=tuple(sorted(d for d in handed - held if not data[d].kind.resident)),
+        outputs=own(of_outputs),
+        held=own(of_outputs | of_inputs | held_tangents),
+        handed=own(handed),
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
     )
     of = numbering.value_of
-    interface = Interface(
-        parameters=tuple((name, of[v]) for name, v in capture.parameters),
-        buffers=tuple((name, of[v]) for name, v in capture.buffers),
-        inputs=tuple((position, of[v]) for position, v in capture.inputs),
-        constants=tuple(of[v] for v, _ in capture.constants),
+    samples = {of[v]: t for v, t in capture.samples.items() if v in of}
+    return Lowered(graph, interface, samples)
+
+
+def _interface(capture: Capture, numbering: _Numbering, gradients: Gradients) -> Interface:
+    """The roles of the values, in the numbering of the graph."""
+    of = numbering.value
+    return Interface(
+        parameters=tuple((name, of(v)) for name, v in capture.parameters),
+        buffers=tuple((name, of(v)) for name, v in capture.buffers),
+        inputs=tuple((position, of(v)) for position, v in capture.inputs),
+        constants=tuple(of(v) for v, _ in capture.constants),
         outputs=tuple(
             replace(
                 o,
-                value=None if o.value is None else of[o.value],
-                tangent=None if o.tangent is None else of[o.tangent],
+                value=None if o.value is None else of(o.value),
+                tangent=None if o.tangent is None else of(o.tangent, f"tangent_{position}"),
             )
-            for o in capture.outputs
+            for position, o in enumerate(capture.outputs)
         ),
-        gradients=tuple((of[t], tuple(of[g] for g in found)) for t, found in gradients),
+        gradients=tuple((of(t), tuple(of(g) for g in found)) for t, found in gradients),
         guards=capture.guards,
         backward_ignores_autocast=capture.backward_ignores_autocast,
     )
-    samples = {of[v]: t for v, t in capture.samples.items() if v in of}
-    return Lowered(graph, interface, samples)
+
+
+def _summed_in_place(
+    nodes: list[ComputeNode], values: Sequence[Value], gradients: Gradients
+) -> frozenset[int]:
+    """Keep contributions to one gradient alive as long as autograd needs them: those of the
+    targets returned are added to the first as they are made, of others all wait for the last."""
+    made_by = {d: n.index for n in nodes for d in n.writes}
+    read = {d for node in nodes for d in node.reads}
+    times_handed = Counter(values[g].data for _, found in gradients for g in found)
+    summed = []
+    for target, found in gradients:
+        data = [values[g].data for g in found]
+        if len(data) < 2:
+            continue
+        is_ours = times_handed[data[0]] == 1 and data[0] not in read
+        dense = is_ours and is_dense(values[found[0]].spec)
+        if dense and _sum_into_first(nodes, made_by, data):
+            summed.append(target)
+        else:
+            _keep_until_last(nodes, made_by, data)
+    return frozenset(summed)
 
 
 def _sum_into_first(

@@ -185,12 +185,12 @@ def _check_layout(graph: CDGraph, inputs: _Inputs, node: ComputeNode, call: Call
             (s, t) for n, s, t in zip(spec.shape, spec.stride, real.stride(), strict=True) if n > 1
         ]
         if any(s != t for s, t in strides):
-            raise UnsupportedModel(
-                f"in module '{node.module or '(root)'}' at {node.source}: {call.op} returns "
-                f"strides {tuple(real.stride())} where PyTorch's shape rule says {spec.stride}, "
-                "so views of its result cannot be planned; put .contiguous() before the operation",
-                module_path=node.module,
-                source=node.source,
+            raise UnsupportedModel.at(
+                node.module,
+                node.source,
+                f"{call.op} returns strides {tuple(real.stride())} where PyTorch's shape rule "
+                f"says {spec.stride}, so views of its result cannot be planned; put .contiguous() "
+                "before the operation",
             )
 
 

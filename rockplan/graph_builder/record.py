@@ -137,11 +137,11 @@ class Recorder(TorchDispatchMode):
     def _describe(self, tensor: torch.Tensor) -> RecordedValue:
         if tensor.layout is not torch.strided:
             module, source = self.place()
-            raise UnsupportedModel(
-                f"{where(module, source)}: a tensor with layout {tensor.layout} cannot be "
-                "planned; use dense tensors (for nn.Embedding: sparse=False)",
-                module_path=module,
-                source=source,
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"a tensor with layout {tensor.layout} cannot be planned; use dense tensors (for "
+                "nn.Embedding: sparse=False)",
             )
         storage = tensor.untyped_storage()
         ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
@@ -176,12 +176,12 @@ class Recorder(TorchDispatchMode):
         try:
             result = self._results.of(func, args, kwargs)
         except DynamicOutputShapeException as error:
-            raise DataDependentShape(
-                f"{where(module, source)}: the shape of the result of {func} depends on the "
-                "values of its input; a plan needs static shapes. Replace it by a masked "
-                "operation (torch.where, multiplication by the mask)",
-                module_path=module,
-                source=source,
+            raise DataDependentShape.at(
+                module,
+                source,
+                f"the shape of the result of {func} depends on the values of its input; a plan "
+                "needs static shapes. Replace it by a masked operation (torch.where, "
+                "multiplication by the mask)",
             ) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
@@ -255,12 +255,11 @@ class Recorder(TorchDispatchMode):
         computed from it before has seen the old shape."""
         changed: torch.Tensor = args[0]
         if self.value(changed) < self.given_values or self._is_constant(changed):
-            raise UnsupportedModel(
-                f"{where(module, source)}: {func} changes the shape of an input, a parameter or a "
-                "buffer in place, which a planned run would not do; use the operator without "
-                "the underscore",
-                module_path=module,
-                source=source,
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} changes the shape of an input, a parameter or a buffer in place, which a "
+                "planned run would not do; use the operator without the underscore",
             )
         call = self._call(view, args, kwargs, ())
         reads = tuple(self.value(t) for t in operators.tensors((args, kwargs)))
@@ -275,18 +274,18 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
         if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
-            raise UnsupportedModel(
-                f"{where(module, source)}: the higher-order operator {func} cannot be planned; "
-                "call its parts directly (for a compiled submodule: plan the original)",
-                module_path=module,
-                source=source,
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"the higher-order operator {func} cannot be planned; call its parts directly "
+                "(for a compiled submodule: plan the original)",
             )
         if operators.changes_storage(func):
-            raise UnsupportedModel(
-                f"{where(module, source)}: {func} exchanges the storage of a tensor, which a "
-                "plan cannot follow; create a new tensor instead",
-                module_path=module,
-                source=source,
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} exchanges the storage of a tensor, which a plan cannot follow; create a "
+                "new tensor instead",
             )
 
     def _known(
@@ -369,11 +368,6 @@ def _result_leaves(result: Any) -> list[Any]:
             leaves += item if isinstance(item, tuple | list) else [item]
         return leaves
     return [result]
-
-
-def where(module: str, source: str) -> str:
-    """The place in the user's model, as error messages state it."""
-    return f"in module '{module or '(root)'}' at {source or 'an unknown line'}"
 
 
 def user_source() -> str:

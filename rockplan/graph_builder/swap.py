@@ -185,7 +185,10 @@ def without_autocast_inside(refuse: Callable[[str], NoReturn]) -> Iterator[None]
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled(first.device.type):
-                refuse(name)
+                refuse(
+                    f"under autocast the kernel of {name} casts inside, which a plan cannot "
+                    "repeat; call it under torch.autocast(..., enabled=False)"
+                )
             return original(first, *args, **kwargs)
 
         return call
@@ -198,11 +201,15 @@ def without_autocast_inside(refuse: Callable[[str], NoReturn]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def without_seeding(refuse: Callable[[], NoReturn]) -> Iterator[None]:
+def without_seeding(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Refuse a forward that seeds torch's generators, or gives them another state."""
 
     def seed(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse()
+        refuse(
+            "the forward seeds torch's generator, or saves and restores its state "
+            "(torch.manual_seed, torch.random.fork_rng), which a planned step would not repeat; "
+            "seed before the call, or pass the numbers in as a tensor"
+        )
 
     with contextlib.ExitStack() as stack:
         for owner, names in _SEEDING:
@@ -257,10 +264,15 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def without_tensor_hooks(refuse: Callable[[], NoReturn]) -> contextlib.AbstractContextManager[None]:
+def without_tensor_hooks(
+    refuse: Callable[[str], NoReturn],
+) -> contextlib.AbstractContextManager[None]:
     """Refuse hooks that the forward puts on its tensors: they would run during capture only."""
 
     def register_hook(self: torch.Tensor, hook: Any) -> NoReturn:
-        refuse()
+        refuse(
+            "the forward registers a hook on a tensor, which would not run in a planned step; use "
+            "a custom autograd.Function, or hook the parameters"
+        )
 
     return _exchanged(torch.Tensor, {"register_hook": register_hook})
