@@ -122,12 +122,16 @@ _AGAIN_S = 0.5
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """An interrupt ends what runs inside, even if it is dropped where it strikes."""
+    """An interrupt ends what runs inside, even if it is dropped where it strikes, or turned into
+    another error there (Python before 3.12 does that in the body of a class)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    struck = False
 
     def interrupt(*_: object) -> None:
+        nonlocal struck
+        struck = True
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
         raise KeyboardInterrupt
@@ -136,6 +140,10 @@ def _interruptible() -> Iterator[None]:
     before = {kind: signal.signal(kind, interrupt) for kind in kinds}
     try:
         yield
+    except Exception as error:
+        if struck:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         # Ignored first, so that none strikes while the handlers of before are put back.
         for kind in kinds:

@@ -400,6 +400,15 @@ class Dropping:
         for _ in range(1000): pass
 def drop():
     Dropping()
+class Turning:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+def turn():
+    try:
+        type("Owner", (), {{"member": Turning()}})
+    except BaseException as error:
+        raise RuntimeError("as Python before 3.12 says of __set_name__") from error
 def make():
     {how}
     return examples.transformer()
@@ -407,7 +416,11 @@ def make():
 LATER = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()"
 
 
-@pytest.mark.parametrize("how", [LATER, "drop()"], ids=["once", "dropped by Python"])
+@pytest.mark.parametrize(
+    "how",
+    [LATER, "drop()", "turn()"],
+    ids=["once", "dropped by Python", "turned into another error"],
+)
 def test_a_signal_ends_the_process_with_its_exit_code(own_folder: Path, how: str) -> None:
     write(own_folder, "signalled.py", SIGNALLED.format(how=how))
     running = process(
