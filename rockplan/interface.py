@@ -61,7 +61,8 @@ class Interface:
     constants: values, in the order of the tensors kept beside; outputs: leaves of the result;
     gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
     contributions, in order, as it does for a tensor that is used several times; none: the result
-    does not depend on it.
+    does not depend on it. copies: (value of a buffer, value that holds two copies of what it was),
+    see `graph_builder.copies`.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
     """
 
@@ -71,6 +72,7 @@ class Interface:
     constants: tuple[int, ...]
     outputs: tuple[OutputLeaf, ...]
     gradients: tuple[tuple[int, tuple[int, ...]], ...]
+    copies: tuple[tuple[int, int], ...]
     guards: tuple[Guard, ...]
     backward_ignores_autocast: bool
 

@@ -22,8 +22,9 @@ class Call:
     A first backward whose incoming gradients have the pattern of the plan continues from what
     its forward saved. Any other (a second one through a retained graph, gradients of other
     outputs or in other strides) runs a forward again, from the generator states of the first one
-    and without changing buffers, by the same plan or by the one that `replan` gives; so it is
-    bit for bit what eager does, and takes the time of one more forward.
+    and without changing buffers (where it reads what it changes, on copies of them), by the same
+    plan or by the one that `replan` gives; so it is bit for bit what eager does, and takes the time
+    of one more forward.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Call:
         executable = self.executable
         self._starts = random_state.starts(executable.devices) if executable.random else ()
         outputs = run_forward(executable, self._frame)
+        self._copies = dict(zip(executable.code.copied, self._frame.copies, strict=True))
         self._versions = [_version(t) for t in self._residents]
         self._saved_versions = [_version(t) for t in self._frame.saved.values()]
         return outputs
@@ -73,11 +75,26 @@ class Call:
                 "and reaches parameters or inputs that it did not reach before; name all leaves "
                 "of the result that are ever differentiated: Options(differentiated=(0, 1, ...))"
             )
+        if not self._copies.keys() >= set(running.code.copied):
+            raise BackwardError(
+                "this backward pass starts from other outputs of the module than the plan knows, "
+                "and needs buffers as they were before the forward, of which no copy was made; "
+                "name the leaves that are differentiated: Options(differentiated=(0, 1, ...))"
+            )
         self._check_residents(running.code.checked)
         self._running = running
-        self._frame = Frame(self._residents)
+        self._frame = Frame(self._as_before(running.code.copied))
         with random_state.restarted(self._starts):
             run_forward(running, self._frame)
+        self._frame.residents = self._residents  # as what eager's backward pass has kept
+
+    def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
+        """The residents, at `positions` copies that are what they were before the forward."""
+        residents = list(self._residents)
+        for position in positions:
+            before, residents[position] = self._copies[position].unbind()
+            residents[position].copy_(before)
+        return tuple(residents)
 
     def _check_residents(self, positions: Iterable[int]) -> None:
         if any(_version(self._residents[i]) != self._versions[i] for i in positions):

@@ -47,20 +47,22 @@ class Code:
     handed: for each backward slice, the values (parameters, inputs) whose gradients it returns.
     operators: identifier in the text -> operator name.
     checked: residents that the backward phase reads, so that a change between forward and
-    backward is noticed.
+    backward is noticed. copied: residents of which the forward leaves copies in `frame.copies`,
+    and in whose place it has copies when it runs again; the backward phase has the residents.
     """
 
     source: str
     handed: tuple[tuple[int, ...], ...]
     operators: tuple[tuple[str, str], ...]
     checked: tuple[int, ...]
+    copied: tuple[int, ...]
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
     """Python text that executes `schedule`.
 
     again: for a forward phase that already ran: every operation runs as it runs again, without
-    changing buffers. Raises BackwardError where an operation can run only once.
+    changing buffers but copies of them. Raises BackwardError where an operation can run only once.
     """
     return _Emitter(graph, interface, schedule, again).emit()
 
@@ -115,6 +117,9 @@ class _Emitter:
         self._saved: dict[int, list[int]] = {}
         self._shadowed: set[int] = set()
         self._resident = {v: i for i, v in enumerate(interface.residents)}
+        self._copied_residents = tuple(self._resident[buffer] for buffer, _ in interface.copies)
+        self._copied = {graph.values[buffer].data for buffer, _ in interface.copies}
+        self._copies = {graph.values[copy].data for _, copy in interface.copies}
         self._targets: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for target, contributions in interface.gradients:
             for gradient in contributions:
@@ -158,6 +163,7 @@ class _Emitter:
             handed=tuple(self._handed),
             operators=tuple(self._names.operators.items()),
             checked=tuple(sorted(self._checked)),
+            copied=self._copied_residents,
         )
 
     # -- slices and what travels between them ----------------------------------------------
@@ -229,8 +235,13 @@ class _Emitter:
         for value in outputs:
             self._need(value)
         self._save(self._schedule.forward_length)
-        if not self._again:
+        copies = [self._name(copy) for _, copy in self._interface.copies]
+        if self._again:
+            self._checked.difference_update(self._copied_residents)
+        else:
             self._checked.clear()
+        if copies and not self._again:
+            self._line(f"frame.copies = {_tuple(copies)}")
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
@@ -278,7 +289,10 @@ class _Emitter:
     def _compute(self, node: ComputeNode, taken: int | None) -> None:
         again = self._done[node.index] > 0
         self._done[node.index] += 1
-        if self._again and not node.recomputable:
+        on_copies = not self._copied.isdisjoint(node.reads)
+        if self._again and not self._copies.isdisjoint(node.writes):
+            return  # it is there
+        if self._again and not (node.recomputable or on_copies):
             self._skip(node)
             return
         place = f"{node.module or '(root)'}  {node.source.rsplit('/', 1)[-1]}"
@@ -289,7 +303,7 @@ class _Emitter:
         replayed = node.random and self._executions[node.index] > 1
         if replayed:
             self._before_random(node, again)
-        calls = node.recalls if again or self._again else node.calls
+        calls = node.recalls if again or (self._again and not on_copies) else node.calls
         if taken is not None:
             calls = (node.taking[node.takes.index(taken)],)
         self._calls(node, calls)

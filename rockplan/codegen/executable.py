@@ -69,11 +69,12 @@ def build(
 class Frame:
     """What the generated code keeps between its functions, for one run of them."""
 
-    __slots__ = ("_replay", "_tangents", "residents", "saved")
+    __slots__ = ("_replay", "_tangents", "copies", "residents", "saved")
 
     def __init__(self, residents: tuple[torch.Tensor, ...]) -> None:
         self.residents = residents
         self.saved: dict[str, torch.Tensor] = {}
+        self.copies: tuple[torch.Tensor, ...] = ()
         self._tangents: tuple[torch.Tensor, ...] = ()
         self._replay: random_state.Undo | None = None
 

@@ -58,6 +58,7 @@ class Capture:
     backward_ignores_autocast: it would be the same under the autocast state of the forward.
     output_spec: tree structure of the result.
     samples: real tensors of integer inputs and of what is computed from them and constants.
+    copies: (value of a buffer, value that holds two copies of it), see `graph_builder.copies`.
     """
 
     values: tuple[RecordedValue, ...]
@@ -72,6 +73,7 @@ class Capture:
     backward_ignores_autocast: bool
     output_spec: pytree.TreeSpec
     samples: dict[int, torch.Tensor]
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 def capture(

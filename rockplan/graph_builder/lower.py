@@ -1,24 +1,18 @@
 """Lower: a recorded run -> CDGraph of storages and of the units that make them.
 
 takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller).
-guarantees: views and in-place results are members of one storage; the allocation of a storage
-and all its mutations run as one unit, together with whatever reads an intermediate state of it;
-a node that reads what the run itself mutates outside (buffers, inputs), or mutates it, runs once;
-dead computations without effect are gone. source: DESIGN, sections 2 and 3.
+guarantees: views and in-place results are members of one storage; a node that reads what the run
+itself mutates outside (buffers, inputs), or mutates it, runs once. source: DESIGN, sections 2, 3.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import networkx
 import torch
 
-from rockplan.errors import UnsupportedModel
 from rockplan.graph import (
     Call,
     CDGraph,
@@ -31,10 +25,18 @@ from rockplan.graph import (
     value_refs,
 )
 from rockplan.graph_builder.capture import Capture
-from rockplan.graph_builder.operators import unread_statistics, without_statistics
-from rockplan.graph_builder.record import RecordedCall
+from rockplan.graph_builder.copies import with_copies
+from rockplan.graph_builder.operators import without_statistics
 from rockplan.graph_builder.reorder import reordered
 from rockplan.graph_builder.takeover import is_dense, with_takeovers
+from rockplan.graph_builder.units import (
+    Storages,
+    Units,
+    check_mutation,
+    divided,
+    mutates_outside,
+    reads_mutated,
+)
 from rockplan.interface import Interface
 
 # PyTorch's caching allocator rounds every request up to this.
@@ -57,24 +59,15 @@ class Lowered:
     samples: dict[int, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Storages:
-    """Facts about recorded storages, by ordinal."""
-
-    of: tuple[int, ...]  # recorded value -> storage
-    kind: dict[int, DataKind]
-    writers: dict[int, tuple[int, ...]]  # storage -> positions of calls that allocate or mutate
-    mutated_outside: frozenset[int]  # resident storages that some call mutates
-
-
 def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
     """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device."""
-    storages = _classify(capture)
-    views = _views(capture, storages)
     gradients = _contributions(capture)
-    live = _live_calls(capture, storages, views, gradients)
-    units = _units(capture, storages, live)
-    lowered = _assemble(capture, storages, views, gradients, units, rng_state_bytes)
+    handed = [g for _, found in gradients for g in found]
+    parts = divided(capture, handed)
+    copying = with_copies(capture, parts)
+    if copying is not capture:
+        capture, parts = copying, divided(copying, handed)
+    lowered = _assemble(capture, parts, gradients, rng_state_bytes)
     return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
 
 
@@ -115,194 +108,17 @@ def _contributions(capture: Capture) -> Gradients:
     return tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
 
 
-def _classify(capture: Capture) -> _Storages:
-    of = tuple(v.storage for v in capture.values)
-    kind: dict[int, DataKind] = {}
-    leaves: list[tuple[DataKind, Iterable[int]]] = [
-        (DataKind.PARAMETER, (v for _, v in capture.parameters)),
-        (DataKind.BUFFER, (v for _, v in capture.buffers)),
-        (DataKind.INPUT, (v for _, v in capture.inputs)),
-        (DataKind.CONSTANT, (v for v, _ in capture.constants)),
-        (DataKind.TANGENT, (o.tangent for o in capture.outputs if o.tangent is not None)),
-    ]
-    for leaf_kind, values in leaves:
-        for value in values:
-            kind.setdefault(of[value], leaf_kind)
-    writers: dict[int, list[int]] = defaultdict(list)
-    mutated_outside: set[int] = set()
-    for position, recorded in enumerate(capture.calls):
-        own = DataKind.ACTIVATION if recorded.phase is Phase.FORWARD else DataKind.GRADIENT
-        written = {of[v] for v in recorded.writes}
-        for result in recorded.call.results:
-            if result is not None and of[result] not in kind:
-                kind[of[result]] = own
-                written.add(of[result])
-        for storage in sorted(written):
-            if kind[storage].resident:
-                mutated_outside.add(storage)
-            else:
-                _check_mutation(kind[storage], own, recorded)
-                writers[storage].append(position)
-    positions = {s: tuple(p) for s, p in writers.items()}
-    return _Storages(of, kind, positions, frozenset(mutated_outside))
-
-
-def _check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> None:
-    if kind is DataKind.TANGENT or kind is not own:
-        raise UnsupportedModel.at(
-            recorded.module,
-            recorded.source,
-            f"the backward of {recorded.call.op} modifies a tensor of the forward pass in place; "
-            "return a new tensor from the backward instead",
-        )
-
-
-def _views(capture: Capture, storages: _Storages) -> dict[int, int]:
-    """recorded value -> position of the call that derives it as a view."""
-    views: dict[int, int] = {}
-    seen: set[int] = set()
-    for position, recorded in enumerate(capture.calls):
-        seen.update(recorded.reads)
-        for result in recorded.call.results:
-            if result is not None and result not in seen:
-                seen.add(result)
-                if storages.of[result] in {storages.of[v] for v in recorded.reads}:
-                    views[result] = position
-    return views
-
-
 def _refs(call: Call) -> list[ValueRef]:
     return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
-
-
-def _is_pure_view(recorded: RecordedCall, views: dict[int, int], position: int) -> bool:
-    """True if the call only derives views: no memory, no effect, no work."""
-    results = [r for r in recorded.call.results if r is not None]
-    return bool(results) and not recorded.writes and all(views.get(r) == position for r in results)
-
-
-def _live_calls(
-    capture: Capture, storages: _Storages, views: dict[int, int], gradients: Gradients
-) -> tuple[int, ...]:
-    """Positions of the calls that matter: what outputs, gradients, effects and the generator
-    need; views excluded, since they are derived where they are read."""
-    roots = [o.value for o in capture.outputs if o.value is not None]
-    roots += [g for _, contributions in gradients for g in contributions]
-    needed = {storages.of[v] for v in roots}
-    live: list[int] = []
-    for position in range(len(capture.calls) - 1, -1, -1):
-        recorded = capture.calls[position]
-        if _is_pure_view(recorded, views, position):
-            continue
-        written = {storages.of[r] for r in recorded.call.results if r is not None}
-        written |= {storages.of[v] for v in recorded.writes}
-        effect = recorded.random or bool(
-            written & storages.mutated_outside & {storages.of[v] for v in recorded.writes}
-        )
-        if not effect and not written & needed:
-            continue
-        live.append(position)
-        needed |= written
-        needed |= {storages.of[v] for v in recorded.reads}
-    return tuple(reversed(live))
-
-
-def _units(
-    capture: Capture, storages: _Storages, live: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Group calls that must run together; units in execution order, calls in program order.
-
-    The calls that write one storage are one unit, with every call that reads an intermediate
-    state of it, and with everything on a path from the unit back into it (a unit must be convex).
-    """
-    is_live = set(live)
-    union = networkx.utils.UnionFind(live)
-    writers = {
-        storage: [p for p in positions if p in is_live]
-        for storage, positions in storages.writers.items()
-    }
-    for kept in writers.values():
-        union.union(*kept[:1], *kept)
-    dependencies: set[tuple[int, int]] = set()
-    for position in live:
-        for storage in {storages.of[v] for v in capture.calls[position].reads}:
-            made_by = writers.get(storage)
-            if made_by and position < made_by[-1]:
-                union.union(position, made_by[0])
-            elif made_by:
-                dependencies.add((made_by[0], position))
-    graph = networkx.DiGraph()
-    graph.add_nodes_from({union[p] for p in live})
-    graph.add_edges_from((union[a], union[b]) for a, b in sorted(dependencies))
-    members: dict[int, list[int]] = defaultdict(list)
-    for position in live:
-        members[union[position]].append(position)
-    components = list(networkx.strongly_connected_components(graph))
-    groups = [tuple(sorted(p for u in c for p in members[u])) for c in components]
-    return _in_order(capture, groups, dependencies, storages)
-
-
-def _in_order(
-    capture: Capture,
-    groups: list[tuple[int, ...]],
-    dependencies: set[tuple[int, int]],
-    storages: _Storages,
-) -> tuple[tuple[int, ...], ...]:
-    """Topological order of the groups, by last call where there is a choice.
-
-    Random draws stay in program order, and so do calls that touch the same storage outside.
-    """
-    group_of = {p: g for g, group in enumerate(groups) for p in group}
-    edges = {(group_of[a], group_of[b]) for a, b in dependencies}
-    sequences: dict[object, list[int]] = defaultdict(list)
-    for position in sorted(group_of):
-        if capture.calls[position].random:
-            sequences["generator"].append(position)
-        for storage in _touched_outside(capture.calls[position], storages):
-            sequences[storage].append(position)
-    for sequence in sequences.values():
-        edges |= {(group_of[a], group_of[b]) for a, b in pairwise(sequence)}
-    edges = {(a, b) for a, b in edges if a != b}
-    followers: dict[int, list[int]] = defaultdict(list)
-    waiting = [0] * len(groups)
-    for a, b in edges:
-        followers[a].append(b)
-        waiting[b] += 1
-    ready = [(groups[g][-1], g) for g in range(len(groups)) if not waiting[g]]
-    heapq.heapify(ready)
-    ordered: list[tuple[int, ...]] = []
-    while ready:
-        _, g = heapq.heappop(ready)
-        ordered.append(groups[g])
-        for follower in followers[g]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, (groups[follower][-1], follower))
-    if len(ordered) < len(groups):
-        stuck = capture.calls[min(groups[g][0] for g in range(len(groups)) if waiting[g])]
-        raise UnsupportedModel.at(
-            stuck.module,
-            stuck.source,
-            "in-place operations and random draws are interleaved in a way that a plan cannot "
-            "separate; use the out-of-place operations there",
-        )
-    return tuple(ordered)
-
-
-def _touched_outside(recorded: RecordedCall, storages: _Storages) -> frozenset[int]:
-    """Storages of the model or the caller that the run mutates, and that this call touches."""
-    touched = {storages.of[v] for v in recorded.writes}
-    touched |= {storages.of[v] for v in recorded.reads}
-    return storages.mutated_outside & touched
 
 
 class _Numbering:
     """Recorded storages and values -> indices of the graph, in order of first appearance."""
 
-    def __init__(self, capture: Capture, storages: _Storages, views: dict[int, int]) -> None:
+    def __init__(self, capture: Capture, parts: Units) -> None:
         self._capture = capture
-        self._storages = storages
-        self._views = views
+        self._storages = parts.storages
+        self._views = parts.views
         self._names: dict[str, int] = defaultdict(int)
         self.data: list[DataNode] = []
         self.values: list[Value] = []
@@ -380,14 +196,9 @@ class _Numbering:
 
 
 def _assemble(
-    capture: Capture,
-    storages: _Storages,
-    views: dict[int, int],
-    gradients: Gradients,
-    units: Sequence[tuple[int, ...]],
-    rng_state_bytes: int,
+    capture: Capture, parts: Units, gradients: Gradients, rng_state_bytes: int
 ) -> Lowered:
-    numbering = _Numbering(capture, storages, views)
+    numbering = _Numbering(capture, parts)
     for name, value in (*capture.parameters, *capture.buffers):
         numbering.value(value, name)
     for position, value in capture.inputs:
@@ -395,11 +206,11 @@ def _assemble(
     for number, (value, _) in enumerate(capture.constants):
         numbering.value(value, f"constant_{number}")
     nodes: list[ComputeNode] = []
-    for unit in sorted(units, key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
+    for unit in sorted(parts.units, key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
         if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
             recorded = capture.calls[unit[0]]
-            _check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
-        nodes.append(_node(capture, storages, numbering, unit, len(nodes)))
+            check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
+        nodes.append(_node(capture, parts.storages, numbering, unit, len(nodes)))
     interface = _interface(capture, numbering, gradients)
     contributions = {
         target: [numbering.values[g].data for g in found] for target, found in interface.gradients
@@ -414,6 +225,7 @@ def _assemble(
         for target in contributions.keys() - {value for _, value in interface.parameters}
         for d in (contributions[target][:1] if target in summed else contributions[target])
     }
+    of_copies = {numbering.values[copy].data for _, copy in interface.copies}
     handed = {d for found in contributions.values() for d in found} - of_outputs - of_inputs
 
     def own(data: set[int]) -> tuple[int, ...]:
@@ -423,7 +235,7 @@ def _assemble(
         data=tuple(numbering.data),
         nodes=tuple(nodes),
         outputs=own(of_outputs),
-        held=own(of_outputs | of_inputs | held_tangents),
+        held=own(of_outputs | of_inputs | held_tangents | of_copies),
         handed=own(handed),
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
@@ -450,6 +262,7 @@ def _interface(capture: Capture, numbering: _Numbering, gradients: Gradients) ->
             for position, o in enumerate(capture.outputs)
         ),
         gradients=tuple((of(t), tuple(of(g) for g in found)) for t, found in gradients),
+        copies=tuple((of(buffer), of(copy)) for buffer, copy in capture.copies),
         guards=capture.guards,
         backward_ignores_autocast=capture.backward_ignores_autocast,
     )
@@ -528,7 +341,7 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
 
 def _node(
     capture: Capture,
-    storages: _Storages,
+    storages: Storages,
     numbering: _Numbering,
     unit: Sequence[int],
     index: int,
@@ -551,13 +364,13 @@ def _node(
                     writes.add(numbering.values[value].data)
         calls.append(numbering.call(entry.call))
     main = recorded[0]
-    effect = any(_mutates_outside(e, storages) for e in recorded)
+    effect = any(mutates_outside(e, storages) for e in recorded)
     recalls = tuple(_again(call) for call in calls)
     pure_again = all(
-        not _mutates_outside(e, storages) or again is not call
+        not mutates_outside(e, storages) or again is not call
         for e, call, again in zip(recorded, calls, recalls, strict=True)
     )
-    unstable = any(_reads_mutated(e, storages) for e in recorded)
+    unstable = any(reads_mutated(e, storages) for e in recorded)
     return ComputeNode(
         index=index,
         name=_title(names),
@@ -583,15 +396,3 @@ def _again(call: Call) -> Call:
     """How `call` runs again: without touching running statistics."""
     plain = without_statistics(call.op, call.args)
     return call if plain is None else replace(call, op=plain[0], args=plain[1])
-
-
-def _mutates_outside(recorded: RecordedCall, storages: _Storages) -> bool:
-    return any(storages.of[v] in storages.mutated_outside for v in recorded.writes)
-
-
-def _reads_mutated(recorded: RecordedCall, storages: _Storages) -> bool:
-    """True if the call uses the content of a storage that the run mutates outside."""
-    ignored = unread_statistics(recorded.call.op, recorded.call.args)
-    args = [a for i, a in enumerate(recorded.call.args) if i not in ignored]
-    used = [*value_refs(args), *(r for _, a in recorded.call.kwargs for r in value_refs(a))]
-    return any(storages.of[r.index] in storages.mutated_outside for r in used)
