@@ -701,6 +701,8 @@ def cache_show(
     if as_json:
         _print_json({"entries": list(map(_entry_row, found))})
         return
+    if not found:
+        print(f"{default_folder()}: 0 entries")
     for entry in found:
         print(display.printable(f"{entry.kind} {entry.name}\n  file  {entry.path}"))
         for fact, value in entry.key.items():

@@ -43,6 +43,11 @@ EFFORT, OF_ONE, OF_WHOLE, OF_PEAK = 4_000_000, 350_000, 12_000_000, 700_000
 """Re-executions and ways to make room that are weighed for one schedule in windows, in one of them,
 in the whole, and in the whole for any schedule: about a million and a half in a second."""
 
+LOOKS, DOUBLINGS, NEAR = (16, 8), 6, 0.02
+"""The whole is given up early, after the second of these parts of its effort, where the estimate
+would have to rise by more than so many times what it rose by since the first, and by more than this
+share of the iteration time: three more doublings of the effort bring about three times as much."""
+
 OF_STATE = 10
 """As many for each state: they take memory, half a kilobyte each."""
 
@@ -311,6 +316,9 @@ class _Search:
         self.least: dict[tuple[int, Mask], int] = {}
         self.followed: dict[tuple[int, Mask], int] = {}
         self.queue: list[tuple[int, int, int]] = []
+        # Efforts after which the estimate is looked at, and what it was.
+        self.looks = [effort // part for part in LOOKS] if is_exact and view.rest_ns[0] else []
+        self.seen: list[int] = []
 
     def run(self) -> list[Step] | None:
         """The fastest way, None if none is faster than the window's or none was found in time."""
@@ -321,7 +329,7 @@ class _Search:
         followed_ns = self.view.first_ns(window.first, window.stop)
         for popped in itertools.count():
             is_late = popped % CHECKED == 0 and time.monotonic() >= self.deadline
-            if is_late or self.is_given_up:
+            if is_late or self.is_given_up or self._is_hopeless(followed_ns):
                 # What was followed last may not have been to its end.
                 self.floor_ns = followed_ns
                 return None
@@ -343,6 +351,17 @@ class _Search:
     @property
     def is_given_up(self) -> bool:
         return self.effort > self.limit
+
+    def _is_hopeless(self, followed_ns: int) -> bool:
+        """`followed_ns`: the estimate that has been reached."""
+        if len(self.seen) == len(self.looks) or self.effort < self.looks[len(self.seen)]:
+            return False
+        self.seen.append(followed_ns)
+        if len(self.seen) < len(self.looks):
+            return False
+        missing_ns = self.window.time_ns - followed_ns
+        risen_ns = self.seen[-1] - self.seen[0]
+        return missing_ns > max(DOUBLINGS * risen_ns, NEAR * self.view.rest_ns[0])
 
     def _steps(self, number: int) -> list[Step]:
         steps: list[Step] = []

@@ -90,6 +90,11 @@ def test_the_example_in_each_help_works(path: tuple[str, ...], command: Any) -> 
     assert run(*words).strip()
 
 
+def test_an_empty_cache_is_shown_as_such(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(own_folder / "cache"))
+    assert run("cache", "show", "all") == f"{own_folder / 'cache'}: 0 entries\n"
+
+
 def test_help_and_the_cache_do_not_import_torch() -> None:
     program = (
         "import sys\n"

@@ -122,3 +122,24 @@ def test_a_search_is_given_up_amid_the_ways_to_make_room() -> None:
     graph = prepared("densenet", Options(cache=False)).constrained
     least = simulate(graph, thriftiest(graph))
     assert within(graph, least.peak_bytes * 21 // 20) is None
+
+
+def test_a_search_that_rises_too_slowly_is_given_up_with_what_is_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(windows, "DOUBLINGS", 0)
+    monkeypatch.setattr(windows, "NEAR", 0.0)
+    given_up = 0
+    for graph in map(draw, range(60)):
+        start = thriftiest(graph)
+        before = simulate(graph, start)
+        if len(graph.nodes) > 12:
+            continue
+        monkeypatch.setattr(windows, "LOOKS", ())
+        fastest, optimum_ns = searched_whole(graph, start, before.peak_bytes, deadline=math.inf)
+        monkeypatch.setattr(windows, "LOOKS", (windows.OF_WHOLE, windows.OF_WHOLE // 4))
+        found, bound_ns = searched_whole(graph, start, before.peak_bytes, deadline=math.inf)
+        if (found, bound_ns) != (fastest, optimum_ns):
+            given_up += 1
+            assert found == start and bound_ns <= optimum_ns <= before.time_ns
+    assert given_up >= 10
