@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import rockplan
+from benchmarks.models import Case
 from rockplan.graph_builder.operators import Layouts
+from tests.training import solve_case, train_side_by_side, twin
 from tests.usage import NormOfTransposed
 
 
@@ -336,6 +338,42 @@ def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
             assert value.requires_grad == requires_grad and value.grad is grad, name
         elif isinstance(content, dict | list):
             assert after[name][1] == content, name
+
+
+class Multiplied(nn.Module):
+    def __init__(self, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [lambda x: x.prod(1), lambda x: x.prod(), lambda x: x.prod(0, keepdim=True)],
+    ids=["of rows", "of all", "of columns"],
+)
+def test_products_whose_gradient_depends_on_zeros(
+    product: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .* zero"):
+        rockplan.solve(Multiplied(product), SAMPLE, "100%")
+
+
+@pytest.mark.parametrize(
+    "factors", [torch.sigmoid, torch.relu], ids=["without a zero", "with zeros"]
+)
+def test_cumulative_products(factors: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What the refusal of a product advises; before torch 2.13 they are refused as well."""
+    model = Multiplied(lambda x: factors(x).cumprod(1).select(1, -1))
+    if torch.__version__ < "2.13":
+        with pytest.raises(rockplan.UnsupportedModel, match="cumprod"):
+            rockplan.solve(model, SAMPLE, "100%")
+        return
+    case = Case("product", model, (SAMPLE,), {}, lambda y: y.square().sum())
+    train_side_by_side(case, solve_case(case, "100%"), twin(case), steps=2)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -48,6 +48,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _PURE_HOOKS = ("torch.nn.utils.", "transformers.")
 
 
+# Nodes of autograd -> the operator, and what to do (prod_backward, cumprod_backward in PyTorch).
+_BY_VALUES = {
+    "ProdBackward0": "prod: use x.flatten().cumprod(0)[-1]",
+    "ProdBackward1": "prod: use x.cumprod(dim).select(dim, -1)",
+}
+if torch.__version__ < "2.13":
+    _BY_VALUES = dict.fromkeys(
+        ("ProdBackward0", "ProdBackward1", "CumprodBackward0"),
+        "prod and cumprod: use torch 2.13 and cumprod, or, for positive values, the logarithm",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """One recorded run.
@@ -118,7 +130,7 @@ def capture(
             leaves_of_result, output_spec = pytree.tree_flatten(result)
             outputs = [_known_output(recorder, leaf) for leaf in leaves_of_result]
             starts = _starts(outputs, incoming)
-            _refuse_foreign_gradients([outputs[i] for i in starts])
+            _refuse_gradients(recorder, [outputs[i] for i in starts])
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, stand_ins)
@@ -379,13 +391,20 @@ def _known_output(recorder: Recorder, leaf: Any) -> Any:
     return recorder.known_tensor(leaf)
 
 
-def _refuse_foreign_gradients(roots: Sequence[torch.Tensor]) -> None:
-    """Raise where the backward pass reaches a tensor that requires a gradient and is neither a
-    parameter of the module nor an argument: eager would accumulate into it, a plan would not."""
+def _refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
+    """Raise where the backward pass computes a gradient in one of two ways, by values; and where it
+    reaches a tensor that requires a gradient and is neither a parameter of the module nor an
+    argument: eager would accumulate into it, a plan would not."""
     waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
+        if node.name() in _BY_VALUES:
+            raise UnsupportedModel.at(
+                *recorder.place_of(node),
+                "eager execution computes this gradient in another way where a value is zero, "
+                f"which a plan cannot see. It is that of {_BY_VALUES[node.name()]}",
+            )
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
             if not isinstance(leaf, FakeTensor):

@@ -346,7 +346,11 @@ class Recorder(TorchDispatchMode):
             self._sequence_place.append(place)
             return place
         node = torch._C._current_autograd_node()
-        if node is None or not self._sequence:
+        return ("", "") if node is None else self.place_of(node)
+
+    def place_of(self, node: torch.autograd.graph.Node) -> tuple[str, str]:
+        """Of the call of the forward pass that made `node`."""
+        if not self._sequence:
             return "", ""
         position = bisect.bisect_left(self._sequence, node._sequence_nr())
         return self._sequence_place[min(position, len(self._sequence) - 1)]
