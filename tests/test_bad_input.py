@@ -340,26 +340,31 @@ def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
             assert after[name][1] == content, name
 
 
-class Multiplied(nn.Module):
-    def __init__(self, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+class Followed(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.product = product
+        self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(self.linear(x))
+        return self.function(self.linear(x))
 
 
 @pytest.mark.parametrize(
-    "product",
-    [lambda x: x.prod(1), lambda x: x.prod(), lambda x: x.prod(0, keepdim=True)],
-    ids=["of rows", "of all", "of columns"],
+    "function",
+    [
+        lambda x: x.prod(1),
+        lambda x: x.prod(),
+        lambda x: x.prod(0, keepdim=True),
+        lambda x: x.masked_fill(SAMPLE > 0, x.sum()),
+    ],
+    ids=["product of rows", "of all", "of columns", "what a mask is filled with"],
 )
-def test_products_whose_gradient_depends_on_zeros(
-    product: Callable[[torch.Tensor], torch.Tensor],
+def test_gradients_that_depend_on_values(
+    function: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .* zero"):
-        rockplan.solve(Multiplied(product), SAMPLE, "100%")
+    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .*values"):
+        rockplan.solve(Followed(function), SAMPLE, "100%")
 
 
 @pytest.mark.parametrize(
@@ -367,12 +372,25 @@ def test_products_whose_gradient_depends_on_zeros(
 )
 def test_cumulative_products(factors: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What the refusal of a product advises; before torch 2.13 they are refused as well."""
-    model = Multiplied(lambda x: factors(x).cumprod(1).select(1, -1))
+    model = Followed(lambda x: factors(x).cumprod(1).select(1, -1))
     if torch.__version__ < "2.13":
         with pytest.raises(rockplan.UnsupportedModel, match="cumprod"):
             rockplan.solve(model, SAMPLE, "100%")
         return
     case = Case("product", model, (SAMPLE,), {}, lambda y: y.square().sum())
+    train_side_by_side(case, solve_case(case, "100%"), twin(case), steps=2)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda x: x.masked_fill(SAMPLE > 0, torch.tensor(2.0)),
+        lambda x: torch.where(SAMPLE > 0, x.sum(), x),
+    ],
+    ids=["with a constant", "by where"],
+)
+def test_masks_that_are_filled(fill: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    case = Case("masked", Followed(fill), (SAMPLE,), {}, lambda y: y.square().sum())
     train_side_by_side(case, solve_case(case, "100%"), twin(case), steps=2)
 
 

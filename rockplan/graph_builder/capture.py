@@ -48,15 +48,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _PURE_HOOKS = ("torch.nn.utils.", "transformers.")
 
 
-# Nodes of autograd -> the operator, and what to do (prod_backward, cumprod_backward in PyTorch).
+# Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
+# masked_fill_backward in PyTorch) -> the operator, and what to do.
 _BY_VALUES = {
     "ProdBackward0": "prod: use x.flatten().cumprod(0)[-1]",
     "ProdBackward1": "prod: use x.cumprod(dim).select(dim, -1)",
+    "MaskedFillBackward1": "the value of masked_fill: use torch.where(mask, value, x)",
 }
 if torch.__version__ < "2.13":
-    _BY_VALUES = dict.fromkeys(
+    _BY_VALUES |= dict.fromkeys(
         ("ProdBackward0", "ProdBackward1", "CumprodBackward0"),
-        "prod and cumprod: use torch 2.13 and cumprod, or, for positive values, the logarithm",
+        "prod or cumprod: use torch 2.13 and cumprod, or, for positive values, the logarithm",
     )
 
 
@@ -392,18 +394,19 @@ def _known_output(recorder: Recorder, leaf: Any) -> Any:
 
 
 def _refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
-    """Raise where the backward pass computes a gradient in one of two ways, by values; and where it
+    """Raise where kernels of the backward pass look at values, to choose a way; and where it
     reaches a tensor that requires a gradient and is neither a parameter of the module nor an
     argument: eager would accumulate into it, a plan would not."""
     waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node.name() in _BY_VALUES:
+        fills_a_constant = node.name() == "MaskedFillBackward1" and not node.next_functions[-1][0]
+        if node.name() in _BY_VALUES and not fills_a_constant:
             raise UnsupportedModel.at(
                 *recorder.place_of(node),
-                "eager execution computes this gradient in another way where a value is zero, "
-                f"which a plan cannot see. It is that of {_BY_VALUES[node.name()]}",
+                "eager execution computes a gradient in a way that depends on values, which a plan "
+                f"cannot see. It is that of {_BY_VALUES[node.name()]}",
             )
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
