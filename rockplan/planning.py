@@ -134,8 +134,8 @@ def plan_within(
 
 
 def curve_of(problem: Problem, options: Options) -> Curve:
-    """Of plans for budgets from the smallest to the one at which nothing runs again, in equal
-    ratios: most changes where memory is short."""
+    """Of plans for the smallest budget, and for others from the one at which nothing runs again
+    down, in equal ratios: most changes where memory is short."""
     graph = problem.constrained
     chain = functools.cache(
         functools.partial(_chain, problem, options, options.time_limit_s * SHARE)
@@ -143,10 +143,13 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     smallest = plan_within(problem, Budget(is_minimum=True), options, chain)
     least_bytes, most_bytes = smallest.budget_bytes, simulate(graph, keep_all(graph)).peak_bytes
     plans = [smallest]
-    for done in range(1, POINTS):
-        report("looking along the curve", done, POINTS)
-        budget_bytes = round(least_bytes * (most_bytes / least_bytes) ** (done / (POINTS - 1)))
-        plans.append(_settled(problem, budget_bytes, least_bytes, options, chain))
+    covered_bytes = most_bytes + 1
+    for step in range(POINTS - 1, 0, -1):
+        report("looking along the curve", POINTS - step, POINTS)
+        budget_bytes = round(least_bytes * (most_bytes / least_bytes) ** (step / (POINTS - 1)))
+        if budget_bytes < covered_bytes:
+            plans.append(_settled(problem, budget_bytes, smallest, options, chain))
+            covered_bytes = plans[-1].budget_bytes
     return Curve(
         points=useful(
             CurvePoint(p.budget_bytes, p.saved_bytes, p.certificate, problem.graph.time_ns)
@@ -168,14 +171,16 @@ SPARE = 0.05
 
 
 def _settled(
-    problem: Problem, budget_bytes: int, least_bytes: int, options: Options, chain: Chaining
+    problem: Problem, budget_bytes: int, smallest: Plan, options: Options, chain: Chaining
 ) -> Plan:
-    """The plan for a budget, or for a smaller one where it needs less."""
-    while True:
+    """The plan for a budget, or for a smaller one where it needs less: then for none between the
+    two is another one wanted."""
+    while budget_bytes > smallest.budget_bytes:
         plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, chain)
         if plan.peak_bytes >= (1 - SPARE) * budget_bytes:
             return plan
-        budget_bytes = max(plan.peak_bytes, least_bytes)
+        budget_bytes = plan.peak_bytes
+    return smallest
 
 
 def _cache(options: Options) -> Cache | None:

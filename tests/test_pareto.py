@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import rockplan
 from benchmarks.models import Case, encoder, mlp, resnet
+from rockplan import planning
 
 CASES: list[Callable[[], Case]] = [
     lambda: encoder(layers=1),
@@ -65,3 +68,22 @@ def test_the_point_for_a_budget_is_the_fastest_that_fits(found: Found) -> None:
     assert curve.at(curve.minimum_bytes - 1) is None
     assert curve.at(10 * curve.unplanned_bytes) == curve.points[-1]
     assert len(str(curve).splitlines()) == len(curve.points) + 2
+
+
+def test_no_budget_is_planned_twice_and_none_between_what_a_plan_needs_and_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, plan_anew = list[rockplan.Plan](), planning.plan_anew
+
+    def counted(*args: Any) -> rockplan.Plan:
+        asked.append(plan_anew(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(planning, "plan_anew", counted)
+    case = mlp(depth=3)
+    rockplan.pareto(case.model, case.args, options=replace(OPTIONS, cache=False))
+    for plan, later in itertools.pairwise(asked[1:]):
+        wanted_bytes = (1 - planning.SPARE) * plan.budget_bytes
+        assert later.budget_bytes < plan.budget_bytes
+        assert later.budget_bytes <= plan.peak_bytes or plan.peak_bytes >= wanted_bytes
+    assert asked[0].budget_bytes < asked[-1].budget_bytes
