@@ -35,6 +35,7 @@ from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
 from rockplan.ilp.refine import Refined, proved_ns, refined
 from rockplan.improve import improve
+from rockplan.needs import fastest, is_searched_backwards
 from rockplan.options import Options
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import is_outline_of
@@ -290,10 +291,16 @@ def plan_anew(
     if budget_bytes is None:
         smallest = _smallest(graph, None if _is_small(graph) else chain())
         budget_bytes = simulate(graph, smallest).peak_bytes
-    fastest = keep_all(graph)
-    if budget_bytes >= simulate(graph, fastest).peak_bytes:
-        found = Improved(fastest, is_complete=True)
+    kept = keep_all(graph)
+    if budget_bytes >= simulate(graph, kept).peak_bytes:
+        found = Improved(kept, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
+    proven_ns = graph.time_ns
+    if is_searched_backwards(graph):
+        report("searching the whole graph")
+        optimum, proven_ns = fastest(graph, budget_bytes, deadline=deadline)
+        if optimum is not None:
+            return _finish(problem, Improved(optimum, is_complete=True), budget_bytes, proven_ns)
     report("solving the relaxation")
     now = time.monotonic()
     relaxing_until = now + (deadline - now) * SHARE
@@ -302,7 +309,8 @@ def plan_anew(
     # Without time for anything else it is taken as it is.
     if near is not None and (not is_complete or _is_accepted(relaxed, near)):
         assert relaxed is not None
-        return _finish(problem, Improved(near, is_complete), budget_bytes, relaxed.bound_ns)
+        proven_ns = max(proven_ns, relaxed.bound_ns)
+        return _finish(problem, Improved(near, is_complete), budget_bytes, proven_ns)
     # Of a small graph blocks lead to nothing where the relaxation does not.
     blocks = chain() if near is not None or not _is_small(graph) else None
     starts = _starts(graph, blocks, near, smallest, budget_bytes, options)
@@ -310,7 +318,7 @@ def plan_anew(
     found, bound_ns = _improved(graph, relaxed, near, starts, budget_bytes, deadline, bound_s)
     if not is_complete or (blocks is not None and not blocks.is_complete):
         found = replace(found, is_complete=False)
-    return _finish(problem, found, budget_bytes, bound_ns)
+    return _finish(problem, found, budget_bytes, max(bound_ns, proven_ns))
 
 
 def _chain(problem: Problem, options: Options, limit_s: float) -> Chain:
@@ -538,7 +546,7 @@ def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) 
 
 def _certificate(graph: CDGraph, found: Simulation, bound_ns: int) -> Certificate:
     """bound_ns: no schedule within the budget is faster; nor is any than `keep_all`."""
-    fastest = simulate(graph, keep_all(graph))
-    bound = min(max(bound_ns, fastest.time_ns), found.time_ns)
+    kept = simulate(graph, keep_all(graph))
+    bound = min(max(bound_ns, kept.time_ns), found.time_ns)
     status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
     return Certificate(status, found.time_ns, bound)

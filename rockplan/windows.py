@@ -79,7 +79,7 @@ def searched(
     if hoped_ns <= 0:
         return schedule
     effort = int(EFFORT * min(hoped_ns / (HOPED * graph.time_ns), 1.0))
-    view, steps = _View(graph), _steps_of(graph, schedule)
+    view, steps = View(graph), _steps_of(graph, schedule)
     given_up: list[tuple[int, int]] = []
     for first, stop in _windows(len(view.times_ns)):
         if effort <= 0 or time.monotonic() >= deadline:
@@ -98,7 +98,7 @@ def searched(
             steps[window.begin : window.end] = found
         elif search.is_given_up:
             given_up.append((first, stop))
-    return _checked(graph, steps, budget_bytes)
+    return checked(graph, steps, budget_bytes)
 
 
 def is_searched_whole(graph: CDGraph) -> bool:
@@ -111,25 +111,25 @@ def searched_whole(
     """As `searched`, in the window of all first executions; and what is proven of the time of every
     schedule within the budget that executes every node for the first time in the order of the
     graph: that of the schedule, unless the search is given up."""
-    view, steps = _View(graph), _steps_of(graph, schedule)
+    view, steps = View(graph), _steps_of(graph, schedule)
     window = _window(view, steps, 0, len(view.times_ns))
     search = _Search(view, window, budget_bytes, OF_WHOLE, deadline, is_exact=True)
     found = search.run()
-    return _checked(graph, steps if found is None else found, budget_bytes), search.floor_ns
+    return checked(graph, steps if found is None else found, budget_bytes), search.floor_ns
 
 
 def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
     """A schedule of a graph that is searched whole, None if there is none or the search is given
     up. Nothing takes time in it: of states that differ in it alone one is followed."""
     nodes = tuple(replace(node, time_ns=0) for node in graph.nodes)
-    view = _View(replace(graph, nodes=nodes))
+    view = View(replace(graph, nodes=nodes))
     n = len(view.times_ns)
     window = _Window(first=0, stop=n, begin=0, end=0, alive=0, wanted=view.held, time_ns=1)
     found = _Search(view, window, budget_bytes, OF_PEAK, math.inf, is_exact=True).run()
-    return None if found is None else _checked(graph, found, budget_bytes)
+    return None if found is None else checked(graph, found, budget_bytes)
 
 
-def _checked(graph: CDGraph, steps: list[Step], budget_bytes: int) -> Schedule:
+def checked(graph: CDGraph, steps: list[Step], budget_bytes: int) -> Schedule:
     found = _schedule_of(graph, steps)
     verify(graph, found)
     assert simulate(graph, found).peak_bytes <= budget_bytes
@@ -158,7 +158,7 @@ def _windows(n: int) -> Iterator[tuple[int, int]]:
                 yield first, min(first + size, n)
 
 
-class _View:
+class View:
     """What all windows of a graph have in common, by step. Storages that are not resident are bits,
     larger ones first; so is the generator's state before a random node, which its first execution
     may save and each further one reads. maker: of each bit, -1 where nothing makes it again; takes:
@@ -214,14 +214,14 @@ class _View:
         self.rest_ns = list(times)[::-1]
 
     def _bytes_of(self, mask: Mask) -> int:
-        return sum(self.sizes[k] for k in _bits(mask))
+        return sum(self.sizes[k] for k in bits(mask))
 
     def first_ns(self, first: int, stop: int) -> int:
         """Of first executions from `first` to before `stop`."""
         return self.rest_ns[first] - self.rest_ns[stop]
 
 
-def _bits(mask: Mask) -> Iterator[int]:
+def bits(mask: Mask) -> Iterator[int]:
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -242,7 +242,7 @@ class _Window:
     time_ns: int
 
 
-def _window(view: _View, steps: list[Step], first: int, stop: int) -> _Window:
+def _window(view: View, steps: list[Step], first: int, stop: int) -> _Window:
     place = {i: k for k, i in reversed(list(enumerate(steps)))}
     begin = place[first - 1] + 1 if first else 0
     end = place[stop - 1] + 1
@@ -286,7 +286,7 @@ class _Search:
 
     def __init__(
         self,
-        view: _View,
+        view: View,
         window: _Window,
         budget_bytes: int,
         effort: int,
