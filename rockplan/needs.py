@@ -12,10 +12,9 @@ from there on is followed next (Dijkstra 1959); none is where something less wou
 
 What is needed holds nothing in vain, and nothing has to be dropped: forwards (`windows`), each way
 to make room leads to a state of its own. The MLP of the examples, 53 operations, roofline prices
-(100 GB/s, 2 Tflop/s), over one execution of every node: 292, 340, 395, 459
-and 533 kB +142, +132, +58, +40 and +30 %, proven in 0.1 to 2.6 s of CPU time. Exchanges had
-found these schedules in 14 to 3 s, 76 to 8 % above what programs of moments and forward search had
-proven.
+(100 GB/s, 2 Tflop/s), over one execution of every node: 292, 340, 395, 459 and 533 kB +142, +132,
++58, +40 and +30 %, proven in 0.1 to 2.6 s of CPU time. Exchanges had found these schedules in 14 to
+3 s, 8 to 90 % above what programs of moments and forward search had proven.
 """
 
 from __future__ import annotations
