@@ -45,7 +45,7 @@ def is_searched_backwards(graph: CDGraph) -> bool:
 def fastest(graph: CDGraph, budget_bytes: int, *, deadline: float) -> tuple[Schedule | None, int]:
     """The schedule, None if there is none or the search is given up; and the proven time. deadline:
     as of time.monotonic."""
-    search = _Search(graph, budget_bytes, deadline)
+    search = _Search(View(graph), budget_bytes, deadline)
     steps = search.run()
     return None if steps is None else checked(graph, steps, budget_bytes), search.floor_ns
 
@@ -53,13 +53,8 @@ def fastest(graph: CDGraph, budget_bytes: int, *, deadline: float) -> tuple[Sche
 class _Search:
     """floor_ns: proven of every schedule, once it has run."""
 
-    def __init__(self, graph: CDGraph, budget_bytes: int, deadline: float) -> None:
-        self.view = view = View(graph)
-        self.budget_bytes, self.deadline = budget_bytes, deadline
-        # What the last forward node needs beside its result is the caller's loss, which needs it
-        # after whatever runs again there.
-        self.turn = len(graph.forward)
-        self.room_bytes = graph.nodes[self.turn - 1].workspace_bytes if self.turn else 0
+    def __init__(self, view: View, budget_bytes: int, deadline: float) -> None:
+        self.view, self.budget_bytes, self.deadline = view, budget_bytes, deadline
         self.once_ns = self.floor_ns = view.rest_ns[0]
         # Of states: position, what is needed there, state after, node that runs between the two;
         # by position and what is needed, the least time of re-executions from there on.
@@ -120,15 +115,13 @@ class _Search:
             before = needed & ~makes | view.reads[first]
             if self._fits(first, before, needed, view.bytes_of(saved)):
                 self._reach(first, before, spent_ns, number, first)
-        room_bytes = self.room_bytes if position == self.turn else 0
         tried: set[Step] = set()
         for k in bits(needed & ~view.held):
             i = view.maker[k]
             if 0 <= i < position and i not in tried:
                 tried.add(i)
                 before = needed & ~(view.writes[i] & ~view.held) | view.reads[i] | view.saved[i]
-                state_bytes = view.rng_state_bytes if view.saved[i] else 0
-                if self._fits(i, before, needed, state_bytes + room_bytes):
+                if self._fits(i, before, needed, view.again_bytes(i, position)):
                     self._reach(position, before, spent_ns + view.times_ns[i], number, i)
 
     def _fits(self, node: Step, before: Mask, after: Mask, more_bytes: int) -> bool:

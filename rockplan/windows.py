@@ -163,10 +163,13 @@ class View:
     larger ones first; so is the generator's state before a random node, which its first execution
     may save and each further one reads. maker: of each bit, -1 where nothing makes it again; takes:
     storages in which a step may write what it makes; gone: what must not be alive when it runs;
-    made: by the first executions before each; rest_ns: of the first executions from each on."""
+    made: by the first executions before each; rest_ns: of the first executions from each on;
+    room_bytes: what the last forward node needs beside its result, which is the caller's loss, and
+    is needed as well after whatever runs again between that node and the turn."""
 
     def __init__(self, graph: CDGraph) -> None:
-        turn = len(graph.forward)
+        turn = self.turn = len(graph.forward)
+        self.room_bytes = graph.nodes[turn - 1].workspace_bytes if turn else 0
         again = may_run_again(graph)
         ours = [(d.size_bytes, d.index) for d in graph.data if not d.kind.resident]
         drawn = [(graph.rng_state_bytes, ~i) for i in again if graph.nodes[i].random]
@@ -215,6 +218,11 @@ class View:
 
     def _bytes_of(self, mask: Mask) -> int:
         return sum(self.sizes[k] for k in bits(mask))
+
+    def again_bytes(self, node: Step, position: int) -> int:
+        """What `node` needs more than the first time when it runs again before `position`."""
+        state_bytes = self.rng_state_bytes if self.saved[node] else 0
+        return state_bytes + (self.room_bytes if position == self.turn else 0)
 
     def first_ns(self, first: int, stop: int) -> int:
         """Of first executions from `first` to before `stop`."""
@@ -434,7 +442,7 @@ class _Search:
             if i >= position:
                 break
             if view.writes[i] & wanted & absent and not (view.reads[i] | view.saved[i]) & absent:
-                self._run(number, i, 0, view.rng_state_bytes if view.saved[i] else 0)
+                self._run(number, i, 0, view.again_bytes(i, position))
 
     def _run(self, number: int, node: Step, state: Mask, more_bytes: int) -> None:
         """In every way to make room for it; state: of the generator, to be saved."""

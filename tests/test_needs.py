@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from rockplan import Options, examples, needs, planning
 from rockplan.budget import Budget
 from rockplan.codegen import random_state
 from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lower import lower
 from rockplan.graph_builder.measure import roofline
@@ -21,14 +19,7 @@ from rockplan.needs import fastest
 from rockplan.plan import Status
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive
-from tests.test_windows import draw
-
-
-def without_room(graph: CDGraph) -> CDGraph:
-    """Without a caller's loss, of which exhaustive search knows nothing."""
-    last = len(graph.forward) - 1
-    nodes = [replace(n, workspace_bytes=0) if n.index == last else n for n in graph.nodes]
-    return replace(graph, nodes=tuple(nodes))
+from tests.test_windows import draw, without_room
 
 
 def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:

@@ -12,6 +12,7 @@ from benchmarks.priced import prepared
 from rockplan import Options, windows
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
+from rockplan.needs import fastest
 from rockplan.prune import pruned
 from rockplan.schedule import Schedule
 from rockplan.simulate import simulate
@@ -43,10 +44,21 @@ def draw(seed: int) -> CDGraph:
             return constrained_graph(rng)
 
 
+def without_room(graph: CDGraph) -> CDGraph:
+    """Without a caller's loss, of which exhaustive search knows nothing."""
+    return with_room(graph, 0)
+
+
+def with_room(graph: CDGraph, room_bytes: int) -> CDGraph:
+    last = len(graph.forward) - 1
+    nodes = [replace(n, workspace_bytes=room_bytes) if n.index == last else n for n in graph.nodes]
+    return replace(graph, nodes=tuple(nodes))
+
+
 def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
     gains = costly = 0
     for seed in range(120):
-        graph = draw(seed)
+        graph = without_room(draw(seed))
         if len(graph.nodes) > 12:
             continue
         start = thriftiest(graph)
@@ -63,7 +75,7 @@ def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
 
 def test_a_small_graph_has_a_schedule_down_to_its_least_peak() -> None:
     gains = 0
-    for graph in map(draw, range(60)):
+    for graph in map(without_room, map(draw, range(60))):
         start = thriftiest(graph)
         peak_bytes = simulate(graph, start).peak_bytes
         least_bytes = peak_bytes
@@ -75,6 +87,21 @@ def test_a_small_graph_has_a_schedule_down_to_its_least_peak() -> None:
             below = Exhaustive(graph, least_bytes - 1, None, is_free=True, in_order=True)
             assert below.fastest_ns() is None
     assert gains >= 3
+
+
+@pytest.mark.parametrize("seed", [12, 24, 50, 61, 68, 887, 931, 1783, 1883, 2383])
+def test_what_runs_again_before_the_turn_leaves_the_loss_its_room(seed: int) -> None:
+    """Once forward search did not in the last five, nor backward search in the others."""
+    room_bytes = 30
+    graph = with_room(draw(seed), room_bytes)
+    start = thriftiest(graph)
+    budget_bytes = simulate(graph, start).peak_bytes
+    forwards, proven_ns = searched_whole(graph, start, budget_bytes, deadline=math.inf)
+    backwards, optimum_ns = fastest(graph, budget_bytes, deadline=math.inf)
+    assert backwards is not None and optimum_ns == proven_ns > graph.time_ns
+    for found in (forwards, backwards):
+        assert simulate(graph, found).time_ns == optimum_ns
+        assert simulate(graph, found).saved_bytes + room_bytes <= budget_bytes
 
 
 @pytest.mark.parametrize("effort", [0, 3_000, 300_000])
