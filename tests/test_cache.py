@@ -29,6 +29,8 @@ from tests.cache_worker import KEY, hammer
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
+    # So that small graphs need all kinds of entries, as larger ones do.
+    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
     return folder
 
 
@@ -66,6 +68,8 @@ def test_the_second_plan_measures_and_solves_nothing(
     monkeypatch.setattr("rockplan.planning.option_families", forbidden)
     monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
     monkeypatch.setattr("rockplan.planning.refined", forbidden)
+    monkeypatch.setattr("rockplan.needs.LARGEST", 1000)
+    monkeypatch.setattr("rockplan.planning.fastest", forbidden)
     assert make_plan() == first
 
 
