@@ -2,8 +2,9 @@
 
 takes: a priced CDGraph, a budget. returns: a schedule, or nothing; and what is proven of the time
 of every schedule that executes every node for the first time in the order of the graph. guarantees:
-the schedule is legal, within the budget as `simulate` finds it, and none is faster; the same on
-every run unless the deadline strikes: effort is counted.
+the schedule is legal, within the budget as `simulate` finds it, leaves the caller's loss its room
+(`View.room_bytes`), and none that does is faster; the same on every run unless the deadline
+strikes: effort is counted.
 
 A state is the next first execution and what is needed there: everything read later and not made
 before that. A step takes back what ran last, a first execution or a re-execution: what it makes is
@@ -32,7 +33,7 @@ LARGEST = 64
 """Nodes of a graph that is searched."""
 
 EFFORT = 250_000
-"""States reached: about 3 s, and 150 MB."""
+"""States reached: about 3 s, and 100 MB."""
 
 CHECKED = 256
 """States after which the clock is looked at."""

@@ -130,6 +130,7 @@ def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
 
 
 def checked(graph: CDGraph, steps: list[Step], budget_bytes: int) -> Schedule:
+    """The schedule that runs the steps, found by a search, which is wrong if it is not legal."""
     found = _schedule_of(graph, steps)
     verify(graph, found)
     assert simulate(graph, found).peak_bytes <= budget_bytes

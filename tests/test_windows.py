@@ -91,7 +91,7 @@ def test_a_small_graph_has_a_schedule_down_to_its_least_peak() -> None:
 
 @pytest.mark.parametrize("seed", [12, 24, 50, 61, 68, 887, 931, 1783, 1883, 2383])
 def test_what_runs_again_before_the_turn_leaves_the_loss_its_room(seed: int) -> None:
-    """Once forward search did not in the last five, nor backward search in the others."""
+    """Where the room counts only in the last forward node, one of the searches uses it here."""
     room_bytes = 30
     graph = with_room(draw(seed), room_bytes)
     start = thriftiest(graph)
