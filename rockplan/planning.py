@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from rockplan import eviction
+from rockplan import eviction, needs
 from rockplan.anneal import annealed, annealed_again, fitted, squeezed
 from rockplan.block import Block, BlockOption, OptionFamily
 from rockplan.budget import Budget
@@ -35,7 +35,6 @@ from rockplan.ilp.corners import Settings
 from rockplan.ilp.options import option_families
 from rockplan.ilp.refine import Refined, proved_ns, refined
 from rockplan.improve import improve
-from rockplan.needs import fastest, is_searched_backwards
 from rockplan.options import Options
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.plan_file import is_outline_of
@@ -46,7 +45,7 @@ from rockplan.schedule import Compute, Schedule, keep_all, merge_handovers, with
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.verify import verify
 from rockplan.version import planner
-from rockplan.windows import is_searched_whole, searched, searched_whole, within
+from rockplan.windows import searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +294,20 @@ def plan_anew(
     if budget_bytes >= simulate(graph, kept).peak_bytes:
         found = Improved(kept, is_complete=True)
         return _finish(problem, found, budget_bytes, graph.time_ns)
-    proven_ns = graph.time_ns
-    if is_searched_backwards(graph):
-        report("searching the whole graph")
-        optimum, proven_ns = fastest(graph, budget_bytes, deadline=deadline)
-        if optimum is not None:
-            return _finish(problem, Improved(optimum, is_complete=True), budget_bytes, proven_ns)
+    search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
+
+    def optimal(effort: int) -> Plan | None:
+        optimum = None
+        if search is not None:
+            report("searching the whole graph")
+            optimum = search.fastest(effort, deadline=deadline)
+        if search is None or optimum is None:
+            return None
+        found = Improved(optimum, is_complete=True)
+        return _finish(problem, found, budget_bytes, search.proven_ns)
+
+    if (plan := optimal(needs.FIRST)) is not None:
+        return plan
     report("solving the relaxation")
     now = time.monotonic()
     relaxing_until = now + (deadline - now) * SHARE
@@ -309,8 +316,10 @@ def plan_anew(
     # Without time for anything else it is taken as it is.
     if near is not None and (not is_complete or _is_accepted(relaxed, near)):
         assert relaxed is not None
-        proven_ns = max(proven_ns, relaxed.bound_ns)
+        proven_ns = max(relaxed.bound_ns, 0 if search is None else search.proven_ns)
         return _finish(problem, Improved(near, is_complete), budget_bytes, proven_ns)
+    if (plan := optimal(needs.EFFORT)) is not None:
+        return plan
     # Of a small graph blocks lead to nothing where the relaxation does not.
     blocks = chain() if near is not None or not _is_small(graph) else None
     starts = _starts(graph, blocks, near, smallest, budget_bytes, options)
@@ -318,7 +327,8 @@ def plan_anew(
     found, bound_ns = _improved(graph, relaxed, near, starts, budget_bytes, deadline, bound_s)
     if not is_complete or (blocks is not None and not blocks.is_complete):
         found = replace(found, is_complete=False)
-    return _finish(problem, found, budget_bytes, max(bound_ns, proven_ns))
+    proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
+    return _finish(problem, found, budget_bytes, proven_ns)
 
 
 def _chain(problem: Problem, options: Options, limit_s: float) -> Chain:
@@ -358,7 +368,8 @@ def _relaxed(
     near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
     if _is_small(graph) or simulate(graph, near).time_ns > near_ns:
         near = annealed(graph, near, budget_bytes, deadline=deadline)
-        if not is_searched_whole(graph):
+        # A small graph is searched as a whole before integer programs are solved.
+        if not needs.is_searched(graph):
             near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
 
@@ -400,8 +411,8 @@ def _smallest(graph: CDGraph, chain: Chain | None) -> Schedule:
         assert of_chain is not None
         found = of_chain
     found = _squeezed(graph, found)
-    if is_searched_whole(graph):
-        while (less := within(graph, simulate(graph, found).peak_bytes - 1)) is not None:
+    if needs.is_searched(graph):
+        while (less := needs.within(graph, simulate(graph, found).peak_bytes - 1)) is not None:
             found = less
     # The relaxation is asked first when a plan is made: what it leads to with less would be
     # accepted below the smallest budget.
@@ -460,14 +471,9 @@ def _improved(
     """The fastest of what becomes of the starts, since which one leads further is not known before;
     and the time that is proven of every schedule, in ns."""
     report("improving the plan")
-    least_ns = graph.time_ns
-    if is_searched_whole(graph):
-        best = _exchanged(graph, starts, budget_bytes, deadline)
-        best, least_ns = searched_whole(graph, best, budget_bytes, deadline=deadline)
-        if simulate(graph, best).time_ns == least_ns:
-            return Improved(best, is_complete=True), least_ns
+    if needs.is_searched(graph):
         # Without integer programs as yet.
-        starts, near = [best], None
+        near = None
     with ThreadPoolExecutor(max_workers=1) as beside:
         latest = min(deadline, time.monotonic() + bound_s)
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
@@ -482,7 +488,7 @@ def _improved(
             best = searched(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         is_complete = time.monotonic() < deadline
         report("proving a bound")
-        bound_ns = max(least_ns, 0 if proving is None else proving.result())
+        bound_ns = graph.time_ns if proving is None else proving.result()
     return Improved(pruned(graph, best, budget_bytes), is_complete), bound_ns
 
 

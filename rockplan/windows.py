@@ -1,8 +1,8 @@
 """Improve a schedule by exact search: windows of first executions, with all else as it is.
 
-takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule, and of the whole the
-time that is proven of every schedule. guarantees: legal, within the budget as `simulate` finds it,
-no slower; the same on every run unless the deadline strikes: effort is counted.
+takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule. guarantees: legal,
+within the budget as `simulate` finds it, no slower; the same on every run unless the deadline
+strikes: effort is counted.
 
 A state is the next first execution and what is alive. From state to state a node runs, for the
 first time or again, and what has no room beside it is dropped, in every way that drops nothing too
@@ -11,10 +11,9 @@ much: what may be dropped later need not be dropped now. The search is A* (Hart,
 is what would have to run again if memory were free from now on. A state is not followed where one
 more storage is alive at no more time.
 
-Programs of moments say little where hardly anything fits, since a few storages in place of many are
-few states, but as many columns as ever, which may all be halves. The window of all first executions
-proves the optimum, or the time at which the search was given up; where nothing takes time, it finds
-any schedule within a budget.
+Nodes run again only where what they make is missing for what is read later: this may be too late,
+but takes a fifth of the effort. Programs of moments say little where hardly anything fits, since a
+few storages in place of many are few states, but as many columns as ever, which may all be halves.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from rockplan.graph import CDGraph, DataKind, may_run_again, producers
@@ -36,17 +34,9 @@ from rockplan.verify import verify
 SIZES, STEPS = (8, 12, 16, 24, 32), 3
 """First executions in a window; the next one of a size begins this part of it later."""
 
-SMALL = 48
-"""Nodes of a graph that is searched as a whole."""
-
-EFFORT, OF_ONE, OF_WHOLE, OF_PEAK = 4_000_000, 350_000, 12_000_000, 700_000
-"""Re-executions and ways to make room that are weighed for one schedule in windows, in one of them,
-in the whole, and in the whole for any schedule: about a million and a half in a second."""
-
-LOOKS, DOUBLINGS, NEAR = (16, 8), 6, 0.02
-"""The whole is given up early, after the second of these parts of its effort, where the estimate
-would have to rise by more than so many times what it rose by since the first, and by more than this
-share of the iteration time: three more doublings of the effort bring about three times as much."""
+EFFORT, OF_ONE = 4_000_000, 350_000
+"""Re-executions and ways to make room that are weighed for one schedule, and in one window: about a
+million and a half in a second."""
 
 OF_STATE = 10
 """As many for each state: they take memory, half a kilobyte each."""
@@ -91,7 +81,7 @@ def searched(
         if window.time_ns == view.first_ns(first, stop):
             continue
         limit = min(effort, OF_ONE)
-        search = _Search(view, window, budget_bytes, limit, deadline, is_exact=False)
+        search = _Search(view, window, budget_bytes, limit, deadline)
         found = search.run()
         effort -= search.effort
         if found is not None:
@@ -99,34 +89,6 @@ def searched(
         elif search.is_given_up:
             given_up.append((first, stop))
     return checked(graph, steps, budget_bytes)
-
-
-def is_searched_whole(graph: CDGraph) -> bool:
-    return len(graph.nodes) <= SMALL
-
-
-def searched_whole(
-    graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float
-) -> tuple[Schedule, int]:
-    """As `searched`, in the window of all first executions; and what is proven of the time of every
-    schedule within the budget that executes every node for the first time in the order of the
-    graph: that of the schedule, unless the search is given up."""
-    view, steps = View(graph), _steps_of(graph, schedule)
-    window = _window(view, steps, 0, len(view.times_ns))
-    search = _Search(view, window, budget_bytes, OF_WHOLE, deadline, is_exact=True)
-    found = search.run()
-    return checked(graph, steps if found is None else found, budget_bytes), search.floor_ns
-
-
-def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
-    """A schedule of a graph that is searched whole, None if there is none or the search is given
-    up. Nothing takes time in it: of states that differ in it alone one is followed."""
-    nodes = tuple(replace(node, time_ns=0) for node in graph.nodes)
-    view = View(replace(graph, nodes=nodes))
-    n = len(view.times_ns)
-    window = _Window(first=0, stop=n, begin=0, end=0, alive=0, wanted=view.held, time_ns=1)
-    found = _Search(view, window, budget_bytes, OF_PEAK, math.inf, is_exact=True).run()
-    return None if found is None else checked(graph, found, budget_bytes)
 
 
 def checked(graph: CDGraph, steps: list[Step], budget_bytes: int) -> Schedule:
@@ -289,25 +251,14 @@ class _Room(NamedTuple):
 
 
 class _Search:
-    """Of one window. is_exact: else nodes run again only where what they make is missing for what
-    is read later; this may be too late, but takes a fifth of the effort. floor_ns: proven of all
-    ways through it, once it has run, if it is exact; effort: what was weighed."""
+    """Of one window. effort: what was weighed."""
 
     def __init__(
-        self,
-        view: View,
-        window: _Window,
-        budget_bytes: int,
-        effort: int,
-        deadline: float,
-        *,
-        is_exact: bool,
+        self, view: View, window: _Window, budget_bytes: int, effort: int, deadline: float
     ) -> None:
-        self.is_exact = is_exact
         self.view, self.window = view, window
         self.budget_bytes, self.limit, self.deadline = budget_bytes, effort, deadline
         self.effort = 0
-        self.floor_ns = window.time_ns
         first, stop = window.first, window.stop
         # What is read from each first execution on.
         self.later = {stop: window.wanted}
@@ -325,9 +276,6 @@ class _Search:
         self.least: dict[tuple[int, Mask], int] = {}
         self.followed: dict[tuple[int, Mask], int] = {}
         self.queue: list[tuple[int, int, int]] = []
-        # Efforts after which the estimate is looked at, and what it was.
-        self.looks = [effort // part for part in LOOKS] if is_exact and view.rest_ns[0] else []
-        self.seen: list[int] = []
 
     def run(self) -> list[Step] | None:
         """The fastest way, None if none is faster than the window's or none was found in time."""
@@ -335,42 +283,24 @@ class _Search:
         again = self._again(window.first, window.alive)
         if again is not None:
             self._reach(window.first, window.alive, again, 0, -1, -1)
-        followed_ns = self.view.first_ns(window.first, window.stop)
         for popped in itertools.count():
             is_late = popped % CHECKED == 0 and time.monotonic() >= self.deadline
-            if is_late or self.is_given_up or self._is_hopeless(followed_ns):
-                # What was followed last may not have been to its end.
-                self.floor_ns = followed_ns
+            if is_late or self.is_given_up or not self.queue:
                 return None
-            if not self.queue:
-                return None
-            found_ns, _, number = heapq.heappop(self.queue)
+            _, _, number = heapq.heappop(self.queue)
             position, alive, spent_ns, *_ = self.states[number]
             if position == window.stop and not window.wanted & ~alive:
-                self.floor_ns = found_ns
                 return self._steps(number)
             if self.least[position, alive] == spent_ns and not self._is_dominated(
                 position, alive, spent_ns
             ):
                 self.followed[position, alive] = spent_ns
-                followed_ns = found_ns
                 self._follow(number)
         raise AssertionError
 
     @property
     def is_given_up(self) -> bool:
         return self.effort > self.limit
-
-    def _is_hopeless(self, followed_ns: int) -> bool:
-        """`followed_ns`: the estimate that has been reached."""
-        if len(self.seen) == len(self.looks) or self.effort < self.looks[len(self.seen)]:
-            return False
-        self.seen.append(followed_ns)
-        if len(self.seen) < len(self.looks):
-            return False
-        missing_ns = self.window.time_ns - followed_ns
-        risen_ns = self.seen[-1] - self.seen[0]
-        return missing_ns > max(DOUBLINGS * risen_ns, NEAR * self.view.rest_ns[0])
 
     def _steps(self, number: int) -> list[Step]:
         steps: list[Step] = []
@@ -435,10 +365,8 @@ class _Search:
             saved = view.saved[position] & self.useful
             for state in {0, saved}:
                 self._run(number, position, state, 0)
-        wanted = self.useful
-        if not self.is_exact:
-            again = self._again(position, alive)
-            wanted = again.makes if again is not None else 0
+        again = self._again(position, alive)
+        wanted = again.makes if again is not None else 0
         for i in self.candidates:
             if i >= position:
                 break

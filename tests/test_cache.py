@@ -69,7 +69,7 @@ def test_the_second_plan_measures_and_solves_nothing(
     monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
     monkeypatch.setattr("rockplan.planning.refined", forbidden)
     monkeypatch.setattr("rockplan.needs.LARGEST", 1000)
-    monkeypatch.setattr("rockplan.planning.fastest", forbidden)
+    monkeypatch.setattr("rockplan.needs.Search", forbidden)
     assert make_plan() == first
 
 
