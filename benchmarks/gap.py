@@ -230,6 +230,12 @@ def report(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(found: Found) -> None:
+    rows = "".join(json.dumps(asdict(row)) + "\n" for row in found.values())
+    (RESULTS / "gap.jsonl").write_text(rows)
+    (RESULTS / "gap.md").write_text(report(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(CASES), metavar="MODEL")
@@ -245,9 +251,7 @@ def main() -> None:
         os.environ["ROCKPLAN_CACHE_DIR"] = folder
         for name in arguments.models:
             measure(name, found, options, arguments)
-            rows = "".join(json.dumps(asdict(row)) + "\n" for row in found.values())
-            (RESULTS / "gap.jsonl").write_text(rows)
-            (RESULTS / "gap.md").write_text(report(found))
+            write(found)
 
 
 if __name__ == "__main__":

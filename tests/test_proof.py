@@ -1,0 +1,128 @@
+"""Proofs of gap.md: nothing is proven that is not so, and of what is not relaxed the optimum is."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.proof import NONE, Relaxation, least_ns, proven_ns
+from rockplan.eviction import thriftiest
+from rockplan.graph import CDGraph
+from rockplan.needs import Search
+from rockplan.simulate import simulate
+from rockplan.windows import bits
+from tests.graphs import random_graph, with_random_takes
+from tests.test_windows import draw, with_room, without_room
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler"
+)
+
+EFFORT, MOST = 50_000, 1_000_000
+
+
+def graphs(seeds: range) -> Iterator[CDGraph]:
+    """Small ones; of some many operations take the same time, or none."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        graph = draw(seed)
+        if seed % 3 == 0:
+            graph = with_random_takes(rng, random_graph(rng, rng.randint(4, 8)))
+        graph = with_room(graph, rng.randint(1, 30)) if seed % 2 else without_room(graph)
+        if seed % 5 == 0:
+            nodes = (replace(node, time_ns=rng.choice((0, 1, 1, 2))) for node in graph.nodes)
+            graph = replace(graph, nodes=tuple(nodes))
+        yield graph
+
+
+def optima(seeds: range) -> Iterator[tuple[CDGraph, int, int | None]]:
+    """Graphs, budgets, and the least time of re-executions, None where nothing fits."""
+    for graph in graphs(seeds):
+        least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
+        for more_bytes in (-2, 0, 1, 3):
+            search = Search(graph, max(least_bytes + more_bytes, 0))
+            steps = search.steps_within(EFFORT, math.inf)
+            if steps is not None:
+                yield graph, search.budget_bytes, search.proven_ns - search.once_ns
+            elif not search.queue:
+                yield graph, search.budget_bytes, None
+
+
+def test_nothing_is_lost_by_what_is_dropped() -> None:
+    """With each bound on its own, and what no operation has to run with, the search is exact."""
+    costly = impossible = relaxed = 0
+    for graph, budget_bytes, optimum_ns in optima(range(150)):
+        relaxation = Relaxation(graph, budget_bytes, small=0)
+        found_ns = relaxation.least_ns(relaxation.levels, relaxation.held, 1 << 40, MOST)
+        assert found_ns is not None
+        if max(relaxation.parts) >= 0:
+            relaxed += 1
+            assert optimum_ns is None or found_ns <= optimum_ns
+        else:
+            costly += bool(optimum_ns)
+            impossible += optimum_ns is None
+            assert found_ns == (NONE if optimum_ns is None else optimum_ns)
+    assert costly >= 100 and impossible >= 10 and relaxed >= 30
+
+
+def test_bounds_of_levels_prove_the_optimum() -> None:
+    proven = 0
+    for graph, budget_bytes, optimum_ns in optima(range(150, 240)):
+        if optimum_ns is None:
+            continue
+        relaxation = Relaxation(graph, budget_bytes, small=0)
+        for level, bound_ns in proven_ns(relaxation, 2 * optimum_ns, MOST):
+            assert bound_ns <= optimum_ns
+        assert level == relaxation.levels
+        if max(relaxation.parts) < 0:
+            proven += bound_ns > 0
+            assert bound_ns == optimum_ns
+    assert proven >= 50
+
+
+def test_what_is_learned_holds_with_any_storages() -> None:
+    """Bounds of levels with one storage, against searches of the level with some that know
+    nothing of them."""
+    rng, larger = random.Random(0), 0
+    for graph, budget_bytes, optimum_ns in optima(range(240, 300)):
+        if not optimum_ns:
+            continue
+        relaxation = Relaxation(graph, budget_bytes, small=0)
+        for _ in proven_ns(relaxation, 2 * optimum_ns, MOST):
+            pass
+        for level in range(graph_turn(graph) + 1, relaxation.levels):
+            made = list(bits(relaxation.made[level]))
+            some = sum(1 << k for k in rng.sample(made, min(len(made), 2)))
+            needed = some | relaxation.certain(level)
+            bound_ns = relaxation.bound_ns(level, needed)
+            fresh = Relaxation(graph, budget_bytes, small=0)
+            found_ns = fresh.least_ns(level, needed, 1 << 40, MOST)
+            assert found_ns is not None
+            assert found_ns == NONE or bound_ns <= found_ns
+            larger += 0 < bound_ns
+    assert larger >= 50
+
+
+def graph_turn(graph: CDGraph) -> int:
+    return len(graph.forward)
+
+
+def test_less_than_the_optimum_is_proven_with_few_states_or_small_storages() -> None:
+    fewer = smaller = 0
+    for graph, budget_bytes, optimum_ns in optima(range(300, 360)):
+        if not optimum_ns:
+            continue
+        exact = Relaxation(graph, budget_bytes, small=0)
+        few_ns = least_ns(exact, exact.levels, exact.held, optimum_ns * 2, 3)
+        relaxation = Relaxation(graph, budget_bytes, small=0.2)
+        small_ns = least_ns(relaxation, exact.levels, relaxation.held, optimum_ns * 2, MOST)
+        assert 0 <= few_ns <= optimum_ns and 0 <= small_ns <= optimum_ns
+        fewer += few_ns < optimum_ns
+        smaller += small_ns < optimum_ns
+    assert fewer >= 10 and smaller >= 10
