@@ -1,6 +1,7 @@
 """Proofs of the least time within a budget, for graphs too large for the planner's own search.
 
     python -m benchmarks.proof gpt2-sdpa [bert ...] [--budgets 0 1 ...] [--most 200000]
+                               [--limit 150]
 
 takes: rows of benchmarks/results/gap.jsonl. returns: the same with larger bounds where more is
 proven. guarantees: no schedule that executes every node for the first time in the order of the
@@ -10,9 +11,11 @@ The search is that of `rockplan.needs`, backwards over what is needed, compiled:
 needs a C++ compiler (`c++`, or $CXX). Two things make it reach graphs of 150 operations. First, it
 searches a relaxation: storages below SMALL of the budget take no room, and an operation that
 writes over its only operand, which nothing else reads, runs again only together with what made
-that operand (`_parts_of` says why no schedule is lost). Second, bounds grow from below: what must be
-spent before each first execution is proven one level after the other, alone and with one more
+that operand (`_parts_of` says why no schedule is lost). Second, bounds grow from below: what must
+be spent before each first execution is proven one level after the other, alone and with one more
 storage needed there, by a search that is cut off by what is already proven of the levels below.
+Where that does not reach the end, the relaxation at moments of `rockplan.ilp.refine` bounds the
+rest, for --limit seconds.
 
 A search of a level that reaches more than --most states is given up; what the last one within that
 many has proven stays. Each line printed is a level: what must have been spent before it.
@@ -41,6 +44,7 @@ from benchmarks.priced import prepared
 from benchmarks.timing import where
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest
+from rockplan.ilp.refine import lower_bound_ns
 from rockplan.options import Options
 from rockplan.windows import Mask, Step, View, bits
 
@@ -50,7 +54,10 @@ SMALL = 0.005
 MOST = 200_000
 """States of a level for one storage; ALONE times as many for none, which all others build on."""
 
-ALONE, LAST = 30, 300
+ALONE = 30
+
+REST = 5
+"""Levels after one whose search was given up that are not searched: that takes longest."""
 
 NARROW = 300
 """States kept of each level where one way within the proven bound would do: then it is exact."""
@@ -241,81 +248,93 @@ def _library(words: int) -> ctypes.CDLL:
     return loaded
 
 
-def least_ns(relaxation: Relaxation, level: int, needed: Mask, enough_ns: int, most: int) -> int:
-    """Proven of the re-executions before a level where `needed` is needed: the least time, or
-    less if that takes more states, or more than enough."""
+def least_ns(
+    relaxation: Relaxation, level: int, needed: Mask, enough_ns: int, most: int
+) -> tuple[int, bool]:
+    """Proven of the re-executions before a level where `needed` is needed: the least time, or less
+    if more states would have to be looked at, or more than enough; and whether none were too many.
+    """
     proven = relaxation.bound_ns(level, needed)
     step = int(FIRST_STEP * relaxation.time_ns)
-    within = relaxation.least_ns(level, needed, proven, most, NARROW)
-    best = proven if within is not None and within != NONE else None
+    best = _found(relaxation.least_ns(level, needed, proven, most, NARROW))
     while proven <= enough_ns and best != proven:
         limit = min(proven + step, enough_ns)
         if best is None:
-            within = relaxation.least_ns(level, needed, limit, most, 10 * NARROW)
-            best = within if within != NONE else None
+            best = _found(relaxation.least_ns(level, needed, limit, most, 10 * NARROW))
         if best is not None:
             limit = min(limit, best - 1)
         found = relaxation.least_ns(level, needed, limit, most)
         if found is None:
-            break
+            return proven, False
         if found != NONE:
-            return found
+            return found, True
         proven, step = limit + 1, 2 * step
-    return proven
+    return proven, True
+
+
+def _found(least_ns: int | None) -> int | None:
+    return None if least_ns == NONE else least_ns
 
 
 def proven_ns(relaxation: Relaxation, enough_ns: int, most: int) -> Iterator[tuple[int, int]]:
     """Level by level what must be spent on re-executions before it; the last one is the end.
     enough_ns: more than this is not proven."""
-    turn = relaxation.view.turn
+    turn, resting = relaxation.view.turn, 0
     alone_ns = tried_ns = 0
     with_one: dict[int, int] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for level in range(turn + 1, relaxation.levels + 1):
             certain = relaxation.certain(level)
-            is_last = level == relaxation.levels
             # Without the step between the two levels, what is done before this one can be done
             # before the one below, if no more is needed there, and the turn is not between them.
-            is_as_before = level - 1 > turn and not relaxation.certain(level - 1) & ~certain
-            if not is_as_before:
+            if level - 1 == turn or relaxation.certain(level - 1) & ~certain:
                 with_one = {}
             relaxation.learn(level, alone_ns)
             for k, bound_ns in with_one.items():
                 relaxation.learn(level, bound_ns, k)
-            times = LAST if is_last else ALONE
-            alone_ns = least_ns(relaxation, level, certain, enough_ns, times * most)
-            relaxation.learn(level, alone_ns)
+            is_last = level == relaxation.levels
+            if is_last or resting == 0:
+                alone_ns, is_exact = least_ns(relaxation, level, certain, enough_ns, ALONE * most)
+                relaxation.learn(level, alone_ns)
+                resting = 0 if is_exact else REST
+            else:
+                resting -= 1
             yield level, alone_ns
             if is_last or alone_ns > enough_ns:
                 return
             is_dearer = alone_ns - tried_ns > PAYS * relaxation.time_ns
             if is_dearer:
                 tried_ns = alone_ns
-            tried = [
-                k for k in bits(relaxation.made[level] & ~certain) if is_dearer or k not in with_one
-            ]
+            open_there = bits(relaxation.made[level] & ~certain)
+            tried = [k for k in open_there if is_dearer or k not in with_one]
 
             def with_storage(k: int, level: int = level, certain: Mask = certain) -> int:
-                return least_ns(relaxation, level, certain | 1 << k, enough_ns, most)
+                return least_ns(relaxation, level, certain | 1 << k, enough_ns, most)[0]
 
             for k, bound_ns in zip(tried, pool.map(with_storage, tried), strict=True):
                 with_one[k] = bound_ns
                 relaxation.learn(level, bound_ns, k)
 
 
-def prove(row: Row, graph: CDGraph, most: int) -> Row:
+def prove(row: Row, graph: CDGraph, most: int, limit_s: float) -> Row:
     """The row of a plan for a graph, with a larger bound if more is proven."""
     start = time.process_time()
     relaxation = Relaxation(graph, row.budget_bytes)
-    bound_ns = 0
+    turn, spent_ns, bound_ns = relaxation.view.turn, dict[int, int](), 0
     for level, bound_ns in proven_ns(relaxation, row.time_ns - row.once_ns, most):
-        spent_s = time.process_time() - start
         print(
             f"{row.model} {level}/{relaxation.levels}: {bound_ns / row.once_ns:+.2%}, "
-            f"{spent_s:.0f} s",
+            f"{time.process_time() - start:.0f} s",
             flush=True,
         )
+        # The level before node i is i + 1.
+        is_dearer = bound_ns - max(spent_ns.values(), default=0) > PAYS * row.once_ns
+        if turn + 1 < level < relaxation.levels and is_dearer:
+            spent_ns[level - 1] = bound_ns
     bound_ns = min(row.once_ns + bound_ns, row.time_ns)
+    if bound_ns < row.time_ns:
+        rest = lower_bound_ns(graph, row.budget_bytes, time_limit_s=limit_s, spent_ns=spent_ns)
+        bound_ns = max(bound_ns, rest)
     if bound_ns <= row.bound_ns:
         return row
     seconds = round(time.process_time() - start, 1)
@@ -327,6 +346,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--budgets", type=int, nargs="*", default=[0], metavar="0..9")
     parser.add_argument("--most", type=int, default=MOST)
+    parser.add_argument("--limit", type=float, default=150.0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = read()
@@ -336,7 +356,7 @@ def main() -> None:
         for index in arguments.budgets:
             row = found[name, digest, index]
             assert isinstance(row, Row) and row.once_ns == made.constrained.time_ns
-            add(found, prove(row, made.constrained, arguments.most))
+            add(found, prove(row, made.constrained, arguments.most, arguments.limit))
             write(found)
 
 

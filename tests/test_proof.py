@@ -14,6 +14,7 @@ import pytest
 from benchmarks.proof import NONE, Relaxation, least_ns, proven_ns
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
+from rockplan.ilp.refine import lower_bound_ns
 from rockplan.needs import Search
 from rockplan.simulate import simulate
 from rockplan.windows import bits
@@ -77,9 +78,9 @@ def test_bounds_of_levels_prove_the_optimum() -> None:
         if optimum_ns is None:
             continue
         relaxation = Relaxation(graph, budget_bytes, small=0)
-        for level, bound_ns in proven_ns(relaxation, 2 * optimum_ns, MOST):
-            assert bound_ns <= optimum_ns
-        assert level == relaxation.levels
+        bounds = dict(proven_ns(relaxation, 2 * optimum_ns, MOST))
+        bound_ns = bounds[relaxation.levels]
+        assert max(bounds.values()) <= optimum_ns
         if max(relaxation.parts) < 0:
             proven += bound_ns > 0
             assert bound_ns == optimum_ns
@@ -96,7 +97,7 @@ def test_what_is_learned_holds_with_any_storages() -> None:
         relaxation = Relaxation(graph, budget_bytes, small=0)
         for _ in proven_ns(relaxation, 2 * optimum_ns, MOST):
             pass
-        for level in range(graph_turn(graph) + 1, relaxation.levels):
+        for level in range(len(graph.forward) + 1, relaxation.levels):
             made = list(bits(relaxation.made[level]))
             some = sum(1 << k for k in rng.sample(made, min(len(made), 2)))
             needed = some | relaxation.certain(level)
@@ -105,12 +106,23 @@ def test_what_is_learned_holds_with_any_storages() -> None:
             found_ns = fresh.least_ns(level, needed, 1 << 40, MOST)
             assert found_ns is not None
             assert found_ns == NONE or bound_ns <= found_ns
-            larger += 0 < bound_ns
+            larger += bound_ns > 0
     assert larger >= 50
 
 
-def graph_turn(graph: CDGraph) -> int:
-    return len(graph.forward)
+def test_what_levels_prove_raises_the_relaxation_and_never_too_far() -> None:
+    raised = 0
+    for graph, budget_bytes, optimum_ns in optima(range(360, 420)):
+        if not optimum_ns or max(Relaxation(graph, budget_bytes, small=0).parts) >= 0:
+            continue
+        relaxation, turn = Relaxation(graph, budget_bytes, small=0), len(graph.forward)
+        bounds = list(proven_ns(relaxation, 2 * optimum_ns, MOST))[:-1]
+        spent_ns = {level - 1: bound for level, bound in bounds if level > turn + 1 and bound}
+        alone_ns = lower_bound_ns(graph, budget_bytes, time_limit_s=60)
+        both_ns = lower_bound_ns(graph, budget_bytes, time_limit_s=60, spent_ns=spent_ns)
+        assert both_ns <= graph.time_ns + optimum_ns
+        raised += both_ns > alone_ns
+    assert raised >= 3
 
 
 def test_less_than_the_optimum_is_proven_with_few_states_or_small_storages() -> None:
@@ -119,9 +131,9 @@ def test_less_than_the_optimum_is_proven_with_few_states_or_small_storages() -> 
         if not optimum_ns:
             continue
         exact = Relaxation(graph, budget_bytes, small=0)
-        few_ns = least_ns(exact, exact.levels, exact.held, optimum_ns * 2, 3)
+        few_ns, _ = least_ns(exact, exact.levels, exact.held, optimum_ns * 2, 3)
         relaxation = Relaxation(graph, budget_bytes, small=0.2)
-        small_ns = least_ns(relaxation, exact.levels, relaxation.held, optimum_ns * 2, MOST)
+        small_ns, _ = least_ns(relaxation, exact.levels, relaxation.held, optimum_ns * 2, MOST)
         assert 0 <= few_ns <= optimum_ns and 0 <= small_ns <= optimum_ns
         fewer += few_ns < optimum_ns
         smaller += small_ns < optimum_ns

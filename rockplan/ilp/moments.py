@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -153,11 +153,12 @@ class Facts:
 
     is_open: storages that may be dropped: after they were made, or tangents, which nothing makes
     again; of no size only where they have to be dropped. producer: -1 for tangents. again: nodes
-    that may run again.
+    that may run again. spent_ns: of some backward nodes, what is known to be spent on re-executions
+    until the first execution of the node before, in every schedule within the budget.
     """
 
-    def __init__(self, graph: CDGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: CDGraph, spent_ns: Mapping[int, int] | None = None) -> None:
+        self.graph, self.spent_ns = graph, spent_ns or {}
         tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
         self.producer = producers(graph) | dict.fromkeys(tangents, -1)
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
@@ -355,6 +356,7 @@ def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
         rows.builder.at_most(terms, -(-(budget_bytes - alive_bytes) // unit_bytes))
     for terms, room_bytes in rows.rooms:
         rows.builder.at_most(terms, -(-room_bytes // unit_bytes))
+    rows.spend()
     return rows.program()
 
 
@@ -402,6 +404,18 @@ class _Rows:
         self._spans(moments.spans)
         self.memory = [self._start(), *map(self._moment, self._numbers)]
         self.rooms = self._rooms()
+
+    def spend(self) -> None:
+        """Until some ends at least so much is spent: on what the columns say, and on what runs more
+        than once in an interval, of which they say nothing."""
+        unit_ns = max(self.facts.graph.time_ns, 1) * TIME_UNIT
+        terms: list[tuple[int, float]] = []
+        for part, runs in zip(self.intervals, self.reruns, strict=True):
+            terms += [(column, self.builder.costs[column]) for column in runs.values()]
+            spent_ns = self.facts.spent_ns.get(part.stop, 0) if part.cut is None else 0
+            if spent_ns:
+                terms.append((self.builder.amount(spent_ns / unit_ns), 1.0))
+                self.builder.at_least(terms, spent_ns / unit_ns)
 
     def program(self) -> Program:
         return Program(self.facts, self.intervals, self.builder.build(), self.keep, self.reruns)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from rockplan.graph import CDGraph
@@ -100,12 +100,17 @@ class Refined:
 
 
 def refined(
-    graph: CDGraph, budget_bytes: int, *, deadline: float, pinches: Pinches | None = None
+    graph: CDGraph,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    pinches: Pinches | None = None,
+    spent_ns: Mapping[int, int] | None = None,
 ) -> Refined | None:
     """None if nothing need be made again, nothing can, or there was no time. deadline: as of
-    time.monotonic."""
-    facts = Facts(graph)
-    moments = _first(graph)
+    time.monotonic; spent_ns: as in `Facts`."""
+    facts = Facts(graph, spent_ns)
+    moments = _first(facts)
     best: Refined | None = None
     without_gain = 0
     while moments is not None and time.monotonic() < deadline:
@@ -133,16 +138,19 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
     """What integer programs prove before the deadline: without small storages first, and with the
     moments of `start`, or those at which little can be alive, whichever prove more."""
     graph, budget_bytes = start.program.facts.graph, start.budget_bytes
+    spent_ns = start.program.facts.spent_ns
     if start.bound == 0:
         return graph.time_ns
     coarse = without_small(graph, int(budget_bytes * SMALL))
     pinches = Pinches(coarse, budget_bytes)
-    pinched = refined(coarse, budget_bytes, deadline=deadline, pinches=pinches)
+    pinched = refined(coarse, budget_bytes, deadline=deadline, pinches=pinches, spent_ns=spent_ns)
     best = max((r for r in (start, pinched) if r is not None), key=lambda r: r.bound)
     now = time.monotonic()
-    moments = _needed(Facts(coarse), best, now + (deadline - now) * NEEDED_SHARE)
-    bound, moments = _proved(Facts(coarse), moments, pinches, best.bound, deadline)
-    bound, _ = _proved(Facts(graph), moments, Pinches(graph, budget_bytes), bound, deadline)
+    facts = Facts(coarse, spent_ns)
+    moments = _needed(facts, best, now + (deadline - now) * NEEDED_SHARE)
+    bound, moments = _proved(facts, moments, pinches, best.bound, deadline)
+    facts = start.program.facts
+    bound, _ = _proved(facts, moments, Pinches(graph, budget_bytes), bound, deadline)
     return _proven_ns(graph, bound)
 
 
@@ -197,14 +205,22 @@ def without_small(graph: CDGraph, least_bytes: int) -> CDGraph:
     return replace(graph, data=tuple(data))
 
 
-def lower_bound_ns(graph: CDGraph, budget_bytes: int, *, time_limit_s: float) -> int:
-    """No schedule of the class above whose peak is within `budget_bytes` takes less time.
+def lower_bound_ns(
+    graph: CDGraph,
+    budget_bytes: int,
+    *,
+    time_limit_s: float,
+    spent_ns: Mapping[int, int] | None = None,
+) -> int:
+    """No schedule of the class above whose peak is within `budget_bytes` takes less time. spent_ns:
+    of some backward nodes, what is proven to be spent on re-executions until the first execution of
+    the node before.
 
     Where the limit of `time_limit_s` seconds leaves no time for a better one (or no schedule
     fits at all): the time of executing every node once.
     """
     deadline = time.monotonic() + time_limit_s
-    found = refined(graph, budget_bytes, deadline=deadline)
+    found = refined(graph, budget_bytes, deadline=deadline, spent_ns=spent_ns)
     return graph.time_ns if found is None else proved_ns(found, deadline=deadline)
 
 
@@ -217,7 +233,7 @@ def peak_lower_bound_bytes(graph: CDGraph, *, time_limit_s: float) -> int:
     facts = Facts(graph)
     best_bytes = max(facts.forced_bytes, default=0)
     most_bytes = simulate(graph, keep_all(graph)).peak_bytes
-    moments = _first(graph)
+    moments = _first(facts)
     while moments is not None and best_bytes > 0:
         # Without any time the solver may still solve what its presolve does.
         remaining_s = deadline - time.monotonic()
@@ -330,8 +346,10 @@ def _exceeded(
     return worst
 
 
-def _first(graph: CDGraph) -> Moments | None:
-    return Moments(frozenset({len(graph.nodes) - 1})) if graph.backward else None
+def _first(facts: Facts) -> Moments | None:
+    if not facts.graph.backward:
+        return None
+    return Moments(frozenset({len(facts.graph.nodes) - 1, *(i - 1 for i in facts.spent_ns)}))
 
 
 def _following(found: Orders) -> list[int | None]:
