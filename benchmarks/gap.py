@@ -8,7 +8,7 @@ the smallest budget against the proven bound on the peak; for each budget the pl
 `rockplan.plan` makes of these prices in --limit seconds, against a bound on the time that is given
 --bound-limit seconds, offline. Rows are written as they come: run the command again to go on. With
 --again everything is planned anew, or --budgets 0 1 of it; what was proved about a graph and a
-budget is kept.
+budget is kept. `benchmarks.proof` proves more of single rows.
 
 Writes benchmarks/results/gap.jsonl and gap.md.
 """
@@ -214,7 +214,8 @@ def report(found: Found) -> str:
     lines += [
         "",
         "Predicted time over one execution of every node, the bound, and the gap between them as "
-        "a share of one execution of every node, at budgets from the smallest (0) to keep-all (9). "
+        "a share of one execution of every node, at budgets from the smallest (0) to keep-all (9); "
+        "some bounds are proven by `python -m benchmarks.proof`. "
         f"Within 1 %: {near} of {len(rows)}.",
         "",
         "| model | budget | of keep-all | plan | bound | gap | status | seconds |",

@@ -56,9 +56,6 @@ MOST = 200_000
 
 ALONE = 30
 
-REST = 5
-"""Levels after one whose search was given up that are not searched: that takes longest."""
-
 NARROW = 300
 """States kept of each level where one way within the proven bound would do: then it is exact."""
 
@@ -279,8 +276,8 @@ def _found(least_ns: int | None) -> int | None:
 def proven_ns(relaxation: Relaxation, enough_ns: int, most: int) -> Iterator[tuple[int, int]]:
     """Level by level what must be spent on re-executions before it; the last one is the end.
     enough_ns: more than this is not proven."""
-    turn, resting = relaxation.view.turn, 0
-    alone_ns = tried_ns = 0
+    turn = relaxation.view.turn
+    alone_ns = tried_ns = given_up = resting = 0
     with_one: dict[int, int] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for level in range(turn + 1, relaxation.levels + 1):
@@ -296,7 +293,9 @@ def proven_ns(relaxation: Relaxation, enough_ns: int, most: int) -> Iterator[tup
             if is_last or resting == 0:
                 alone_ns, is_exact = least_ns(relaxation, level, certain, enough_ns, ALONE * most)
                 relaxation.learn(level, alone_ns)
-                resting = 0 if is_exact else REST
+                # A search that is given up takes longest: the more in a row, the fewer follow.
+                given_up = 0 if is_exact else given_up + 1
+                resting = max(given_up - 1, 0)
             else:
                 resting -= 1
             yield level, alone_ns
