@@ -40,7 +40,6 @@ struct Set {
   std::array<Word, WORDS> words{};
 
   bool operator==(const Set& other) const { return words == other.words; }
-  bool has(int k) const { return words[k >> 6] >> (k & 63) & 1; }
   void toggle(int k) { words[k >> 6] ^= Word{1} << (k & 63); }
   bool any() const {
     Word all = 0;
@@ -179,7 +178,7 @@ class Problem {
         step.takes.push_back(set(given.takes, int(k)));
       steps.push_back(step);
     }
-    // Nothing in the table is proven of anything yet: zeros.
+    // Nothing is proven yet of any level.
     alone_.assign(steps.size() + 1, 0);
     with_one_.assign((steps.size() + 1) * size_t(storages), 0);
   }
