@@ -20,9 +20,9 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <queue>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #ifndef WORDS
@@ -71,6 +71,13 @@ Set operator|(Set a, const Set& b) {
 Set without(Set a, const Set& b) {
   for (int w = 0; w < WORDS; w++) a.words[w] &= ~b.words[w];
   return a;
+}
+
+// The i-th of those laid out one after the other.
+Set laid(const Word* words, int i = 0) {
+  Set set;
+  std::memcpy(set.words.data(), words + size_t(i) * WORDS, sizeof(Word) * WORDS);
+  return set;
 }
 
 // Of one schedule's part from a state on: time of re-executions, then the weights.
@@ -165,17 +172,17 @@ class Problem {
       : storages(int(given.storages)),
         turn(int(given.turn)),
         maker(given.maker, given.maker + given.storages),
-        held(set(given.held, 0)),
+        held(laid(given.held)),
         budget_bytes_(given.budget_bytes),
         room_bytes_(given.room_bytes),
         sizes_(given.sizes, given.sizes + given.storages) {
     for (int i = 0; i < int(given.steps); i++) {
-      Step step{given.times[i],        given.extra_bytes[i],  given.state_bytes[i],
-                int(given.part[i]),    set(given.reads, i),   set(given.writes, i),
-                set(given.saved, i),   set(given.gone, i),    {}, {}};
+      Step step{given.times[i],       given.extra_bytes[i], given.state_bytes[i],
+                int(given.part[i]),   laid(given.reads, i), laid(given.writes, i),
+                laid(given.saved, i), laid(given.gone, i),  {}, {}};
       step.makes = without(step.writes, held);
       for (Number k = given.first_take[i]; k < given.first_take[i + 1]; k++)
-        step.takes.push_back(set(given.takes, int(k)));
+        step.takes.push_back(laid(given.takes, int(k)));
       steps.push_back(step);
     }
     // Nothing is proven yet of any level.
@@ -247,12 +254,6 @@ class Problem {
  private:
   Number budget_bytes_, room_bytes_;
   std::vector<Number> sizes_, alone_, with_one_;
-
-  static Set set(const Word* words, int i) {
-    Set set;
-    std::memcpy(set.words.data(), words + size_t(i) * WORDS, sizeof(Word) * WORDS);
-    return set;
-  }
 };
 
 class Search {
@@ -431,15 +432,11 @@ void proof_learn(Problem* problem, int level, int storage, Number bound) {
 }
 
 Number proof_bound(const Problem* problem, int level, const Word* needed) {
-  Set set;
-  std::memcpy(set.words.data(), needed, sizeof(Word) * WORDS);
-  return problem->bound(level, set);
+  return problem->bound(level, laid(needed));
 }
 
 Number proof_search(const Problem* problem, int level, const Word* needed, Number limit, Number most,
                     Number width) {
-  Set set;
-  std::memcpy(set.words.data(), needed, sizeof(Word) * WORDS);
-  return Search(*problem, limit, most, width).run(level, set);
+  return Search(*problem, limit, most, width).run(level, laid(needed));
 }
 }

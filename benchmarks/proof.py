@@ -157,13 +157,13 @@ class Relaxation:
         parts = []
         for step, (reads, takes) in enumerate(zip(self.reads, self.takes, strict=True)):
             part = -1
-            if step in again and reads.bit_count() == 1 and reads in takes:
+            if step in again and reads in takes and self.writes[step].bit_count() == 1:
                 k = reads.bit_length() - 1
                 maker = view.maker[self._large[k]]
                 stays = reads & (self.held | self.gone[view.turn])
                 same_phase = (maker < view.turn) == (step < view.turn)
                 if maker in again and readers[k] == [step] and not stays and same_phase:
-                    part = maker if self.writes[step].bit_count() == 1 else -1
+                    part = maker
             parts.append(part)
         return parts
 

@@ -56,7 +56,7 @@ def optima(seeds: range) -> Iterator[tuple[CDGraph, int, int | None]]:
 
 
 def test_nothing_is_lost_by_what_is_dropped() -> None:
-    """With each bound on its own, and what no operation has to run with, the search is exact."""
+    """Without bounds of levels; exact where no operation has to run again with another."""
     costly = impossible = relaxed = 0
     for graph, budget_bytes, optimum_ns in optima(range(150)):
         relaxation = Relaxation(graph, budget_bytes, small=0)
