@@ -18,9 +18,9 @@ class Options:
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
     differentiated: leaves of the result that backward starts from, by position among all leaves;
-    None: the scalars that require a gradient (a loss), or if there are none, all that do. A
-    backward that starts elsewhere is planned again when it comes; name all leaves that are ever
-    differentiated where different steps use different ones.
+    None: the scalars that require a gradient (a loss), or if they do not reach whatever the other
+    leaves reach, all that do. A backward that starts elsewhere is planned again when it comes; name
+    all leaves that are ever differentiated where different steps use different ones.
     time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
     is returned, and its status says that time was short. Half of it at most is for the relaxation
     of the whole graph, unless its schedule does not fit yet, and half of what is left for options

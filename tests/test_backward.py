@@ -214,6 +214,29 @@ def test_a_loss_of_some_outputs_is_planned_once(monkeypatch: pytest.MonkeyPatch)
     assert peak_bytes <= planned.plan.budget_bytes
 
 
+class Quantized(nn.Module):
+    """Its scalar is a part of the loss alone, as of a VQ-VAE or of the balance of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = self.encoder(x)
+        return self.decoder(code), (code - code.round().detach()).pow(2).mean()
+
+
+def test_a_scalar_that_is_a_part_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_programs(monkeypatch)
+    torch.manual_seed(0)
+    case = Case("quantized", Quantized().train(), (SAMPLE,), {}, lambda r: mean_square(r[0]) + r[1])
+    planned, eager = pair(case)
+    for step in range(3):
+        both(planned, eager, case.step, f"step {step}")
+    both(planned, eager, lambda m: m(SAMPLE)[1].backward(), "the scalar alone")
+    assert len(made) == 2, "one plan for both outputs, one for the scalar"
+
+
 @pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0)])
 def test_heads_in_turn(order: tuple[int, ...]) -> None:
     planned, eager = pair(heads_case(), options=rockplan.Options(differentiated=(0, 1)))

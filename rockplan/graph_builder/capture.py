@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -100,8 +101,8 @@ def capture(
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
     forward: what to call instead of `module.forward`.
-    incoming: what the backward pass starts from; None: where the result holds scalars that
-    require a gradient (a loss), those alone, otherwise every output that requires a gradient.
+    incoming: what the backward pass starts from; None: the scalars that require a gradient (a
+    loss) where they reach whatever the other outputs reach, otherwise every output that does.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     _refuse_hooks(module)
@@ -375,7 +376,9 @@ def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[in
             "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
             "requires_grad on the sample input"
         )
-    wanted = dict.fromkeys(scalars or candidates) if incoming is None else incoming
+    # A scalar may be a lesser part of a loss that the caller makes of other outputs too.
+    is_loss = _leaves(outputs[i] for i in candidates) <= _leaves(outputs[i] for i in scalars)
+    wanted = dict.fromkeys(scalars if is_loss else candidates) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
             f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
@@ -397,10 +400,7 @@ def _refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None
     """Raise where kernels of the backward pass look at values, to choose a way; and where it
     reaches a tensor that requires a gradient and is neither a parameter of the module nor an
     argument: eager would accumulate into it, a plan would not."""
-    waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    for node in _nodes(roots):
         fills_a_constant = node.name() == "MaskedFillBackward1" and not node.next_functions[-1][0]
         if node.name() in _BY_VALUES and not fills_a_constant:
             raise UnsupportedModel.at(
@@ -408,10 +408,26 @@ def _refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None
                 "eager execution computes a gradient in a way that depends on values, which a plan "
                 f"cannot see. It is that of {_BY_VALUES[node.name()]}",
             )
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
-            if not isinstance(leaf, FakeTensor):
-                raise _foreign_gradient(leaf)
+    for leaf in _leaves(roots):
+        if not isinstance(leaf, FakeTensor):
+            raise _foreign_gradient(leaf)
+
+
+def _leaves(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """What the backward pass from there reaches."""
+    roots = list(outputs)
+    accumulating = (n for n in _nodes(roots) if n.name() == "torch::autograd::AccumulateGrad")
+    leaves = {n.variable for n in accumulating}  # type: ignore[attr-defined]
+    return leaves | {t for t in roots if t.grad_fn is None}
+
+
+def _nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
+    """Of the backward pass from there."""
+    waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
         followers = dict.fromkeys(n for n, _ in node.next_functions if n is not None)
         waiting += [n for n in followers if n not in seen]
         seen |= set(followers)
