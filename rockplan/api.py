@@ -17,6 +17,7 @@ from rockplan.budget import Budget, parse_budget
 from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
+from rockplan.codegen.hooks import has_hooks
 from rockplan.collection import paused_collection
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget, InvalidInput, PlanMismatch
@@ -29,6 +30,7 @@ from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import Plan
 from rockplan.plan_file import fit, read_plans
 from rockplan.progress import report
+from rockplan.schedule import Waits
 from rockplan.verify import verify
 
 
@@ -210,10 +212,22 @@ def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One kind of call of a module, without prices."""
+    """One kind of call of a module, without prices. hooked: names of parameters that have hooks."""
 
     captured: Capture
     lowered: Lowered
+    hooked: frozenset[str]
+
+    @property
+    def waits(self) -> Waits:
+        """The gradients that hooks get."""
+        values, interface = self.lowered.graph.values, self.lowered.interface
+        hooked = {value for name, value in interface.parameters if name in self.hooked}
+        return tuple(
+            (tuple(values[g].data for g in found), values[target].data)
+            for target, found in interface.gradients
+            if found and target in hooked
+        )
 
 
 def _captured(
@@ -233,7 +247,8 @@ def _captured(
         device = _device(module, captured)
         lowered = lower(captured, random_state.state_bytes(device))
         check_layouts(lowered.graph, lowered.samples)
-    return _Captured(captured, lowered)
+    parameters = module.named_parameters(remove_duplicate=False)
+    return _Captured(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))
 
 
 def _prepared(
@@ -244,7 +259,7 @@ def _prepared(
 
 def _problem(source: _Captured, options: Options) -> planning.Problem:
     with planned_modules.PLANNING:
-        return planning.measured(source.lowered, options)
+        return planning.measured(source.lowered, options, source.waits)
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
@@ -283,6 +298,8 @@ def _stored_program(
     try:
         made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
         verify(made.graph, made.schedule)
+        waiting = planning.waiting(made, source.waits)
+        made = waiting if waiting.peak_bytes <= made.budget_bytes else made
     except PlanMismatch:
         if budget is None:
             raise
@@ -301,7 +318,7 @@ def _built(
     report("writing the code")
     constants = tuple(t for _, t in source.captured.constants)
     program = planned_modules.build_program(
-        made, source.lowered.interface, constants, source.captured.output_spec
+        made, source.lowered.interface, constants, source.captured.output_spec, source.hooked
     )
     return _checked(module, program, args, kwargs) if options.check else program
 

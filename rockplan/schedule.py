@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,10 @@ Event = Compute | Free
 # Schedules by the thousand are made of the same events.
 _compute = functools.cache(Compute)
 _free = functools.cache(Free)
+
+
+Waits = tuple[tuple[tuple[int, ...], int], ...]
+"""Contributions to the gradient of a parameter, in order, and that parameter: indices of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +200,39 @@ def merge_handovers(
         merged.append(event)
         due = due or (isinstance(event, Compute) and event.node in ends)
     return Schedule((*merged, *waiting), schedule.forward_length)
+
+
+def with_waits(graph: CDGraph, schedule: Schedule, waits: Waits) -> Schedule:
+    """`schedule`, which completes the gradients of `waits` only when nothing that follows reads
+    the parameters that they are of: a hook may change these then.
+
+    A hook runs when the last contribution is handed over, so those before it need not wait.
+    """
+    last_read: dict[int, int] = {}
+    made: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Free):
+            freed[event.data] = position
+            continue
+        node = graph.nodes[event.node]
+        last_read.update(dict.fromkeys(node.reads, position))
+        made.update(dict.fromkeys(node.writes, position))
+    until: dict[int, int] = {}
+    for contributions, parameter in waits:
+        read, complete = last_read.get(parameter, -1), made.get(contributions[-1], -1)
+        for data in set(contributions).intersection(graph.handed):
+            if complete < freed.get(data, -1) < read:
+                until[data] = max(read, until.get(data, read))
+    handed: dict[int, list[Event]] = defaultdict(list)
+    for data, position in sorted(until.items()):
+        handed[position].append(Free(data))
+    events: list[Event] = []
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Compute) or event.data not in until:
+            events.append(event)
+        events += handed[position]
+    return Schedule(tuple(events), schedule.forward_length)
 
 
 def without_idle(

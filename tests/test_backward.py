@@ -253,6 +253,60 @@ def test_an_output_that_was_never_differentiated() -> None:
         pair(heads_case(), options=rockplan.Options(differentiated=(7,)))
 
 
+class Apart(nn.Module):
+    """Nothing else reads the gradient of either use of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.tanh(x)) * torch.sigmoid(x)
+
+
+class Residual(Apart):
+    """The gradient that comes in is that of one use of its input, and is read to make the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(torch.tanh(x))
+
+
+class Around(nn.Module):
+    """Uses what it passes on to its block besides."""
+
+    def __init__(self, block: nn.Module, is_apart: bool) -> None:
+        super().__init__()
+        self.pre, self.block, self.is_apart = nn.Linear(16, 16), block, is_apart
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.pre(x))
+        y: torch.Tensor = self.block(h.view_as(h) if self.is_apart else h) + 2 * h
+        return y
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize("block", [Apart, Residual])
+def test_what_an_input_gets_from_inside_and_outside_is_added_as_the_readme_says(
+    block: type[nn.Module], budget: str
+) -> None:
+    """What a view's node gets is added before it is passed on."""
+    torch.manual_seed(0)
+    eager = Around(block(), is_apart=block is Residual)
+    planned = Around(copy.deepcopy(eager.block), is_apart=False)
+    planned.load_state_dict(eager.state_dict())
+    planned.block = rockplan.solve(planned.block, torch.randn(32, 16, requires_grad=True), budget)
+    x = torch.randn(32, 16)
+    both(planned, eager, lambda module: mean_square(module(x)).backward(), "as the README says")
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_what_an_input_gets_is_added_as_in_eager_where_all_uses_are_planned(budget: str) -> None:
+    torch.manual_seed(0)
+    case = Case("around", Around(Residual(), False), (torch.randn(32, 16),), {}, mean_square)
+    planned, eager = pair(case, budget)
+    both(planned, eager, case.step, "all uses")
+
+
 class Tied(nn.Module):
     """Its parameter has two contributions to its gradient from the loss, and seven from the rest;
     what they add up to depends on the order."""

@@ -58,9 +58,9 @@ class Call:
         if self._is_used or pattern != self.executable.pattern:
             self._forward_again(pattern)
         elif self._saved_versions != [_version(t) for t in self._frame.saved.values()]:
-            raise _modified()
+            raise BackwardError(_MODIFIED)
         else:
-            self._check_residents(self.executable.code.checked)
+            self._check_residents(self.executable.code.checked, _MODIFIED)
         self._is_used = True
         self._next_slice = 0
         self._waiting = defaultdict(list)
@@ -81,7 +81,7 @@ class Call:
                 "and needs buffers as they were before the forward, of which no copy was made; "
                 "name the leaves that are differentiated: Options(differentiated=(0, 1, ...))"
             )
-        self._check_residents(running.code.checked)
+        self._check_residents(running.code.checked, _MODIFIED)
         self._running = running
         self._frame = Frame(self._as_before(running.code.copied))
         with random_state.restarted(self._starts):
@@ -96,9 +96,9 @@ class Call:
             residents[position].copy_(before)
         return tuple(residents)
 
-    def _check_residents(self, positions: Iterable[int]) -> None:
+    def _check_residents(self, positions: Iterable[int], message: str) -> None:
         if any(_version(self._residents[i]) != self._versions[i] for i in positions):
-            raise _modified()
+            raise BackwardError(message)
 
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
         """What backward slice `number` of the plan hands to autograd."""
@@ -109,6 +109,7 @@ class Call:
     def _run_slice(self) -> tuple[torch.Tensor, ...]:
         number = self._next_slice
         self._next_slice += 1
+        self._check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
         return run_slice(self._running, self._frame, number)
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
@@ -153,12 +154,19 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _modified() -> BackwardError:
-    return BackwardError(
-        "a parameter, input or output that the backward pass needs was modified in place "
-        "after the forward pass (for example by optimizer.step() before backward); "
-        "gradients would be wrong. Call backward first, or clone the tensor"
-    )
+_MODIFIED = (
+    "a parameter, input or output that the backward pass needs was modified in place "
+    "after the forward pass (for example by optimizer.step() before backward); "
+    "gradients would be wrong. Call backward first, or clone the tensor"
+)
+
+_MODIFIED_BETWEEN = (
+    "a parameter, buffer or input was modified in place during the backward pass (by a hook), "
+    "which still needs it; gradients would be wrong. Have each parameter changed by a hook on "
+    "itself (register_hook or register_post_accumulate_grad_hook) that is there before the "
+    "forward: then its gradient waits until nothing else needs the parameter, if the budget has "
+    "room for that; or pass a larger budget"
+)
 
 
 def _pattern(gradients: tuple[torch.Tensor | None, ...]) -> Pattern:

@@ -47,7 +47,8 @@ class Code:
     handed: for each backward slice, the values (parameters, inputs) whose gradients it returns.
     operators: identifier in the text -> operator name.
     checked: residents that the backward phase reads, so that a change between forward and
-    backward is noticed. copied: residents of which the forward leaves copies in `frame.copies`,
+    backward is noticed; read: those that each of its slices reads, so that a change by a hook
+    between two slices is. copied: residents of which the forward leaves copies in `frame.copies`,
     and in whose place it has copies when it runs again; the backward phase has the residents.
     """
 
@@ -55,6 +56,7 @@ class Code:
     handed: tuple[tuple[int, ...], ...]
     operators: tuple[tuple[str, str], ...]
     checked: tuple[int, ...]
+    read: tuple[tuple[int, ...], ...]
     copied: tuple[int, ...]
 
 
@@ -138,6 +140,7 @@ class _Emitter:
         }
         self._handed: list[tuple[int, ...]] = []
         self._checked: set[int] = set()
+        self._read: list[set[int]] = []
         self._states: dict[int, str] = {}
         self._place = ""
 
@@ -151,6 +154,7 @@ class _Emitter:
         slices = self._merged_slices()
         for number, (first, last) in enumerate(slices):
             self._begin(f"backward_{number}")
+            self._read.append(set())
             if number == 0:
                 self._take_tangents()
             for position in range(first, last):
@@ -162,7 +166,8 @@ class _Emitter:
             source="\n".join(self._lines) + "\n",
             handed=tuple(self._handed),
             operators=tuple(self._names.operators.items()),
-            checked=tuple(sorted(self._checked)),
+            checked=tuple(sorted(self._checked.union(*self._read))),
+            read=tuple(tuple(sorted(read)) for read in self._read),
             copied=self._copied_residents,
         )
 
@@ -378,7 +383,7 @@ class _Emitter:
             position = self._resident[value]
             self._line(f"{self._name(value)} = frame.residents[{position}]")
             self._live[found.data].append(value)
-            self._checked.add(position)
+            (self._read[-1] if self._read else self._checked).add(position)
         elif found.view is not None:
             for ref in _refs(found.view):
                 self._need(ref.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ class Executable:
     targets: for each backward slice, positions among the residents of the tensors whose
     gradients it returns; outputs: leaves of the result that are tensors; pattern: of the incoming
     gradients that the plan was made for; devices: device types that the graph computes on;
-    random: it draws numbers; again: the same plan for a forward phase that runs once more, and
-    so changes no buffers (raises BackwardError where that cannot be had).
+    random: it draws numbers; early: positions of those of the targets that are read after their
+    gradient is complete and handed over; again: the same plan for a forward phase that runs once
+    more, and so changes no buffers (raises BackwardError where that cannot be had).
     """
 
     code: Code
@@ -39,6 +40,7 @@ class Executable:
     pattern: Pattern
     devices: tuple[str, ...]
     random: bool
+    early: tuple[int, ...]
     backward_ignores_autocast: bool
     again: Callable[[], Executable]
 
@@ -51,19 +53,32 @@ def build(
     code = emit(graph, interface, schedule, again)
     position = {v: i for i, v in enumerate(interface.residents)}
     outputs = tuple(o for o in interface.outputs if o.value is not None)
+    targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
     return Executable(
         code=code,
         functions=load(code, interface, f"{name} again" if again else name),
-        targets=tuple(tuple(position[t] for t in slice_) for slice_ in code.handed),
+        targets=targets,
         outputs=outputs,
         pattern=tuple(
             None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
         ),
         devices=tuple(sorted({v.spec.device for v in graph.values})),
         random=any(n.random for n in graph.nodes),
+        early=_early(targets, code.read, [graph.values[v].data for v in interface.residents]),
         backward_ignores_autocast=interface.backward_ignores_autocast,
         again=functools.cache(functools.partial(build, graph, interface, schedule, name, True)),
     )
+
+
+def _early(
+    targets: Sequence[Sequence[int]], read: Sequence[Sequence[int]], storages: Sequence[int]
+) -> tuple[int, ...]:
+    """Targets of which a later slice reads something that lies in their storage.
+
+    storages: of each resident."""
+    last_read = {storages[r]: number for number, found in enumerate(read) for r in found}
+    last_handed = {t: number for number, found in enumerate(targets) for t in found}
+    return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
 
 
 class Frame:

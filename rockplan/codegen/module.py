@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from rockplan.codegen import runtime
 from rockplan.codegen.call import Replan
 from rockplan.codegen.executable import Executable, Pattern, build
+from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.signature import (
     Autocast,
     ModuleSignature,
@@ -62,8 +63,9 @@ _OWN_REGISTRIES = (
 class Program:
     """One plan with what it takes to run it on one kind of call.
 
-    Copies share everything but the constants; a pickle holds the plan as data, and the code is
-    generated again from it.
+    hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
+    the budget has room. Copies share everything but the constants; a pickle holds the plan as data,
+    and the code is generated again from it.
     """
 
     plan: Plan
@@ -71,12 +73,14 @@ class Program:
     executable: Executable
     constants: tuple[torch.Tensor, ...]
     output_spec: pytree.TreeSpec
+    hooked: frozenset[str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return build_program, (self.plan, self.interface, self.constants, self.output_spec)
+        made = (self.plan, self.interface, self.constants, self.output_spec, self.hooked)
+        return build_program, made
 
 
 def build_program(
@@ -84,10 +88,11 @@ def build_program(
     interface: Interface,
     constants: tuple[torch.Tensor, ...],
     output_spec: pytree.TreeSpec,
+    hooked: frozenset[str] = frozenset(),
 ) -> Program:
     """Generate the code of `plan`, whose values meet the caller as `interface` says."""
     executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
-    return Program(plan, interface, executable, constants, output_spec)
+    return Program(plan, interface, executable, constants, output_spec, hooked)
 
 
 MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], Program]
@@ -95,11 +100,21 @@ MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | N
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A program bound to the tensors of one module tree in one state."""
+    """A program bound to the tensors of one module tree in one state. unhooked: parameters that
+    it hands gradients of while it still reads them, since they had no hooks."""
 
     program: Program
     signature: ModuleSignature
     tensors: tuple[torch.Tensor, ...]
+    unhooked: tuple[torch.Tensor, ...]
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Is it for this call, as the module is now?"""
+        return (
+            signature_holds(self.signature)
+            and not any(map(has_hooks, self.unhooked))
+            and _guards_hold(self.program, leaves)
+        )
 
 
 @dataclass(slots=True)
@@ -215,9 +230,9 @@ class Planned:
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
-                    "autocast, training flags, attributes or hooks of submodules, or values "
-                    "that the forward reads have changed. Plan again with this sample, or pass "
-                    "Options(on_mismatch='replan')"
+                    "autocast, training flags, attributes or hooks of submodules, hooks on "
+                    "parameters, or values that the forward reads have changed. Plan again with "
+                    "this sample, or pass Options(on_mismatch='replan')"
                 )
             bound = _bind(self, state.make_program(self, args, kwargs, None))
             state.programs.setdefault(key, []).append(bound)
@@ -361,7 +376,7 @@ def _no_other_plan(pattern: Pattern) -> Executable:
 
 def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
     for bound in reversed(candidates):
-        if signature_holds(bound.signature) and _guards_hold(bound.program, leaves):
+        if bound.holds(leaves):
             return bound
     return None
 
@@ -390,7 +405,10 @@ def _bind(module: nn.Module, program: Program) -> _Bound:
         *(parameters[name] for name, _ in interface.parameters),
         *(buffers[name] for name, _ in interface.buffers),
     )
-    return _Bound(program, module_signature(module), tensors)
+    named = {i: name for i, (name, _) in enumerate(interface.parameters)}
+    early = (i for i in program.executable.early if i in named)
+    unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
+    return _Bound(program, module_signature(module), tensors, unhooked)
 
 
 def planned_module(

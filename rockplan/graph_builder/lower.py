@@ -88,6 +88,8 @@ def _contributions(capture: Capture) -> Gradients:
         if recorded.phase is Phase.BACKWARD:
             producer.update({r: recorded.call for r in recorded.call.results if r is not None})
 
+    # An `add` of what something else reads as well may be part of a formula for one gradient (the
+    # backward of a custom function: g + g * k), which nothing in the record tells from a sum.
     def is_engine_sum(gradient: int) -> bool:
         call = producer.get(gradient)
         if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
