@@ -4,6 +4,7 @@ left exactly as it was."""
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
 import re
@@ -152,6 +153,37 @@ class InPlainList(nn.Module):
         return self.head(self.layers[0](x))
 
 
+class Momentum(nn.Module):
+    """A key encoder that follows the query encoder as MoCo writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, q in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            k.data = k.data * 0.9 + q.data * 0.1
+        return self.query(x) - self.key(x)
+
+
+class AssignsData(nn.Module):
+    """Gives a parameter, a buffer, an activation or the sample other memory, or the same again."""
+
+    def __init__(self, which: str, same: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.which, self.same = which, same
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        tensor = {"parameter": self.inner.weight, "buffer": self.scale, "input": x}.get(self.which)
+        tensor = y if tensor is None else tensor
+        tensor.data = tensor.data.contiguous() if self.same else tensor.data.clamp(-0.1, 0.1)
+        return self.inner(x) * self.scale + y
+
+
 def frozen() -> nn.Module:
     return nn.Linear(4, 4).requires_grad_(False)
 
@@ -260,6 +292,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.UnsupportedModel,
         ["self.last", "Return it"],
     ),
+    "momentum by .data": (
+        lambda: nn.Sequential(Momentum()),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["module '0'", "test_bad_input.py:", "`.data`", "copy_("],
+    ),
+    **{
+        f"{which} with other .data": (
+            functools.partial(AssignsData, which),
+            SAMPLE,
+            rockplan.UnsupportedModel,
+            ["test_bad_input.py:", "`.data`", "copy_("],
+        )
+        for which in ("parameter", "buffer", "activation", "input")
+    },
     "layers in a plain list": (
         lambda: InPlainList(False),
         SAMPLE,
@@ -616,3 +663,11 @@ def test_counters_are_refused() -> None:
     with pytest.raises(rockplan.UnsupportedModel, match=r"self\.steps"):
         rockplan.solve(model, SAMPLE, "100%")
     assert model.steps == 0
+
+
+@pytest.mark.parametrize("which", ["parameter", "buffer", "activation", "input"])
+def test_data_that_stays_in_its_memory_is_planned(which: str) -> None:
+    model = AssignsData(which, same=True)
+    planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "100%")
+    assert torch.equal(planned(SAMPLE), model(SAMPLE))
+    assert "data" not in vars(torch.Tensor)

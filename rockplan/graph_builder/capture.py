@@ -605,6 +605,7 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
         swap.without_tensor_hooks(refuse),
+        swap.without_other_memory(refuse),
         swap.without_autocast_inside(refuse),
         swap.without_seeding(refuse),
     ):

@@ -276,3 +276,33 @@ def without_tensor_hooks(
         )
 
     return _exchanged(torch.Tensor, {"register_hook": register_hook})
+
+
+@contextlib.contextmanager
+def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Refuse `tensor.data = other`: no operator is called, so nothing of it would be recorded.
+    What leaves the tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
+    data: Any = torch._C.TensorBase.data
+
+    def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if not _is_same_memory(tensor, other):
+            refuse(
+                "the forward assigns to the `.data` of a tensor, which gives it other memory, and "
+                "a planned run would not see it; write into it instead: "
+                "`with torch.no_grad(): tensor.copy_(...)`"
+            )
+
+    assigned = _here(assign, data.__set__)
+    torch.Tensor.data = property(data.__get__, assigned)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def memory(tensor: torch.Tensor) -> tuple[object, ...]:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        return (*place, tensor.shape, tensor.stride())
+
+    return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))
