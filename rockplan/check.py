@@ -1,15 +1,17 @@
-"""Check: one step of the original and of the planned module on the sample, compared bit for bit.
+"""Check: two steps of the original and of the planned module on the sample, compared bit for bit.
 
 takes: both modules and a call. returns: what `Plan.checked` records. guarantees: parameters,
-gradients, buffers and generators are afterwards what they were before, and no hook of the caller's
-on a parameter or an input sees the gradients of the check.
+gradients, buffers, other attributes of the modules, the sample and generators are afterwards what
+they were before, and no hook of the caller's on a parameter or an input sees the gradients of the
+check.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +20,83 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
+from rockplan.contents import parts_of
 from rockplan.errors import CheckFailed
+from rockplan.graph_builder import swap
 
 _REPEATS = 2
 """Further planned steps: kernels that are not deterministic may repeat themselves by chance."""
 
+_STEPS = 2
+"""In a row: what the forward keeps in Python from one to the next shows in the second."""
+
+_STANDS_STILL = (
+    "what the forward makes anew in Python at every call (draws of a generator of its own, numbers "
+    "that it counts) stands still in a plan. Have it draw with torch, or pass such numbers in as "
+    "tensors"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Named results of one step: outputs, gradients, buffers, generator states."""
+    """Named results of one step: outputs, gradients, tensors of the caller, generator states."""
 
     tensors: tuple[tuple[str, torch.Tensor | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a step starts from. tensors: (name, parameter, buffer, input or other tensor among the
+    attributes, a copy of its content)."""
+
+    module: nn.Module
+    tensors: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, call: Any) -> _Given:
+        named = itertools.chain(
+            ((f"parameter {n}", p) for n, p in module.named_parameters()),
+            ((f"buffer {n}", b) for n, b in module.named_buffers()),
+            ((f"input {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves(call))),
+            (
+                (f"self.{name} of module '{path or '(root)'}'", part)
+                for path, m in module.named_modules()
+                for name, value in m.__dict__.items()
+                for part in parts_of(value)
+            ),
+        )
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, value in named:
+            is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
+            if is_tensor and value.layout is torch.strided:
+                found.setdefault(id(value), (name, value))
+        return cls(module, tuple((n, t, t.detach().clone()) for n, t in found.values()))
+
+    def now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, content); no new copy of what has not changed."""
+        for name, tensor, content in self.tensors:
+            same = _same(tensor, content)
+            yield name, content if same else tensor.detach().clone()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Tensors, attributes and generators are as before, and for autograd as if nobody had
+        written to a tensor: the check may run in the middle of a backward pass."""
+        parameters = self.module.parameters()
+        devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+        versioned = tuple(t for _, t, _ in self.tensors if not t.is_inference())
+        with (
+            torch.random.fork_rng(devices),
+            _unsafe_preserve_version_counter(versioned),
+            swap.restored(self.module),
+        ):
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for _, tensor, content in self.tensors:
+                        if not _same(tensor, content):
+                            tensor.copy_(content)
 
 
 def check(
@@ -46,30 +114,29 @@ def check(
     but the planned step does: it holds still what eager makes anew. Where neither does, nothing can
     be compared, which is warned of.
     """
+    given = _Given.of(module, (args, kwargs))
 
-    args, kwargs = _detached((args, kwargs))
+    def steps(forward: Callable[..., Any]) -> tuple[_Step, ...]:
+        with given.restored(), _without_hooks(module):
+            return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
-    def step(forward: Callable[..., Any]) -> _Step:
-        with _restored(module), _without_hooks(module):
-            return _run(module, forward, starts, args, kwargs)
-
-    expected = step(original)
-    found = step(planned)
+    expected = steps(original)
+    found = steps(planned)
     difference = _first_difference(found, expected)
     if difference is None:
         return "equal to eager bit for bit on the sample"
-    noise = _first_difference(step(original), expected)
+    noise = _first_difference(steps(original), expected)
     if noise is None:
-        raise CheckFailed(
-            f"the planned step differs from eager: {difference}. This is a bug of rockplan; "
-            "use the original module, and please report the model"
+        in_first = _first_difference(found[:1], expected[:1]) is not None
+        cause = (
+            "This is a bug of rockplan; use the original module, and please report the model"
+            if in_first
+            else f"Steps before it were equal: {_STANDS_STILL}"
         )
-    if all(_first_difference(step(planned), found) is None for _ in range(_REPEATS)):
+        raise CheckFailed(f"the planned step differs from eager: {difference}. {cause}")
+    if all(_first_difference(steps(planned), found) is None for _ in range(_REPEATS)):
         raise CheckFailed(
-            f"eager does not repeat itself ({noise}), but the planned step does: what the forward "
-            "makes anew in Python at every call (draws of a generator of its own, numbers that it "
-            "counts) stands still in a plan. Have it draw with torch, or pass such numbers in as "
-            "tensors"
+            f"eager does not repeat itself ({noise}), but the planned step does: {_STANDS_STILL}"
         )
     result = (
         f"eager does not repeat itself ({noise}); the planned step differs alike ({difference})"
@@ -80,22 +147,6 @@ def check(
         stacklevel=2,
     )
     return result
-
-
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Buffers and generators are as before, and for autograd as if nobody had written to buffers:
-    the check may run in the middle of a backward pass."""
-    devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
-    before = [(b, b.detach().clone()) for b in module.buffers()]
-    versioned = tuple(b for b, _ in before if not b.is_inference())
-    with torch.random.fork_rng(devices), _unsafe_preserve_version_counter(versioned):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, content in before:
-                    buffer.copy_(content)
 
 
 @contextlib.contextmanager
@@ -112,27 +163,28 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def _detached(call: Any) -> Any:
-    """`call` with leaves of their own, over the same memory, for tensors that require a gradient:
-    what made them, and hooks on them, are the caller's."""
+    """`call` with tensors of their own over the same memory: what made them, what is made of them
+    in place, and hooks on them, are the caller's."""
     leaves, structure = pytree.tree_flatten(call)
     own = {
-        id(leaf): leaf.detach().requires_grad_()
+        id(leaf): leaf.detach().requires_grad_(leaf.requires_grad)
         for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        if isinstance(leaf, torch.Tensor)
     }
     return pytree.tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
 def _run(
-    module: nn.Module,
+    given: _Given,
     forward: Callable[..., Any],
     starts: Mapping[int, tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> _Step:
+    args, kwargs = _detached((args, kwargs))
     leaves = pytree.tree_leaves((args, kwargs))
     targets: dict[str, torch.Tensor] = {
-        n: p for n, p in module.named_parameters() if p.requires_grad
+        n: p for n, p in given.module.named_parameters() if p.requires_grad
     }
     targets |= {
         f"input {i}": leaf
@@ -149,11 +201,10 @@ def _run(
             without_autocast.enter_context(torch.autocast(kind, enabled=False))
         gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
     tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
-    buffers = [(f"buffer {n}", b.detach().clone()) for n, b in module.named_buffers()]
     named = [
         *((n, t.detach()) for n, t in tensors),
         *((f"gradient of {n}", g) for n, g in zip(targets, gradients, strict=True)),
-        *buffers,
+        *given.now(),
         ("generator state", torch.get_rng_state()),
     ]
     return _Step(tuple(named))
@@ -166,7 +217,15 @@ def _ones(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return ones.as_strided(like.shape, strides)
 
 
-def _first_difference(found: _Step, expected: _Step) -> str | None:
+def _first_difference(found: Sequence[_Step], expected: Sequence[_Step]) -> str | None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        difference = _difference(one, other)
+        if difference is not None:
+            return difference if number == 0 else f"{difference} in step {number + 1}"
+    return None
+
+
+def _difference(found: _Step, expected: _Step) -> str | None:
     for (name, a), (_, b) in zip(found.tensors, expected.tensors, strict=True):
         if a is None or b is None:
             if a is not b:
@@ -179,4 +238,4 @@ def _first_difference(found: _Step, expected: _Step) -> str | None:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bits up to the payload of NaNs."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return a is b or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))

@@ -28,7 +28,7 @@ class Options:
     where it is needed) and a search for the smallest budget, where it is asked for or might not be
     met: what fits does not depend on the clock. For `pareto` it is the limit of each of some 16
     plans.
-    check: run one step of the original and of the planned module on the sample, compare bit for
+    check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
     from run to run, CheckFailed if the planned module does not, else a warning.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the

@@ -58,7 +58,7 @@ class Plan:
     storage after its last use, every result in a storage of its own; local variables of the
     original's forward may hold more.
     torch_version: under which the graph was captured and planned.
-    checked: what a comparison of one step with eager execution found, '' if there was none.
+    checked: what a comparison of two steps with eager execution found, '' if there was none.
     origin: where a plan that was read from a file was made, '' for one that was made here.
     """
 
@@ -146,7 +146,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
         *([f"origin          {plan.origin}"] if plan.origin else []),
-        f"checked         {plan.checked or 'no (Options(check=True) compares one step)'}",
+        f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",
         "bytes count what is alive beyond parameters, buffers, inputs and .grad",
     ]
 

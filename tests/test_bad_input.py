@@ -4,9 +4,11 @@ left exactly as it was."""
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +154,53 @@ class InPlainList(nn.Module):
         return self.head(self.layers[0](x))
 
 
+class Momentum(nn.Module):
+    """A key encoder that follows the query encoder as MoCo writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, q in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            k.data = k.data * 0.9 + q.data * 0.1
+        return self.query(x) - self.key(x)
+
+
+class AssignsData(nn.Module):
+    """Gives a parameter, a buffer, an activation or the sample other memory, or the same again."""
+
+    def __init__(self, which: str, same: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.which, self.same = which, same
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        tensor = {"parameter": self.inner.weight, "buffer": self.scale, "input": x}.get(self.which)
+        tensor = y if tensor is None else tensor
+        tensor.data = tensor.data.contiguous() if self.same else tensor.data.clamp(-0.1, 0.1)
+        return self.inner(x) * self.scale + y
+
+
+class Replaces(nn.Module):
+    """Ties a layer to another, or makes one, in its forward."""
+
+    def __init__(self, layer: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.layer = nn.Linear(4, 4), nn.Linear(4, 4), layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer:
+            self.c = nn.Linear(4, 4)
+            x = self.c(x)
+        else:
+            self.b.weight = self.a.weight
+        return self.b(self.a(x))
+
+
 def frozen() -> nn.Module:
     return nn.Linear(4, 4).requires_grad_(False)
 
@@ -260,6 +309,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.UnsupportedModel,
         ["self.last", "Return it"],
     ),
+    "momentum by .data": (
+        lambda: nn.Sequential(Momentum()),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["module '0'", "test_bad_input.py:", "`.data`", "copy_("],
+    ),
+    **{
+        f"{which} with other .data": (
+            functools.partial(AssignsData, which),
+            SAMPLE,
+            rockplan.UnsupportedModel,
+            ["test_bad_input.py:", "`.data`", "copy_("],
+        )
+        for which in ("parameter", "buffer", "activation", "input")
+    },
+    "ties layers": (lambda: Replaces(False), SAMPLE, rockplan.UnsupportedModel, ["self.weight"]),
+    "makes a layer": (lambda: Replaces(True), SAMPLE, rockplan.UnsupportedModel, ["'c'", "once"]),
     "layers in a plain list": (
         lambda: InPlainList(False),
         SAMPLE,
@@ -592,15 +658,90 @@ class DrawsOutside(nn.Module):
         return self.inner(x) * scale
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
+class Changes(nn.Module):
+    """Calls `change` on itself before it computes; the result depends on `self.n`."""
+
+    def __init__(self, change: Callable[[Any], int]) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
-        self.steps = 0
+        self.change = change
+        self.n, self.started, self.mode, self.size = 0, False, "first", None
+        self.dictionary, self.list, self.nested = {"n": 0}, [0], {"a": [0]}
+        self.space = types.SimpleNamespace(n=0, seen={"n": [0]})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        return self.inner(x) * self.steps
+        return self.inner(x) * self.change(self)
+
+
+def counts(module: Any) -> int:
+    module.n += 1
+    return int(module.n)
+
+
+def counts_in_dictionary(module: Any) -> int:
+    module.dictionary["n"] += 1
+    return int(module.dictionary["n"])
+
+
+def counts_in_list(module: Any) -> int:
+    module.list.append(1)
+    return len(module.list)
+
+
+def counts_deeper(module: Any) -> int:
+    module.nested["a"][0] += 1
+    return int(module.nested["a"][0])
+
+
+def counts_in_object(module: Any) -> int:
+    module.space.n += 1
+    return int(module.space.n)
+
+
+def counts_deeper_in_object(module: Any) -> int:
+    module.space.seen["n"][0] += 1
+    return int(module.space.seen["n"][0])
+
+
+def counts_for_nobody(module: Any) -> int:
+    module.n += 1
+    return 1
+
+
+def alternates(module: Any) -> int:
+    module.started = not module.started
+    return 2 if module.started else 3
+
+
+def starts(module: Any) -> int:
+    scale = 3 if module.started else 2
+    module.started = True
+    return scale
+
+
+def starts_from_nothing(module: Any) -> int:
+    scale = 3 if hasattr(module, "begun") else 2
+    module.begun = True
+    return scale
+
+
+def goes_on(module: Any) -> int:
+    scale = 2 if module.mode == "first" else 3
+    module.mode = "later"
+    return scale
+
+
+def sets_before_it_reads(module: Any) -> int:
+    module.started, module.mode, module.size, module.n = True, "later", (4, 4), 7
+    module.space.n, module.dictionary["n"] = 5, 6
+    module.fresh = lambda: None
+    return int(module.n) + len(module.size)
+
+
+def keeps_what_it_made(module: Any) -> int:
+    if 4 not in module.dictionary:
+        module.dictionary[4] = torch.arange(4)
+    return 2
 
 
 @pytest.mark.parametrize("library", ["random", "numpy"])
@@ -611,8 +752,62 @@ def test_randomness_outside_torch_is_refused(library: str) -> None:
     assert (random.getstate(), repr(numpy.random.get_state())) == before
 
 
-def test_counters_are_refused() -> None:
-    model = Counts()
-    with pytest.raises(rockplan.UnsupportedModel, match=r"self\.steps"):
+def state_of_changes(model: Any) -> Any:
+    plain = (model.n, model.started, model.mode, model.size, model.dictionary, model.list)
+    return copy.deepcopy((*plain, model.nested, vars(model.space), sorted(vars(model))))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (counts, "n"),
+        (counts_in_dictionary, "dictionary"),
+        (counts_in_list, "list"),
+        (counts_deeper, "nested"),
+        (counts_in_object, "space"),
+        (counts_deeper_in_object, "space"),
+        (counts_for_nobody, "n"),
+        (alternates, "started"),
+    ],
+)
+def test_counters_are_refused(change: Callable[[Any], int], name: str) -> None:
+    model = Changes(change)
+    before = state_of_changes(model)
+    with pytest.raises(rockplan.UnsupportedModel, match=rf"each call changes self\.{name}\b"):
         rockplan.solve(model, SAMPLE, "100%")
-    assert model.steps == 0
+    assert state_of_changes(model) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(starts, "started"), (starts_from_nothing, "begun"), (goes_on, "mode")]
+)
+def test_a_first_call_that_differs_is_refused_until_it_has_been(
+    change: Callable[[Any], int], name: str
+) -> None:
+    model = nn.Sequential(Changes(change))
+    before = state_of_changes(model[0])
+    with pytest.raises(rockplan.UnsupportedModel, match=rf"'0'.*self\.{name},.*once.*then plan"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert state_of_changes(model[0]) == before
+    model(SAMPLE)
+    planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "100%")
+    for _ in range(2):
+        assert torch.equal(planned(SAMPLE), model(SAMPLE))
+
+
+@pytest.mark.parametrize("change", [sets_before_it_reads, keeps_what_it_made])
+def test_data_that_makes_no_difference_is_planned(change: Callable[[Any], int]) -> None:
+    model = Changes(change)
+    before = state_of_changes(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    assert state_of_changes(model) == before
+    for _ in range(2):
+        assert torch.equal(planned(SAMPLE), copy.deepcopy(model)(SAMPLE))
+
+
+@pytest.mark.parametrize("which", ["parameter", "buffer", "activation", "input"])
+def test_data_that_stays_in_its_memory_is_planned(which: str) -> None:
+    model = AssignsData(which, same=True)
+    planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "100%")
+    assert torch.equal(planned(SAMPLE), model(SAMPLE))
+    assert "data" not in vars(torch.Tensor)

@@ -10,12 +10,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
-VALUES |= {"progress", "curve", "version", "names", "options", "collection", "literals"}
+VALUES |= {"progress", "curve", "version", "names", "options", "collection", "literals", "contents"}
 ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
 ORACLES |= {"memory", "report", "palette"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {
-    "torch": {"graph_builder", "codegen"},
+    "torch": {"graph_builder", "codegen", "contents"},
     "pulp": {"ilp"},
     "highspy": {"ilp"},
     "graphviz": {"render"},

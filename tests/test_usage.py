@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
+from rockplan.codegen import module as planned_modules
 from tests.training import (
     assert_equal_trees,
     assert_same_state,
@@ -922,6 +924,88 @@ def test_check_refuses_what_stands_still_in_the_plan_alone() -> None:
     case = Case("own generator", DrawsFromItsOwn().train(), (SAMPLE,), {}, mean_square)
     with pytest.raises(rockplan.CheckFailed, match="output 0.*stands still.*draw with torch"):
         solve_case(case, BUDGET, options=rockplan.Options(check=True))
+
+
+class Follows(Net):
+    """A second layer that follows the first under no_grad, a table that it keeps in a dictionary,
+    and an input written in place."""
+
+    def __init__(self, remember: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.tables = {"seen": torch.zeros(4)}
+        self.queue = deque([1], maxlen=9)
+        self.remember = remember
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        with torch.no_grad():
+            for t, s in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                t.mul_(0.5).add_(s, alpha=0.5)
+        y = super().forward(x) - self.teacher(x)
+        self.remember(self, y.detach().mean(0))
+        return y * self.tables["seen"] + len(self.queue)
+
+
+def writes_in_place(module: Any, y: torch.Tensor) -> None:
+    module.tables["seen"].mul_(0.9).add_(y)
+
+
+def makes_anew(module: Any, y: torch.Tensor) -> None:
+    module.tables["seen"] = module.tables["seen"] * 0.9 + y
+
+
+def queues(module: Any, y: torch.Tensor) -> None:
+    module.queue.append(2)
+
+
+def state_of_follows(module: Any, x: torch.Tensor) -> list[Any]:
+    kept = [*module.state_dict(keep_vars=True).values(), x]
+    contents = [(t, t.clone(), t._version, t.grad_fn) for t in kept]
+    return [list(module.queue), module.tables["seen"].clone(), *contents]
+
+
+@pytest.mark.parametrize("remember", [writes_in_place, makes_anew, queues])
+def test_a_check_leaves_the_model_and_the_sample_as_they_were(
+    remember: Callable[[Any, torch.Tensor], None],
+) -> None:
+    torch.manual_seed(0)
+    case = Case("follows", Follows(remember).train(), (SAMPLE.clone(),), {}, mean_square)
+    before = state_of_follows(case.model, case.args[0])
+    if remember is writes_in_place:
+        planned, eager = pair(case, options=rockplan.Options(check=True))
+        assert planned.plan.checked == "equal to eager bit for bit on the sample"
+        assert_equal_trees(state_of_follows(case.model, case.args[0]), before, "checked")
+        both(planned, eager, lambda m: mean_square(m(SAMPLE.clone())).backward(), "step")
+        assert_equal_trees(planned.tables, eager.tables, "table")
+    else:
+        with pytest.raises(rockplan.CheckFailed, match="in step 2.*stands still"):
+            solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        assert_equal_trees(state_of_follows(case.model, case.args[0]), before, "refused")
+
+
+def test_a_check_compares_what_becomes_of_parameters_and_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clamps(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            with torch.no_grad():
+                self.head.bias.mul_(0.5)
+            return y
+
+    original = planned_modules.bound_forward
+
+    def bound_to_a_copy(module: nn.Module, program: Any) -> Callable[..., Any]:
+        return original(copy.deepcopy(module), program)
+
+    monkeypatch.setattr(planned_modules, "bound_forward", bound_to_a_copy)
+    torch.manual_seed(0)
+    x = SAMPLE.clone().requires_grad_()
+    model = Clamps().requires_grad_(False)
+    model.norm.eval()
+    with pytest.raises(rockplan.CheckFailed, match=r"parameter head\.bias"):
+        rockplan.solve(model, x, BUDGET, options=rockplan.Options(check=True))
 
 
 class Passing(Net):

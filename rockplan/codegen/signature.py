@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.codegen.contents import contents_of
+from rockplan.contents import contents_of
 from rockplan.interface import computed_attributes
 
 # What every nn.Module has; compared by itself.

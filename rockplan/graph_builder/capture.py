@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rockplan.contents import data_in
 from rockplan.errors import (
     CaptureError,
     DataDependentShape,
@@ -123,20 +124,37 @@ def capture(
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-        recorder.leaf_storages = frozenset(v.storage for v in recorder.values)
-        recorder.given_values = len(recorder.values)
+        recorder.begin_forward()
         reader.start({v: (i, real_leaves[i]) for i, v in inputs})
-        fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
-        with _as_in_eager(recorder), fake_mode:
+        registered = _registered_tensors(module)
+
+        def run(recorder: Recorder) -> _Forward:
+            fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
             with recorder, _module_paths(module, recorder), _no_python_randomness():
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
-            leaves_of_result, output_spec = pytree.tree_flatten(result)
+            leaves_of_result, spec = pytree.tree_flatten(result)
             outputs = [_known_output(recorder, leaf) for leaf in leaves_of_result]
+            return _Forward.of(recorder, outputs, spec, module)
+
+        data_before = swap.plain_data(module)
+        with _as_in_eager(recorder), fake_mode:
+            first = run(recorder)
+            outputs = first.outputs
             starts = _starts(outputs, incoming)
             _refuse_gradients(recorder, [outputs[i] for i in starts])
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
-        _refuse_side_effects(module, attributes, stand_ins)
+        _refuse_side_effects(module, attributes, registered, stand_ins)
+        _refuse_changes(first.data, swap.plain_data(module))
+        if first.data != data_before:
+            another = Recorder(fake_mode, reader.read)
+            for fake in stand_ins.fakes:
+                another.value(fake)
+            another.begin_forward()
+            with _as_in_eager(another), fake_mode:
+                second = run(another)
+            _refuse_changes(first.data, second.data)
+            _refuse_another_call(data_before, first, second)
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),
@@ -152,9 +170,29 @@ def capture(
         ),
         guards=tuple(recorder.guards),
         backward_ignores_autocast=any_autocast,
-        output_spec=output_spec,
+        output_spec=first.spec,
         samples=reader.samples(recorder),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """One run of the forward. done: calls, constants and result, equal to those of another run
+    that does the same; data: the plain data among the module's attributes afterwards."""
+
+    outputs: list[Any]
+    spec: pytree.TreeSpec
+    done: tuple[Any, ...]
+    data: dict[tuple[str, str], Any]
+
+    @classmethod
+    def of(
+        cls, recorder: Recorder, outputs: list[Any], spec: pytree.TreeSpec, module: nn.Module
+    ) -> _Forward:
+        result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
+        constants = [id(tensor) for _, tensor in recorder.constants]
+        done = (list(recorder.calls), constants, result, spec)
+        return cls(outputs, spec, done, swap.plain_data(module))
 
 
 def _refuse_other_variants(recorder: Recorder) -> None:
@@ -527,29 +565,33 @@ def _refuse_opaque(output: object, position: int) -> None:
     )
 
 
+def _registered_tensors(module: nn.Module) -> dict[int, dict[str, torch.Tensor | None]]:
+    return {id(m): {**m._buffers, **m._parameters} for m in module.modules()}
+
+
 def _refuse_side_effects(
-    module: nn.Module, attributes: dict[int, dict[str, Any]], stand_ins: _StandIns
+    module: nn.Module,
+    attributes: dict[int, dict[str, Any]],
+    registered: dict[int, dict[str, torch.Tensor | None]],
+    stand_ins: _StandIns,
 ) -> None:
-    """A tensor that the forward stores on the module would be lost or stale in a planned run,
-    and a number that it changes would stand still."""
+    """A tensor that the forward stores on the module would be lost or stale in a planned run."""
     known = {id(fake) for fake in stand_ins.fakes}
     for path, m in module.named_modules():
-        for name, value in m.__dict__.items():
-            before = attributes[id(m)].get(name)
-            if type(before) in (int, float) and type(value) in (int, float) and value != before:
-                raise UnsupportedModel(
-                    f"in module '{path or '(root)'}': the forward changes the number self.{name}, "
-                    "which would stand still in a planned run; keep the count outside the "
-                    "module, or in a registered buffer",
-                    module_path=path,
-                )
+        if id(m) not in attributes:
+            raise UnsupportedModel(
+                f"the forward adds the submodule '{path}', which a planned run would not do; run "
+                "the module once on the sample, then plan it",
+                module_path=path,
+            )
         computed = computed_attributes(m)
+        before = {**attributes[id(m)], **registered[id(m)]}
         for name, value in {**m.__dict__, **m._buffers, **m._parameters}.items():
             if (
                 isinstance(value, torch.Tensor)
                 and name not in computed
-                and value is not attributes[id(m)].get(name)
-                and id(value) not in known
+                and value is not before.get(name)
+                and (id(value) not in known or name in registered[id(m)])
             ):
                 raise UnsupportedModel(
                     f"in module '{path or '(root)'}': the forward assigns a tensor to "
@@ -557,6 +599,39 @@ def _refuse_side_effects(
                     f"registered buffer in place (self.{name}.copy_(...))",
                     module_path=path,
                 )
+
+
+def _refuse_changes(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
+    """Raise where every call leaves other data on the module than the one before."""
+    for path, name in _changed(before, after):
+        raise UnsupportedModel(
+            f"in module '{path or '(root)'}': each call changes self.{name}, which would stand "
+            "still in a planned run; keep a count outside of the module, or in a registered buffer",
+            module_path=path,
+        )
+
+
+def _refuse_another_call(
+    before: dict[tuple[str, str], Any], first: _Forward, second: _Forward
+) -> None:
+    """Raise where the first call leaves data on the module that makes the second another one.
+    Data that is only left there, or set before it is read, makes no difference."""
+    if first.done == second.done:
+        return
+    for path, name in _changed(before, first.data):
+        raise UnsupportedModel(
+            f"in module '{path or '(root)'}': the forward changes self.{name}, and the next call "
+            "does not do the same as this one, which a planned run would repeat for ever. If only "
+            "the first call is another one (values set by the first batch), run the module once "
+            "on the sample, then plan it",
+            module_path=path,
+        )
+
+
+def _changed(
+    before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]
+) -> list[tuple[str, str]]:
+    return [place for place in {**before, **after} if before.get(place) != after.get(place)]
 
 
 @contextlib.contextmanager
@@ -621,6 +696,7 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
         swap.without_tensor_hooks(refuse),
+        swap.without_other_memory(refuse),
         swap.without_autocast_inside(refuse),
         swap.without_seeding(refuse),
     ):

@@ -134,6 +134,11 @@ class Recorder(TorchDispatchMode):
             self.values.append(self._describe(tensor))
         return index
 
+    def begin_forward(self) -> None:
+        """All values so far are the caller's: parameters, buffers and inputs."""
+        self.leaf_storages = frozenset(v.storage for v in self.values)
+        self.given_values = len(self.values)
+
     def _describe(self, tensor: torch.Tensor) -> RecordedValue:
         if tensor.layout is not torch.strided:
             module, source = self.place()

@@ -22,6 +22,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import checkpoint
 
+from rockplan.contents import MUTABLE, data_in, elements_of, parts_of, put_back
+
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
 # Of 446 operators of PyTorch's own database and those of its modules, these.
 _CAST_INSIDE = (
@@ -40,15 +42,16 @@ _SEEDING = (
 def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
     """Restore every attribute of every submodule on exit, also after an exception.
 
-    Yields id(submodule) -> its attributes at entry. Dictionaries, lists and sets that are
-    attributes are restored in place, one level deep, so that references to them stay valid.
+    Yields id(submodule) -> its attributes at entry. What is in lists, dictionaries, sets and
+    configuration objects among the attributes is put back in place, so that references to them
+    stay valid.
     """
     modules = list(module.modules())
     attributes = {id(m): dict(m.__dict__) for m in modules}
-    contents = {
-        id(m): {k: _copy(v) for k, v in m.__dict__.items() if isinstance(v, dict | list | set)}
-        for m in modules
-    }
+    values = {id(v): v for m in modules for v in m.__dict__.values()}
+    parts = (part for value in values.values() for part in parts_of(value))
+    containers = {id(part): part for part in parts if isinstance(part, MUTABLE)}
+    contents = [(container, elements_of(container)) for container in containers.values()]
     try:
         yield attributes
     finally:
@@ -56,8 +59,21 @@ def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
             m.__dict__.update(attributes[id(m)])
             for name in m.__dict__.keys() - attributes[id(m)].keys():
                 del m.__dict__[name]
-            for name, content in contents[id(m)].items():
-                _refill(m.__dict__[name], content)
+        for container, elements in contents:
+            put_back(container, elements)
+
+
+def plain_data(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """(path of a submodule, name of an attribute) -> the plain data in it, where there is any."""
+    known: dict[int, Any] = {}
+    found: dict[tuple[str, str], Any] = {}
+    for path, m in module.named_modules():
+        for name, value in m.__dict__.items():
+            if id(value) not in known:
+                known[id(value)] = data_in(value)
+            if known[id(value)] is not None:
+                found[path, name] = known[id(value)]
+    return found
 
 
 @contextlib.contextmanager
@@ -93,18 +109,6 @@ def _keeps_fakes(cache: Any, mode: FakeTensorMode) -> bool:
             seen.add(id(found))
             pending += gc.get_referents(found)
     return False
-
-
-def _copy(container: Any) -> Any:
-    return container.copy()
-
-
-def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, list):
-        container[:] = content
-    else:
-        container.clear()
-        container.update(content)
 
 
 def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -276,3 +280,33 @@ def without_tensor_hooks(
         )
 
     return _exchanged(torch.Tensor, {"register_hook": register_hook})
+
+
+@contextlib.contextmanager
+def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Refuse `tensor.data = other`: no operator is called, so nothing of it would be recorded.
+    What leaves the tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
+    data: Any = torch._C.TensorBase.data
+
+    def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if not _is_same_memory(tensor, other):
+            refuse(
+                "the forward assigns to the `.data` of a tensor, which gives it other memory, and "
+                "a planned run would not see it; write into it instead: "
+                "`with torch.no_grad(): tensor.copy_(...)`"
+            )
+
+    assigned = _here(assign, data.__set__)
+    torch.Tensor.data = property(data.__get__, assigned)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def memory(tensor: torch.Tensor) -> tuple[object, ...]:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        return (*place, tensor.shape, tensor.stride())
+
+    return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))
