@@ -62,7 +62,7 @@ class Interface:
     gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
     contributions, in order, as it does for a tensor that is used several times; none: the result
     does not depend on it. copies: (value of a buffer, value that holds two copies of what it was),
-    see `graph_builder.copies`.
+    see `graph_builder.copies`. mutated: residents whose memory the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
     """
 
@@ -73,6 +73,7 @@ class Interface:
     outputs: tuple[OutputLeaf, ...]
     gradients: tuple[tuple[int, tuple[int, ...]], ...]
     copies: tuple[tuple[int, int], ...]
+    mutated: tuple[int, ...]
     guards: tuple[Guard, ...]
     backward_ignores_autocast: bool
 

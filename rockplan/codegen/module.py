@@ -27,6 +27,7 @@ from rockplan.codegen.executable import Executable, Pattern, build
 from rockplan.codegen.signature import (
     Autocast,
     ModuleSignature,
+    Sharing,
     autocast_state,
     call_key,
     module_signature,
@@ -95,11 +96,28 @@ MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | N
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A program bound to the tensors of one module tree in one state."""
+    """A program bound to the tensors of one module tree in one state.
+
+    sharing: as it was when the program was captured.
+    """
 
     program: Program
     signature: ModuleSignature
     tensors: tuple[torch.Tensor, ...]
+    sharing: Sharing
+
+    def residents(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The tensors that the generated code is given."""
+        inputs = (leaves[i] for i, _ in self.program.interface.inputs)
+        return (*self.tensors, *inputs, *self.program.constants)
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """True if the program is for the module as it is now and a call with `leaves`."""
+        return (
+            signature_holds(self.signature)
+            and self.sharing.holds(self.residents(leaves))
+            and _guards_hold(self.program, leaves)
+        )
 
 
 @dataclass(slots=True)
@@ -215,8 +233,9 @@ class Planned:
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
-                    "autocast, training flags, attributes or hooks of submodules, or values "
-                    "that the forward reads have changed. Plan again with this sample, or pass "
+                    "which arguments are one tensor or a tensor of the module, autocast, training "
+                    "flags, attributes or hooks of submodules, or values that the forward reads "
+                    "have changed. Plan again with this sample, or pass "
                     "Options(on_mismatch='replan')"
                 )
             bound = _bind(self, state.make_program(self, args, kwargs, None))
@@ -361,7 +380,7 @@ def _no_other_plan(pattern: Pattern) -> Executable:
 
 def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
     for bound in reversed(candidates):
-        if signature_holds(bound.signature) and _guards_hold(bound.program, leaves):
+        if bound.holds(leaves):
             return bound
     return None
 
@@ -373,9 +392,7 @@ def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
 
 def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     program = bound.program
-    inputs = (leaves[i] for i, _ in program.interface.inputs)
-    residents = (*bound.tensors, *inputs, *program.constants)
-    tensors = iter(runtime.call(program.executable, residents, replan))
+    tensors = iter(runtime.call(program.executable, bound.residents(leaves), replan))
     leaves = [
         leaf.literal if leaf.value is None else next(tensors) for leaf in program.interface.outputs
     ]
@@ -390,7 +407,19 @@ def _bind(module: nn.Module, program: Program) -> _Bound:
         *(parameters[name] for name, _ in interface.parameters),
         *(buffers[name] for name, _ in interface.buffers),
     )
-    return _Bound(program, module_signature(module), tensors)
+    return _Bound(program, module_signature(module), tensors, _sharing(program, len(tensors)))
+
+
+def _sharing(program: Program, first_input: int) -> Sharing:
+    """Among the residents, as it was when `program` was captured."""
+    interface, values = program.interface, program.plan.graph.values
+    residents = interface.residents
+    return Sharing.of(
+        residents,
+        [values[v].data for v in residents],
+        range(first_input, first_input + len(interface.inputs)),
+        tuple(residents.index(v) for v in interface.mutated),
+    )
 
 
 def planned_module(

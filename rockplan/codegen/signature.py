@@ -8,9 +8,9 @@ the lists, dictionaries and configuration objects among the attributes).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -135,6 +135,52 @@ def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*_parameter_key(tensor), tensor.layout, tensor.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which tensors that a program is given are one object, and which share the memory of those
+    that it changes. Both decide what a gradient is of, and in which order reads and writes go.
+
+    inputs, mutated: positions of the inputs and of what the program changes. same: for each input
+    the first position of the same tensor; memory: for each tensor the first of the mutated ones
+    that shares its memory, if any.
+    """
+
+    inputs: range
+    mutated: tuple[int, ...]
+    same: tuple[int, ...]
+    memory: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        identities: Sequence[int],
+        storages: Sequence[int],
+        inputs: range,
+        mutated: tuple[int, ...],
+    ) -> Self:
+        """Of tensors with these identities and storages."""
+        same = _first_positions(identities, inputs)
+        return cls(inputs, mutated, same, _memory(storages, mutated))
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if it is the same among `tensors`."""
+        if _first_positions([*map(id, tensors)], self.inputs) != self.same:
+            return False
+        if not self.mutated:
+            return True
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        return _memory(storages, self.mutated) == self.memory
+
+
+def _first_positions(identities: Sequence[int], positions: Iterable[int]) -> tuple[int, ...]:
+    return tuple(identities.index(identities[i]) for i in positions)
+
+
+def _memory(storages: Sequence[int], mutated: Sequence[int]) -> tuple[int | None, ...]:
+    first = {storages[i]: i for i in reversed(mutated)}
+    return tuple(map(first.get, storages))
 
 
 Autocast = tuple[torch.dtype | None, ...]
