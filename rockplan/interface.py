@@ -38,7 +38,8 @@ class OutputLeaf:
 @dataclass(frozen=True, slots=True)
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
-    integer inputs, and every later call of the planned module must find `expected` again.
+    integer inputs and constants, and every later call of the planned module must find `expected`
+    again.
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
     constants: (value, position among the constants).

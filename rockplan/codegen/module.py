@@ -407,7 +407,8 @@ def _bind(module: nn.Module, program: Program) -> _Bound:
         *(parameters[name] for name, _ in interface.parameters),
         *(buffers[name] for name, _ in interface.buffers),
     )
-    return _Bound(program, module_signature(module), tensors, _sharing(program, len(tensors)))
+    signature = module_signature(module, program.constants)
+    return _Bound(program, signature, tensors, _sharing(program, len(tensors)))
 
 
 def _sharing(program: Program, first_input: int) -> Sharing:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from rockplan.codegen.contents import contents_of
+from rockplan.codegen.contents import Contents, contents_of
 from rockplan.interface import computed_attributes
 
 # What every nn.Module has; compared by itself.
@@ -34,16 +34,19 @@ class _ModuleEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
-    """hooks: all registries of hooks, and how many each held; contents: (container among the
-    attributes, what was in it)."""
+    """hooks: all registries of hooks, and how many each held; contents: of containers and
+    configurations among the attributes."""
 
     entries: tuple[_ModuleEntry, ...]
     hooks: tuple[tuple[Any, ...], list[int]]
-    contents: tuple[tuple[Any, Any], ...]
+    contents: tuple[Contents, ...]
 
 
-def module_signature(module: nn.Module) -> ModuleSignature:
-    """What of the module tree decides which operations its forward executes."""
+def module_signature(module: nn.Module, constants: tuple[torch.Tensor, ...]) -> ModuleSignature:
+    """What of the module tree decides which operations its forward executes.
+
+    constants: tensors that are neither parameters nor buffers, and that its plan reads.
+    """
     entries = _module_entries(module)
     containers = {
         id(value): value
@@ -51,11 +54,11 @@ def module_signature(module: nn.Module) -> ModuleSignature:
         for name, value in entry.attributes.items()
         if name not in _REGISTRIES
     }
-    contents = ((value, contents_of(value)) for value in containers.values())
+    contents = (contents_of(value, constants) for value in containers.values())
     found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
     hooks = tuple(h for h in found if h is not None)
     return ModuleSignature(
-        entries, (hooks, [*map(len, hooks)]), tuple((v, c) for v, c in contents if c is not None)
+        entries, (hooks, [*map(len, hooks)]), tuple(c for c in contents if c is not None)
     )
 
 
@@ -81,7 +84,7 @@ def signature_holds(signature: ModuleSignature) -> bool:
     return (
         [*map(len, registries)] == counts
         and all(map(_entry_holds, signature.entries))
-        and all(contents_of(container) == content for container, content in signature.contents)
+        and all(contents.hold() for contents in signature.contents)
     )
 
 
