@@ -1,24 +1,49 @@
 """Contents: what is in the lists, dictionaries and configuration objects that a module refers to,
-as a value that compares equal until something in them changes; and how to put it back."""
+as a value that compares equal until something in them changes; and how to put it back.
+
+takes: an attribute of a module, and the tensors that a plan has as constants. returns: Contents.
+guarantees: nothing is looked into whose parts are not known: loggers, locks, modules, optimizers.
+Of an object that holds one of these, the plain values count that it shows (without an underscore):
+what else it has may be a cache or a record that grows with every step.
+"""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import enum
+import functools
 import operator
+import re
+import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any
 
+import numpy
 import torch
+from torch import nn
 
-# Classes and functions compare by identity, as they should.
+# Values that do not change. Classes and functions compare by identity, as they should.
 _PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(type(None), bool, int, float, complex, str, bytes, Decimal, Fraction, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(type, types.FunctionType, types.BuiltinFunctionType),
+    *(numpy.generic, numpy.dtype, PurePath, re.Pattern, range, slice),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
 )
+# Most are of these, which are found faster.
+_USUAL = frozenset({type(None), bool, int, float, str})
 _MAXIMUM_DEPTH = 6
+# Copied and compared at every call: 1 MiB takes about 0.1 ms.
+_MAXIMUM_ARRAY_BYTES = 1 << 20
+# Classes of the standard library that are what a class of the user's would be.
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 class _Identity:
@@ -35,46 +60,147 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
-def contents_of(container: object) -> Any:
-    """What is in `container`: a list, tuple, dictionary or set, elements that are no plain data
-    by identity, or an object whose attributes are all plain data (a configuration). None for
-    anything else: loggers, locks, modules and tensors are not looked into."""
-    if isinstance(container, list | tuple | dict | set | frozenset):
-        return _frozen(container, _MAXIMUM_DEPTH)
-    return _configuration(container, _MAXIMUM_DEPTH)
+class _Unknown(Exception):
+    """There is something inside that cannot be looked into."""
 
 
-def _frozen(value: object, depth: int) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if depth:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What was in `container`, as `read` found it."""
+
+    container: object
+    constants: tuple[torch.Tensor, ...]
+    read: Callable[[object, Sequence[torch.Tensor]], Any]
+    found: Any
+
+    def hold(self) -> bool:
+        """True if it still is."""
+        try:
+            return bool(self.read(self.container, self.constants) == self.found)
+        except (_Unknown, RuntimeError, ValueError, TypeError):  # == of values of other libraries
+            return False
+
+
+def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Contents | None:
+    """What is in a list, tuple, dictionary, set or array, or in an object with attributes (a
+    configuration). None for what does not change, or cannot be looked into."""
+    if isinstance(container, (*_PLAIN, torch.Tensor)) or _is_plain_tuple(container):
+        return None
+    for read in (_everything, _plain_attributes):
+        try:
+            return Contents(container, constants, read, read(container, constants))
+        except _Unknown:
+            continue
+    return None
+
+
+def _is_plain_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(v) in _USUAL for v in value)
+
+
+def _everything(container: object, constants: Sequence[torch.Tensor]) -> Any:
+    return _Reading(constants).inside(container, strict=False)
+
+
+def _plain_attributes(container: object, constants: Sequence[torch.Tensor]) -> Any:
+    if _is_of_library(type(container)):  # type: ignore[arg-type]
+        raise _Unknown
+    reading = _Reading(constants)
+    found = []
+    for name, value in _attributes(container):
+        if not name.startswith("_") and isinstance(value, (*_PLAIN, torch.Tensor, numpy.ndarray)):
+            try:
+                found.append((name, reading.value(value, strict=True)))
+            except _Unknown:
+                continue
+    return type(container), found
+
+
+class _Reading:
+    """One pass over a container."""
+
+    def __init__(self, constants: Sequence[torch.Tensor]) -> None:
+        self._constants = constants
+        self._path: list[int] = []
+
+    def value(self, value: object, strict: bool) -> Any:
+        """strict: what cannot be looked into raises _Unknown, and is else compared by identity."""
+        if type(value) in _USUAL or isinstance(value, _PLAIN):
+            return value
+        if id(value) in self._path:
+            return "what it is in", self._path.index(id(value))
+        try:
+            return self.inside(value, strict)
+        except _Unknown:
+            if strict:
+                raise
+            return _Identity(value)
+
+    def inside(self, value: object, strict: bool) -> Any:
+        if len(self._path) > _MAXIMUM_DEPTH:
+            raise _Unknown
+        self._path.append(id(value))
+        try:
+            return self._inside(value, strict)
+        finally:
+            self._path.pop()
+
+    def _inside(self, value: object, strict: bool) -> Any:
         if isinstance(value, list | tuple):
-            return [_frozen(v, depth - 1) for v in value]
+            return [self.value(v, strict) for v in value]
         if isinstance(value, dict):
-            return [(_frozen(k, depth - 1), _frozen(v, depth - 1)) for k, v in value.items()]
+            return [(self.value(k, strict), self.value(v, strict)) for k, v in value.items()]
         if isinstance(value, set | frozenset):
             return set(value)
-        found = _configuration(value, depth)
-        if found is not None:
-            return found
-    return _Identity(value)
+        if isinstance(value, numpy.ndarray):
+            return self._array(value)
+        if isinstance(value, torch.Tensor):
+            if any(value is constant for constant in self._constants):
+                return _Identity(value)
+            raise _Unknown
+        is_function = callable(value) and not isinstance(value, nn.Module)
+        if is_function and _is_of_library(type(value)):  # type: ignore[arg-type]
+            return _Identity(value)
+        return type(value), [(k, self.value(v, strict=True)) for k, v in _attributes(value)]
+
+    @staticmethod
+    def _array(array: numpy.ndarray) -> Any:
+        if array.dtype.hasobject or array.nbytes > _MAXIMUM_ARRAY_BYTES:
+            return _Identity(array)
+        return [array.dtype, *array.shape, array.tobytes()]
 
 
-def _configuration(value: object, depth: int) -> Any:
-    """Attributes of an object, if all of them are plain data, else None."""
-    if callable(value) or not depth:
-        return None
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    """Names and values of the attributes of an object, in its dictionary and its slots."""
     attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(value, torch.Tensor):
-        return None
-    found = [(k, _frozen(v, depth - 1)) for k, v in attributes.items()]
-    return None if _has_identity(found) else (type(value), found)
+    slots = _slots(type(value))  # type: ignore[arg-type]
+    has_none = not isinstance(attributes, dict) and not slots
+    if has_none or isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
+        raise _Unknown
+    found = list(attributes.items()) if isinstance(attributes, dict) else []
+    if slots:
+        found += [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    return found
 
 
-def _has_identity(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_identity, value))
-    return isinstance(value, _Identity)
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of the slots that classes of Python declare."""
+    return tuple(
+        name
+        for base in kind.__mro__
+        for name, slot in vars(base).items()
+        if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base)
+    )
+
+
+@functools.cache
+def _is_of_library(kind: type) -> bool:
+    """Derived from a class of PyTorch, or one of the standard library."""
+    if kind in _NAMESPACES:
+        return False
+    roots = [str(base.__module__).partition(".")[0] for base in kind.__mro__]
+    return "torch" in roots or roots[0] in sys.stdlib_module_names
 
 
 _NOTHING = object()
@@ -84,7 +210,7 @@ MUTABLE = (list, dict, set, deque)
 def data_in(value: object) -> Any:
     """The plain data that `value` is or holds: `contents_of` without functions, what is compared
     by identity, and None, which all stand for nothing."""
-    found = _data(_frozen(value, _MAXIMUM_DEPTH))
+    found = _data(_Reading(()).value(value, strict=False))
     return None if found is _NOTHING else found
 
 
@@ -105,11 +231,20 @@ def parts_of(value: object, depth: int = _MAXIMUM_DEPTH) -> Iterator[Any]:
     yield value
     if isinstance(value, _PLAIN) or not depth:
         return
-    if _configuration(value, depth) is not None:
-        yield from parts_of(value.__dict__, depth)
-    elif isinstance(value, (*MUTABLE, tuple)):
+    if isinstance(value, (*MUTABLE, tuple)):
         for inner in list(value.values() if isinstance(value, dict) else value):
             yield from parts_of(inner, depth - 1)
+    elif _is_configuration(value):
+        yield from parts_of(value.__dict__, depth)
+
+
+def _is_configuration(value: object) -> bool:
+    """Are all attributes of an object, which has a dictionary of them, plain data?"""
+    try:
+        found = _Reading(()).inside(value, strict=True)
+    except _Unknown:
+        return False
+    return not isinstance(found, _Identity) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def elements_of(container: Any) -> list[Any]:

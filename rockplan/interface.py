@@ -38,7 +38,8 @@ class OutputLeaf:
 @dataclass(frozen=True, slots=True)
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
-    integer inputs, and every later call of the planned module must find `expected` again.
+    integer inputs and constants, and every later call of the planned module must find `expected`
+    again.
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
     constants: (value, position among the constants).
@@ -62,7 +63,7 @@ class Interface:
     gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
     contributions, in order, as it does for a tensor that is used several times; none: the result
     does not depend on it. copies: (value of a buffer, value that holds two copies of what it was),
-    see `graph_builder.copies`.
+    see `graph_builder.copies`. mutated: residents whose memory the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
     """
 
@@ -73,6 +74,7 @@ class Interface:
     outputs: tuple[OutputLeaf, ...]
     gradients: tuple[tuple[int, tuple[int, ...]], ...]
     copies: tuple[tuple[int, int], ...]
+    mutated: tuple[int, ...]
     guards: tuple[Guard, ...]
     backward_ignores_autocast: bool
 

@@ -20,7 +20,7 @@ LIBRARIES = {
     "highspy": {"ilp"},
     "graphviz": {"render"},
     "matplotlib": {"render"},
-    "numpy": {"ilp", "dp", "graph_builder"},
+    "numpy": {"ilp", "dp", "graph_builder", "contents"},
     "networkx": {"graph_builder"},
 }
 

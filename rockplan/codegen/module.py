@@ -28,6 +28,7 @@ from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.signature import (
     Autocast,
     ModuleSignature,
+    Sharing,
     autocast_state,
     call_key,
     module_signature,
@@ -100,18 +101,28 @@ MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | N
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A program bound to the tensors of one module tree in one state. unhooked: parameters that
-    it hands gradients of while it still reads them, since they had no hooks."""
+    """A program bound to the tensors of one module tree in one state.
+
+    sharing: as it was when the program was captured; unhooked: parameters that it hands gradients
+    of while it still reads them, since they had no hooks.
+    """
 
     program: Program
     signature: ModuleSignature
     tensors: tuple[torch.Tensor, ...]
+    sharing: Sharing
     unhooked: tuple[torch.Tensor, ...]
 
+    def residents(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The tensors that the generated code is given."""
+        inputs = (leaves[i] for i, _ in self.program.interface.inputs)
+        return (*self.tensors, *inputs, *self.program.constants)
+
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Is it for this call, as the module is now?"""
+        """True if the program is for the module as it is now and a call with `leaves`."""
         return (
             signature_holds(self.signature)
+            and self.sharing.holds(self.residents(leaves))
             and not any(map(has_hooks, self.unhooked))
             and _guards_hold(self.program, leaves)
         )
@@ -230,9 +241,10 @@ class Planned:
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
-                    "autocast, training flags, attributes or hooks of submodules, hooks on "
-                    "parameters, or values that the forward reads have changed. Plan again with "
-                    "this sample, or pass Options(on_mismatch='replan')"
+                    "which arguments are one tensor or a tensor of the module, autocast, training "
+                    "flags, attributes or hooks of submodules, hooks on parameters, or values that "
+                    "the forward reads have changed. Plan again with this sample, or pass "
+                    "Options(on_mismatch='replan')"
                 )
             bound = _bind(self, state.make_program(self, args, kwargs, None))
             state.programs.setdefault(key, []).append(bound)
@@ -388,9 +400,7 @@ def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
 
 def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     program = bound.program
-    inputs = (leaves[i] for i, _ in program.interface.inputs)
-    residents = (*bound.tensors, *inputs, *program.constants)
-    tensors = iter(runtime.call(program.executable, residents, replan))
+    tensors = iter(runtime.call(program.executable, bound.residents(leaves), replan))
     leaves = [
         leaf.literal if leaf.value is None else next(tensors) for leaf in program.interface.outputs
     ]
@@ -408,7 +418,20 @@ def _bind(module: nn.Module, program: Program) -> _Bound:
     named = {i: name for i, (name, _) in enumerate(interface.parameters)}
     early = (i for i in program.executable.early if i in named)
     unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
-    return _Bound(program, module_signature(module), tensors, unhooked)
+    signature = module_signature(module, program.constants)
+    return _Bound(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
+
+
+def _sharing(program: Program, first_input: int) -> Sharing:
+    """Among the residents, as it was when `program` was captured."""
+    interface, values = program.interface, program.plan.graph.values
+    residents = interface.residents
+    return Sharing.of(
+        residents,
+        [values[v].data for v in residents],
+        range(first_input, first_input + len(interface.inputs)),
+        tuple(residents.index(v) for v in interface.mutated),
+    )
 
 
 def planned_module(

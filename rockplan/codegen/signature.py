@@ -8,14 +8,14 @@ the lists, dictionaries and configuration objects among the attributes).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from rockplan.contents import contents_of
+from rockplan.contents import Contents, contents_of
 from rockplan.interface import computed_attributes
 
 # What every nn.Module has; compared by itself.
@@ -34,16 +34,19 @@ class _ModuleEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
-    """hooks: all registries of hooks, and how many each held; contents: (container among the
-    attributes, what was in it)."""
+    """hooks: all registries of hooks, and how many each held; contents: of containers and
+    configurations among the attributes."""
 
     entries: tuple[_ModuleEntry, ...]
     hooks: tuple[tuple[Any, ...], list[int]]
-    contents: tuple[tuple[Any, Any], ...]
+    contents: tuple[Contents, ...]
 
 
-def module_signature(module: nn.Module) -> ModuleSignature:
-    """What of the module tree decides which operations its forward executes."""
+def module_signature(module: nn.Module, constants: tuple[torch.Tensor, ...]) -> ModuleSignature:
+    """What of the module tree decides which operations its forward executes.
+
+    constants: tensors that are neither parameters nor buffers, and that its plan reads.
+    """
     entries = _module_entries(module)
     containers = {
         id(value): value
@@ -51,11 +54,11 @@ def module_signature(module: nn.Module) -> ModuleSignature:
         for name, value in entry.attributes.items()
         if name not in _REGISTRIES
     }
-    contents = ((value, contents_of(value)) for value in containers.values())
+    contents = (contents_of(value, constants) for value in containers.values())
     found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
     hooks = tuple(h for h in found if h is not None)
     return ModuleSignature(
-        entries, (hooks, [*map(len, hooks)]), tuple((v, c) for v, c in contents if c is not None)
+        entries, (hooks, [*map(len, hooks)]), tuple(c for c in contents if c is not None)
     )
 
 
@@ -81,7 +84,7 @@ def signature_holds(signature: ModuleSignature) -> bool:
     return (
         [*map(len, registries)] == counts
         and all(map(_entry_holds, signature.entries))
-        and all(contents_of(container) == content for container, content in signature.contents)
+        and all(contents.hold() for contents in signature.contents)
     )
 
 
@@ -135,6 +138,52 @@ def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*_parameter_key(tensor), tensor.layout, tensor.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which tensors that a program is given are one object, and which share the memory of those
+    that it changes. Both decide what a gradient is of, and in which order reads and writes go.
+
+    inputs, mutated: positions of the inputs and of what the program changes. same: for each input
+    the first position of the same tensor; memory: for each tensor the first of the mutated ones
+    that shares its memory, if any.
+    """
+
+    inputs: range
+    mutated: tuple[int, ...]
+    same: tuple[int, ...]
+    memory: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        identities: Sequence[int],
+        storages: Sequence[int],
+        inputs: range,
+        mutated: tuple[int, ...],
+    ) -> Self:
+        """Of tensors with these identities and storages."""
+        same = _first_positions(identities, inputs)
+        return cls(inputs, mutated, same, _memory(storages, mutated))
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if it is the same among `tensors`."""
+        if _first_positions([*map(id, tensors)], self.inputs) != self.same:
+            return False
+        if not self.mutated:
+            return True
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        return _memory(storages, self.mutated) == self.memory
+
+
+def _first_positions(identities: Sequence[int], positions: Iterable[int]) -> tuple[int, ...]:
+    return tuple(identities.index(identities[i]) for i in positions)
+
+
+def _memory(storages: Sequence[int], mutated: Sequence[int]) -> tuple[int | None, ...]:
+    first = {storages[i]: i for i in reversed(mutated)}
+    return tuple(map(first.get, storages))
 
 
 Autocast = tuple[torch.dtype | None, ...]

@@ -284,7 +284,7 @@ class _ValueReader:
         plain = tuple(c.call for c in calls)
         environment = evaluate.run(plain, _copies({**self._known, **constants}, leaves))
         expected = evaluate.execute(call, environment)
-        if leaves & self._integer_inputs:
+        if leaves:
             inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
             used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
             guard = Guard(plain, call, expected, inputs, used, module, source)

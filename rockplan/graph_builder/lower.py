@@ -213,7 +213,7 @@ def _assemble(
             recorded = capture.calls[unit[0]]
             check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
         nodes.append(_node(capture, parts.storages, numbering, unit, len(nodes)))
-    interface = _interface(capture, numbering, gradients)
+    interface = _interface(capture, parts.storages, numbering, gradients)
     contributions = {
         target: [numbering.values[g].data for g in found] for target, found in interface.gradients
     }
@@ -247,9 +247,13 @@ def _assemble(
     return Lowered(graph, interface, samples)
 
 
-def _interface(capture: Capture, numbering: _Numbering, gradients: Gradients) -> Interface:
+def _interface(
+    capture: Capture, storages: Storages, numbering: _Numbering, gradients: Gradients
+) -> Interface:
     """The roles of the values, in the numbering of the graph."""
     of = numbering.value
+    named = (*capture.parameters, *capture.buffers, *capture.inputs)
+    residents = dict.fromkeys([*(v for _, v in named), *(v for v, _ in capture.constants)])
     return Interface(
         parameters=tuple((name, of(v)) for name, v in capture.parameters),
         buffers=tuple((name, of(v)) for name, v in capture.buffers),
@@ -265,6 +269,7 @@ def _interface(capture: Capture, numbering: _Numbering, gradients: Gradients) ->
         ),
         gradients=tuple((of(t), tuple(of(g) for g in found)) for t, found in gradients),
         copies=tuple((of(buffer), of(copy)) for buffer, copy in capture.copies),
+        mutated=tuple(of(v) for v in residents if storages.of[v] in storages.mutated_outside),
         guards=capture.guards,
         backward_ignores_autocast=capture.backward_ignores_autocast,
     )

@@ -1,0 +1,251 @@
+"""What a plan was made under is compared before each call: other arguments, another state."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import rockplan
+from tests.usage import both, count_programs, mean_square
+
+SAMPLE = torch.randn(16, 16)
+
+
+class Prompted(nn.Module):
+    """Is passed what may be a parameter or a buffer of its own, or share memory with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.prompt = nn.Parameter(torch.randn(16, 16))
+        self.register_buffer("table", torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.linear(x) @ given)
+        return y @ self.prompt.exp() @ self.table
+
+
+class Decays(Prompted):
+    """Changes the buffer in place, between two reads of what it is given."""
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x) + given)
+        self.table.mul_(0.5)
+        return torch.tanh(self.linear(y) + given) @ self.prompt
+
+
+def other(module: nn.Module, kind: int = 0) -> torch.Tensor:
+    torch.manual_seed(kind)
+    return torch.randn(16, 16)
+
+
+GIVEN: dict[str, Callable[[Any], torch.Tensor]] = {
+    "another parameter": lambda m: nn.Parameter(other(m)),
+    "its parameter": lambda m: m.prompt,
+    "its other parameter": lambda m: m.linear.weight,
+    "another tensor": other,
+    "its buffer": lambda m: m.table,
+    "view of its buffer": lambda m: m.table.view(16, 16),
+}
+
+
+@pytest.mark.parametrize("kind", [Prompted, Decays])
+@pytest.mark.parametrize("sample", GIVEN)
+def test_which_argument_is_a_tensor_of_the_module(
+    kind: type[Prompted], sample: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned for one, called with all."""
+    torch.manual_seed(0)
+    model = kind()
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, (SAMPLE, GIVEN[sample](model)), "min")
+
+    def use(module: nn.Module, given: str) -> Any:
+        argument = GIVEN[given](module)
+        result = module(SAMPLE, argument)
+        mean_square(result).backward()
+        return result, argument.grad
+
+    for given in (*GIVEN, sample):
+        both(planned, eager, lambda m, given=given: use(m, given), given)
+    count = len(made)
+    assert count > 2
+    for given in GIVEN:
+        both(planned, eager, lambda m, given=given: use(m, given), f"{given}, again")
+    assert len(made) == count
+
+
+def test_which_argument_is_a_tensor_of_the_module_for_copies_of_a_plan() -> None:
+    torch.manual_seed(0)
+    model = Decays()
+    planned = rockplan.solve(model, (SAMPLE, model.table), "min")
+    strict = rockplan.Options(on_mismatch="error")
+    copied = copy.deepcopy(rockplan.solve(model, (SAMPLE, model.table), "min", options=strict))
+    both(copied, copy.deepcopy(planned), lambda m: m(SAMPLE, m.table), "a copy")
+    for given in (model.table, copied.table[:]):
+        with pytest.raises(rockplan.StalePlan, match="which arguments are"):
+            copied(SAMPLE, given)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 1.0
+
+
+@dataclasses.dataclass
+class Derived(Slotted):
+    """In its dictionary and in a slot that it inherits."""
+
+    shift: float = 0.0
+
+
+class Settings:
+    """A configuration that also holds `held`."""
+
+    def __init__(self, held: Any) -> None:
+        self.scale, self.held = 1.0, held
+        self._calls, self.record = 0, [1.0]
+
+
+class Child:
+    """Knows what it is in."""
+
+    def __init__(self, parent: Any) -> None:
+        self.parent, self.scale = parent, 1.0
+
+
+class Schedule:
+    """Is called, and not a function."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self) -> float:
+        return self.scale
+
+
+class Scaled(nn.Module):
+    """Scales by what `read` finds in its attribute."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.held, self.read = held, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.linear(x) * self.read(self.held))
+        return y
+
+
+def with_child() -> Settings:
+    settings = Settings(None)
+    settings.held = Child(settings)
+    return settings
+
+
+def set_scale(held: Any, value: float = 2.0) -> None:
+    held.scale = value
+
+
+def scale(held: Any) -> float:
+    return float(held.scale)
+
+
+def exchange(held: Any) -> None:
+    held.held = torch.tensor([2.0, 3.0])
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "slots": (Slotted, scale, set_scale),
+    "inherited slot": (Derived, scale, set_scale),
+    "beside a path": (lambda: Settings(Path("/tmp")), scale, set_scale),
+    "beside a number of numpy": (lambda: Settings(numpy.float32(1)), scale, set_scale),
+    "beside an array": (lambda: Settings(numpy.ones(3)), scale, set_scale),
+    "beside a tensor": (lambda: Settings(torch.ones(2)), scale, set_scale),
+    "beside a module": (lambda: Settings(nn.Linear(2, 2)), scale, set_scale),
+    "callable": (Schedule, lambda held: held(), set_scale),
+    "in a configuration that it refers to": (
+        with_child,
+        lambda held: held.held.scale,
+        lambda held: set_scale(held.held),
+    ),
+    "tensor of a configuration": (
+        lambda: Settings(torch.tensor([2.0, 1.0])),
+        lambda held: held.held[1],
+        exchange,
+    ),
+    "array of a configuration": (
+        lambda: Settings(numpy.ones(3)),
+        lambda held: float(held.held[0]),
+        lambda held: held.held.__setitem__(0, 2.0),
+    ),
+    "array": (
+        lambda: numpy.ones(3),
+        lambda held: float(held[0]),
+        lambda held: held.__setitem__(0, 2.0),
+    ),
+    "number in a tensor": (
+        lambda: torch.tensor(1.0),
+        lambda held: held.item(),
+        lambda held: held.fill_(2.0),
+    ),
+    "number in a tensor, by its data": (
+        lambda: torch.tensor([0.0, 1.0]),
+        lambda held: float(held.sum()),
+        lambda held: held.data.fill_(2.0),
+    ),
+    "decision on a tensor": (
+        lambda: torch.tensor([True, False]),
+        lambda held: 1.0 if held.all() else 2.0,
+        lambda held: held.fill_(True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_what_the_forward_reads_of_an_attribute(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, read, change = CHANGED[kind]
+    torch.manual_seed(0)
+    model = Scaled(make(), read)
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, SAMPLE, "min")
+    for _ in range(2):
+        both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "as planned")
+    assert len(made) == 1
+    copied = copy.deepcopy(planned)
+    for module in (planned, eager, copied):
+        change(module.held)
+    for module in (planned, copied):
+        for _ in range(2):
+            eager.zero_grad()
+            module.zero_grad()
+            both(module, eager, lambda m: mean_square(m(SAMPLE)).backward(), "changed")
+    assert len(made) == 3
+
+
+def test_what_an_object_with_a_lock_keeps_for_itself_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be a cache or a record; what it shows as a plain value is."""
+    model = Scaled(Settings(threading.Lock()), scale)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    model.held._calls += 1
+    model.held.record.append(2.0)
+    model.held.held = threading.Lock()
+    planned(SAMPLE)
+    assert len(made) == 1
+    model.held.scale = 3.0
+    assert torch.equal(planned(SAMPLE), model(SAMPLE))
+    assert len(made) == 2
