@@ -158,8 +158,8 @@ class _Reading:
             if any(value is constant for constant in self._constants):
                 return _Identity(value)
             raise _Unknown
-        is_function = callable(value) and not isinstance(value, nn.Module)
-        if is_function and _is_of_library(type(value)):  # type: ignore[arg-type]
+        is_of_library = _is_of_library(type(value))  # type: ignore[arg-type]
+        if is_of_library and callable(value) and not isinstance(value, nn.Module):
             return _Identity(value)
         return type(value), [(k, self.value(v, strict=True)) for k, v in _attributes(value)]
 

@@ -701,3 +701,12 @@ def test_gradients_of_extremes_also_where_they_overflow(
     )
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def test_a_batch_of_incoming_gradients_is_refused() -> None:
+    planned, _ = pair(net_case(32))
+    result = planned(SAMPLE)
+    with pytest.raises(rockplan.BackwardError, match="is_grads_batched"):
+        torch.autograd.grad(
+            result, list(planned.parameters()), torch.ones(3, *result.shape), is_grads_batched=True
+        )

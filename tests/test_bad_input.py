@@ -211,6 +211,36 @@ def hooked() -> nn.Module:
     return model
 
 
+class DrawsFromGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.generator = nn.Linear(4, 4), torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x) * torch.rand(4, generator=self.generator)
+        return y
+
+
+class ReturnsOnlyOpaque(ReturnsOpaque):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)[1]
+
+
+class Likely(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.inner, self.settings = nn.Linear(4, 4), settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.distributions.Normal(self.inner(x), 1.0, **self.settings)
+        return -y.log_prob(x).mean()
+
+
+def with_planned_part() -> nn.Module:
+    part = rockplan.solve(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), SAMPLE, "100%")
+    return nn.Sequential(part, nn.Linear(4, 4))
+
+
 SAMPLE = torch.randn(3, 4)
 
 
@@ -296,6 +326,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         SAMPLE,
         rockplan.UnsupportedModel,
         ["Opaque", "return tensors"],
+    ),
+    "opaque result and nothing else": (
+        lambda: ReturnsOnlyOpaque(Opaque),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["Opaque", "return tensors"],
+    ),
+    "generator of its own": (
+        DrawsFromGenerator,
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["test_bad_input.py:", "torch.Generator", "default generator"],
+    ),
+    "arguments of a distribution": (
+        Likely,
+        SAMPLE,
+        rockplan.ValueDependentControlFlow,
+        ["test_bad_input.py:", "validate_args=False"],
+    ),
+    "part that is planned": (
+        with_planned_part,
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["Sequential", "planned already", "original module"],
     ),
     "cache in the result": (
         lambda: ReturnsOpaque(DynamicCache),
@@ -811,3 +865,9 @@ def test_data_that_stays_in_its_memory_is_planned(which: str) -> None:
     planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "100%")
     assert torch.equal(planned(SAMPLE), model(SAMPLE))
     assert "data" not in vars(torch.Tensor)
+
+
+def test_distributions_that_do_not_check_their_arguments() -> None:
+    model = Likely(validate_args=False)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(planned(SAMPLE), model(SAMPLE))

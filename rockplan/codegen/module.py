@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from rockplan.codegen import runtime
@@ -35,7 +36,7 @@ from rockplan.codegen.signature import (
     signature_holds,
     under_autocast,
 )
-from rockplan.errors import BackwardError, InvalidInput, StalePlan
+from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
 from rockplan.interface import Incoming, Interface
 from rockplan.literals import picklable
 from rockplan.plan import Plan
@@ -238,6 +239,7 @@ class Planned:
         if bound is None:
             if not self.training or state.on_mismatch == "original":
                 return None
+            _refuse_capture(self, leaves)
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
@@ -379,6 +381,15 @@ def _refuse_transforms() -> None:
         raise StalePlan(
             "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
             "original module there"
+        )
+
+
+def _refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
+    """Raise where `planned` runs as a part of a module that is being planned."""
+    if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
+        raise UnsupportedModel(
+            f"a submodule, {type(planned).__qualname__}, is planned already; plan the whole with "
+            "the original module in its place"
         )
 
 

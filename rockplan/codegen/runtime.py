@@ -62,6 +62,12 @@ class _Outputs(torch.autograd.Function):
                 "a planned module cannot be differentiated twice (create_graph=True); "
                 "use the original module for second derivatives"
             )
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+            raise BackwardError(
+                "a planned module takes one incoming gradient at a time, not a batch of them "
+                "(is_grads_batched=True, jacobian(vectorize=True)); call backward for each, or use "
+                "the original module"
+            )
         call: Call = ctx.call
         _check_autocast(call.executable)
         call.begin_backward(gradients)

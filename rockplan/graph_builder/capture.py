@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from rockplan.graph_builder.record import (
 )
 from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
+_DISTRIBUTIONS = torch.distributions.__path__[0]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
 _PURE_HOOKS = ("torch.nn.utils.", "transformers.")
@@ -133,7 +135,7 @@ def capture(
             with recorder, _module_paths(module, recorder), _no_python_randomness():
                 result = _call_module(forward or module.forward, fake_args, fake_kwargs)
             leaves_of_result, spec = pytree.tree_flatten(result)
-            outputs = [_known_output(recorder, leaf) for leaf in leaves_of_result]
+            outputs = [_known_output(recorder, *found) for found in enumerate(leaves_of_result)]
             return _Forward.of(recorder, outputs, spec, module)
 
         data_before = swap.plain_data(module)
@@ -349,12 +351,21 @@ def _value_read_error(
     if any(c.random for c in calls):
         what = "a random draw"
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
+    if _is_called_by(_DISTRIBUTIONS):
+        remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
     return ValueDependentControlFlow.at(
         module,
         source,
         f"Python reads the value of {what} (.item(), bool(), float() or `if` on a tensor), so the "
         f"operations may differ from call to call and cannot be planned. {remedy}",
     )
+
+
+def _is_called_by(folder: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _tensor_names(
@@ -425,9 +436,10 @@ def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[in
     return {i: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
 
 
-def _known_output(recorder: Recorder, leaf: Any) -> Any:
+def _known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     """A leaf of the result; a real tensor that no call has read (a cached table) is a constant."""
     if not isinstance(leaf, torch.Tensor):
+        _refuse_opaque(leaf, position)
         return leaf
     if leaf.requires_grad and not isinstance(leaf, FakeTensor):
         raise _foreign_gradient(leaf)
@@ -535,7 +547,6 @@ def _output_leaves(
             tangent = tangents.get(position)
             found.append(OutputLeaf(recorder.value(output), None, tangent, output.requires_grad))
             continue
-        _refuse_opaque(output, position)
         found.append(OutputLeaf(None, output, None, False))
     return tuple(found)
 

@@ -167,6 +167,13 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         module, source = self.place()
         self._refuse_unsupported(func, module, source)
+        if kwargs.get("generator") is not None:
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} draws from a torch.Generator object, which cannot be written into a plan; "
+                "draw from the default generator, or before the call",
+            )
         args, kwargs, given = self._known(args, kwargs)
         if operators.operator_name(func) in operators.VALUE_READS:
             return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
