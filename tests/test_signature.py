@@ -249,3 +249,15 @@ def test_what_an_object_with_a_lock_keeps_for_itself_is_not_compared(
     model.held.scale = 3.0
     assert torch.equal(planned(SAMPLE), model(SAMPLE))
     assert len(made) == 2
+
+
+def test_what_changes_from_call_to_call_is_named() -> None:
+    model = nn.Sequential(Scaled(Settings(None), lambda held: 1.0))
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    for _ in range(3):
+        set_scale(planned[0].held, planned[0].held.scale + 1)
+        planned(SAMPLE)
+    set_scale(planned[0].held, 0.0)
+    with pytest.warns(UserWarning, match=r"the 5th time, because '0\.held'.*outside of the module"):
+        planned(SAMPLE)
+    planned(SAMPLE)

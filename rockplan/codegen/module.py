@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,7 @@ from rockplan.codegen.signature import (
     Sharing,
     autocast_state,
     call_key,
+    changed_attribute,
     module_signature,
     signature_holds,
     under_autocast,
@@ -248,8 +250,11 @@ class Planned:
                     "the forward reads have changed. Plan again with this sample, or pass "
                     "Options(on_mismatch='replan')"
                 )
+            known = state.programs.setdefault(key, [])
+            if len(known) >= _TOO_OFTEN:
+                _warn_of_changes(known)
             bound = _bind(self, state.make_program(self, args, kwargs, None))
-            state.programs.setdefault(key, []).append(bound)
+            known.append(bound)
         return bound
 
 
@@ -381,6 +386,22 @@ def _refuse_transforms() -> None:
         raise StalePlan(
             "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
             "original module there"
+        )
+
+
+_TOO_OFTEN = 4
+"""Plans of calls that the module's state alone tells apart, from which on a further one is warned
+of: a mode or two, or layers frozen one after the other, are no more."""
+
+
+def _warn_of_changes(known: Sequence[_Bound]) -> None:
+    name = changed_attribute(known[-1].signature)
+    if name is not None:
+        warnings.warn(
+            f"the same call is planned for the {len(known) + 1}th time, because '{name}' of the "
+            "module, or something in it, has changed again. If the forward does not read it, keep "
+            "it outside of the module; if it does, pass the value in as a tensor",
+            stacklevel=2,
         )
 
 

@@ -88,6 +88,20 @@ def signature_holds(signature: ModuleSignature) -> bool:
     )
 
 
+def changed_attribute(signature: ModuleSignature) -> str | None:
+    """The first attribute of the module tree that is not what it was, if one is not."""
+    root = signature.entries[0].module
+    paths = {id(m): f"{path}." if path else "" for path, m in root.named_modules()}
+    changed = {id(c.container) for c in signature.contents if not c.hold()}
+    for entry in signature.entries:
+        now = _attributes(entry.module)
+        for name in sorted({*entry.attributes, *now} - _REGISTRIES):
+            before = entry.attributes.get(name)
+            if id(before) in changed or not _is_equal(before, now.get(name)):
+                return paths.get(id(entry.module), "") + name
+    return None
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     computed = computed_attributes(module) if module._forward_pre_hooks else ()
     return {k: v for k, v in module.__dict__.items() if k not in computed}
@@ -95,10 +109,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _entry_holds(entry: _ModuleEntry) -> bool:
     attributes = entry.module.__dict__
-    try:
-        if attributes != entry.attributes and _attributes(entry.module) != entry.attributes:
-            return False
-    except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
+    if not (
+        _is_equal(attributes, entry.attributes)
+        or _is_equal(_attributes(entry.module), entry.attributes)
+    ):
         return False
     if tuple(attributes["_modules"].items()) != entry.children:
         return False
@@ -107,6 +121,13 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
         attributes[kind].get(name) is tensor and (tensor is None or _parameter_key(tensor) == key)
         for kind, name, tensor, key in entry.tensors
     )
+
+
+def _is_equal(a: object, b: object) -> bool:
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
+        return False
 
 
 def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
