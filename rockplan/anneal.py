@@ -43,9 +43,9 @@ from rockplan.verify import verify
 
 EFFORT, SQUEEZING = 600_000, 2_000_000
 """Work for one schedule, and for a smaller peak, in storages weighed: about half a million in a
-second. With a quarter of it for a smaller peak, 2+2 layers of T5 came to 35.1 to 37.1 MiB,
-depending on times, with all of it to 35.1 with any; two and a half times as much gained nothing
-there, and up to 7 % on an encoder of 250 operations."""
+second. With a quarter of it for a smaller peak, 2+2 layers of T5 came to 35.1 to 37.1 MiB
+with five sets of times, with all of it to 35.1 with each; two and a half times as much gained
+nothing there, and up to 7 % on an encoder of 250 operations."""
 
 LEAVING_OUT, INSERTING, POSITIONS = 40, 80, 500
 """In the time in which so many storages are weighed something is left out, or inserted; and in that

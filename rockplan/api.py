@@ -329,7 +329,7 @@ def _checked(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> planned_modules.Program:
-    """`program`, whose plan records what one step compared with eager execution showed."""
+    """`program`, whose plan records what two steps compared with eager execution showed."""
     outputs = program.interface.outputs
     found = check(
         module,

@@ -466,7 +466,7 @@ def _is_small(graph: CDGraph) -> bool:
 BYTES_PER_S, FLOPS_PER_S = 1e11, (2e12, math.inf)
 """Of the machines on which the smallest peak is looked for. What is found depends on times: with
 those of one machine, or as much as 40 % off, on 4 layers of an encoder 0.45 to 0.48 MiB, on
-ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.1 to 37.2. So it must not depend on what was
+ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend on what was
 measured, or it differs from run to run."""
 
 

@@ -150,9 +150,7 @@ def capture(
         _refuse_changes(first.data, swap.plain_data(module))
         if first.data != data_before:
             another = Recorder(fake_mode, reader.read)
-            for fake in stand_ins.fakes:
-                another.value(fake)
-            another.begin_forward()
+            stand_ins.make_known(another)
             with _as_in_eager(another), fake_mode:
                 second = run(another)
             _refuse_changes(first.data, second.data)
@@ -250,6 +248,12 @@ class _StandIns:
             self.fakes.append(found)
             self._recorder.value(found)
         return found
+
+    def make_known(self, recorder: Recorder) -> None:
+        """To another recorder, as the values that they are to the first."""
+        for fake in self.fakes:
+            recorder.value(fake)
+        recorder.begin_forward()
 
 
 class _ValueReader:
