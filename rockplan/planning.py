@@ -134,10 +134,9 @@ def plan_within(
     if not problem.waits:
         return plain
     limit_bytes = plain.budget_bytes
-    if budget.is_minimum:
-        found = waiting(plain, problem.waits)
-        least = replace(found, budget_bytes=max(found.peak_bytes, limit_bytes))
-        return least if found.peak_bytes <= limit_bytes else _certified(problem, least, 0)
+    if budget.is_minimum and (least := waiting(plain, problem.waits)).peak_bytes > limit_bytes:
+        # As much may have a faster plan, whose gradients can wait as well.
+        return plan_within(problem, Budget(size_bytes=least.peak_bytes), options, chain)
     made = plain
     while (found := waiting(made, problem.waits)).peak_bytes > limit_bytes:
         excess_bytes = max(found.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)

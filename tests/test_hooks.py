@@ -297,6 +297,14 @@ def test_a_budget_without_room_for_what_waits() -> None:
         case.step(planned)
 
 
+def test_the_smallest_budget_with_hooks_has_the_plan_for_as_many_bytes() -> None:
+    case = gated_case()
+    step_in_backward(case.model)
+    smallest = rockplan.plan(case.model, case.args, "min")
+    found = rockplan.plan(case.model, case.args, smallest.budget_bytes)
+    assert found.schedule == smallest.schedule
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_schedules_in_which_gradients_wait_are_legal(seed: int) -> None:
     rng = random.Random(seed)
