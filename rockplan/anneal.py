@@ -12,9 +12,8 @@ what takes least time to make again, with all that has to be made again for it, 
 distance to its next read, as in `eviction`.
 
 Over one execution of every node, from the chain's and from an evicted schedule (roofline prices,
-half of the effort, 1 to 2 s of CPU time each): 2 layers of GPT-2 with fused attention at 35 % of
-keep-all's peak +38.4 -> +27.0 and +39.1 -> +29.8 %, ResNet-18 at 54 % +14.1 -> +12.0 and
-+13.5 -> +11.3 %.
+half of the effort): 2 layers of GPT-2 with fused attention at 35 % of keep-all's peak +38.4 ->
++27.0 and +39.1 -> +29.8 %, ResNet-18 at 54 % +14.1 -> +12.0 and +13.5 -> +11.3 %.
 
 Where memory is shortest a search ends where only many exchanges at once lead on. Others then begin
 hotter at the best schedule so far (`annealed_again`); short ones lead further in the same time than
@@ -42,14 +41,15 @@ from rockplan.simulate import simulate
 from rockplan.verify import verify
 
 EFFORT, SQUEEZING = 600_000, 2_000_000
-"""Work for one schedule, and for a smaller peak, in storages weighed: about half a million in a
-second. With a quarter of it for a smaller peak, 2+2 layers of T5 came to 35.1 to 37.1 MiB
-with five sets of times, with all of it to 35.1 with each; two and a half times as much gained
-nothing there, and up to 7 % on an encoder of 250 operations."""
+"""Work for one schedule, and for a smaller peak, in storages weighed: about a million in a second.
+With a quarter of it for a smaller peak, 2+2 layers of T5 came to 35.1 to 37.1 MiB with five sets of
+times, with all of it to 35.1 with each; two and a half times as much gained nothing there, and up
+to 7 % on an encoder of 250 operations."""
 
 LEAVING_OUT, INSERTING, POSITIONS = 40, 80, 500
-"""In the time in which so many storages are weighed something is left out, or inserted; and in that
-of one the memory at so many positions is looked at."""
+"""In the time in which so many storages are weighed something is inserted, and in half of it it is
+asked whether something can be left out; in that of one the memory at so many positions is looked
+at. (Counted for what it takes, leaving out led no further in the same time.)"""
 
 HOT, COLD = 0.1, 0.001
 """Temperatures at the start and at the end, of the time for re-executions."""
