@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -347,7 +346,7 @@ class Draft:
         node = self.nodes[position]
         return node != EMPTY and self._runs[node][0] != position
 
-    def _is_idle(self, position: int, left_out: AbstractSet[int] = frozenset()) -> bool:
+    def _is_idle(self, position: int, left_out: set[int] | frozenset[int] = frozenset()) -> bool:
         """Is nothing read of what runs again there, but at positions that are left out?"""
         for d in self.graph.nodes[self.nodes[position]].writes:
             if d not in self._held and not left_out.issuperset(self._reads_of(d, position)):

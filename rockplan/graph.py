@@ -60,13 +60,19 @@ class DataNode:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Static description of a tensor: shape and strides in elements, dtype and device by name."""
+    """Static description of a tensor: shape and strides in elements, dtype and device by name.
+
+    is_conj, is_neg: what is stored is the conjugate, or the negative, of what it stands for, and
+    kernels copy it.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: str
     device: str
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,9 @@ def canonical_literal(literal: object) -> object:
 
 
 def spec_fields(spec: TensorSpec) -> list[object]:
-    """Shape, strides, offset, dtype and device of `spec`, for JSON."""
-    return [list(spec.shape), list(spec.stride), spec.offset, spec.dtype, spec.device]
+    """Shape, strides, offset, dtype and device of `spec`, for JSON; 'conj' and 'neg' if it is."""
+    marks = [name for name, is_so in (("conj", spec.is_conj), ("neg", spec.is_neg)) if is_so]
+    return [list(spec.shape), list(spec.stride), spec.offset, spec.dtype, spec.device, *marks]
 
 
 def _node_costs(node: ComputeNode) -> list[object]:

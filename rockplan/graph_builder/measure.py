@@ -463,7 +463,10 @@ def _made_up(spec: TensorSpec) -> torch.Tensor:
         flat = drawn.to(dtype).repeat(-(-elements // _DRAWN))[:elements]
     else:
         flat = torch.zeros(elements, dtype=dtype, device=spec.device)
-    return flat.as_strided(spec.shape, spec.stride)
+    tensor = flat.as_strided(spec.shape, spec.stride)
+    if spec.is_conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if spec.is_neg else tensor
 
 
 def _span(spec: TensorSpec) -> int:

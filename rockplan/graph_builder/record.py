@@ -67,6 +67,8 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
         offset=int(tensor.storage_offset()),
         dtype=str(tensor.dtype),
         device=str(tensor.device),
+        is_conj=tensor.is_conj(),
+        is_neg=tensor.is_neg(),
     )
 
 
