@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         ["test_bad_input.py:", "torch.Generator", "default generator"],
     ),
     "arguments of a distribution": (
-        Likely,
+        lambda: Likely(validate_args=True),
         SAMPLE,
         rockplan.ValueDependentControlFlow,
         ["test_bad_input.py:", "validate_args=False"],
