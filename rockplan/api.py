@@ -100,10 +100,11 @@ def plan_each(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = [in_bytes(budget, model) for budget in parsed]
     problem = _prepared(model, args, kwargs, options)
+    common = planning.common_of(problem, options)
     found: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
-            found.append(planning.plan_within(problem, budget, options))
+            found.append(planning.plan_within(problem, budget, options, common))
         except InfeasibleBudget as error:
             found.append(error)
     return tuple(found)

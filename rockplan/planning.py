@@ -92,8 +92,31 @@ class Chain:
     is_complete: bool
 
 
-Chaining = Callable[[], Chain]
-"""Makes the chain when it is asked first: few budgets need it."""
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What plans of one problem have in common, made when it is asked for first: few budgets need
+    it. smallest: the schedule whose peak is the smallest budget."""
+
+    chain: Callable[[], Chain]
+    smallest: Callable[[], Schedule]
+
+
+def common_of(
+    problem: Problem, options: Options, limit_s: Callable[[], float] | None = None
+) -> Common:
+    """limit_s: for the options of all blocks, asked for when they are wanted; else their share of
+    the time limit of one plan."""
+    graph = problem.constrained
+
+    @functools.cache
+    def chain() -> Chain:
+        return _chain(problem, options, limit_s() if limit_s else options.time_limit_s * SHARE)
+
+    @functools.cache
+    def smallest() -> Schedule:
+        return _smallest(graph, None if _is_small(graph) else chain())
+
+    return Common(chain, smallest)
 
 
 def measured(lowered: Lowered, options: Options, waits: Waits = ()) -> Problem:
@@ -123,30 +146,33 @@ def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
 
 
 def plan_within(
-    problem: Problem, budget: Budget, options: Options, chain: Chaining | None = None
+    problem: Problem, budget: Budget, options: Options, common: Common | None = None
 ) -> Plan:
     """The plan of the cache, or else a new one. Raises InfeasibleBudget.
 
     Where gradients wait, plans for less are asked for until one leaves the room for that; if none
     does, nothing waits. The smallest budget is what the smallest plan needs with it.
     """
-    plain = _without_waits(problem, budget, options, chain)
+    if problem.waits:
+        common = common or common_of(problem, options)
+    plain = _without_waits(problem, budget, options, common)
     if not problem.waits:
         return plain
     limit_bytes = plain.budget_bytes
     if budget.is_minimum and (least := waiting(plain, problem.waits)).peak_bytes > limit_bytes:
         # As much may have a faster plan, whose gradients can wait as well.
-        return plan_within(problem, Budget(size_bytes=least.peak_bytes), options, chain)
+        return plan_within(problem, Budget(size_bytes=least.peak_bytes), options, common)
     made = plain
     while (found := waiting(made, problem.waits)).peak_bytes > limit_bytes:
         excess_bytes = max(found.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)
         asked = Budget(size_bytes=made.peak_bytes - excess_bytes)
         try:
-            made = _without_waits(problem, asked, options, chain)
+            made = _without_waits(problem, asked, options, common)
         except InfeasibleBudget as error:
             if made.peak_bytes <= error.minimum_bytes:
                 return plain
-            made = _without_waits(problem, Budget(size_bytes=error.minimum_bytes), options, chain)
+            asked = Budget(size_bytes=error.minimum_bytes)
+            made = _without_waits(problem, asked, options, common)
     found = replace(found, budget_bytes=limit_bytes)
     return found if made is plain else _certified(problem, found, plain.certificate.bound_ns)
 
@@ -174,11 +200,11 @@ def _certified(problem: Problem, plan: Plan, bound_ns: int) -> Plan:
 
 
 def _without_waits(
-    problem: Problem, budget: Budget, options: Options, chain: Chaining | None
+    problem: Problem, budget: Budget, options: Options, common: Common | None
 ) -> Plan:
     cache = _cache(options)
     if cache is None:
-        return plan_anew(problem, budget, options, chain)
+        return plan_anew(problem, budget, options, common)
     key = _plan_key(problem, budget, options)
     graph = problem.graph
     found = cache.plan(
@@ -186,7 +212,7 @@ def _without_waits(
     )
     if found is not None:
         return replace(found, graph=graph)
-    made = plan_anew(problem, budget, options, chain)
+    made = plan_anew(problem, budget, options, common)
     cache.put_plan(key, made)
     if budget.is_minimum:
         as_bytes = Budget(size_bytes=made.budget_bytes)
@@ -198,10 +224,8 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     """Of plans for the smallest budget, and for others from the one at which nothing runs again
     down, in equal ratios: most changes where memory is short."""
     graph = problem.constrained
-    chain = functools.cache(
-        functools.partial(_chain, problem, options, options.time_limit_s * SHARE)
-    )
-    smallest = plan_within(problem, Budget(is_minimum=True), options, chain)
+    common = common_of(problem, options)
+    smallest = plan_within(problem, Budget(is_minimum=True), options, common)
     least_bytes, most_bytes = smallest.budget_bytes, simulate(graph, keep_all(graph)).peak_bytes
     plans = [smallest]
     covered_bytes = most_bytes + 1
@@ -209,7 +233,7 @@ def curve_of(problem: Problem, options: Options) -> Curve:
         report("looking along the curve", POINTS - step, POINTS)
         budget_bytes = round(least_bytes * (most_bytes / least_bytes) ** (step / (POINTS - 1)))
         if budget_bytes < covered_bytes:
-            plans.append(_settled(problem, budget_bytes, smallest, options, chain))
+            plans.append(_settled(problem, budget_bytes, smallest, options, common))
             covered_bytes = plans[-1].budget_bytes
     return Curve(
         points=useful(
@@ -232,12 +256,12 @@ SPARE = 0.05
 
 
 def _settled(
-    problem: Problem, budget_bytes: int, smallest: Plan, options: Options, chain: Chaining
+    problem: Problem, budget_bytes: int, smallest: Plan, options: Options, common: Common
 ) -> Plan:
     """The plan for a budget, or for a smaller one where it needs less: then for none between the
     two is another one wanted."""
     while budget_bytes > smallest.budget_bytes:
-        plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, chain)
+        plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, common)
         if plan.peak_bytes >= (1 - SPARE) * budget_bytes:
             return plan
         budget_bytes = plan.peak_bytes
@@ -332,25 +356,21 @@ SHARE = 0.5
 
 
 def plan_anew(
-    problem: Problem, budget: Budget, options: Options, chain: Chaining | None = None
+    problem: Problem, budget: Budget, options: Options, common: Common | None = None
 ) -> Plan:
     """The plan for the smallest budget is the one for as many bytes, but for what its search takes
     of the time limit.
 
-    chain: of the problem, where other budgets want it too.
+    common: to other plans of the problem, where there are any.
     """
     deadline = time.monotonic() + options.time_limit_s
     graph = problem.constrained
-    if chain is None:
+    if common is None:
         # What is left when it is wanted is shared.
-        chain = functools.cache(
-            lambda: _chain(problem, options, (deadline - time.monotonic()) * SHARE)
-        )
-    smallest = None
+        common = common_of(problem, options, lambda: (deadline - time.monotonic()) * SHARE)
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     if budget_bytes is None:
-        smallest = _smallest(graph, None if _is_small(graph) else chain())
-        budget_bytes = simulate(graph, smallest).peak_bytes
+        budget_bytes = simulate(graph, common.smallest()).peak_bytes
     kept = keep_all(graph)
     if budget_bytes >= simulate(graph, kept).peak_bytes:
         found = Improved(kept, is_complete=True)
@@ -382,8 +402,8 @@ def plan_anew(
     if (plan := optimal(needs.EFFORT)) is not None:
         return plan
     # Of a small graph blocks lead to nothing where the relaxation does not.
-    blocks = chain() if near is not None or not _is_small(graph) else None
-    starts = _starts(graph, blocks, near, smallest, budget_bytes, options)
+    blocks = common.chain() if near is not None or not _is_small(graph) else None
+    starts = _starts(graph, blocks, near, common.smallest, budget_bytes, options)
     bound_s = options.bound_time_limit_s
     found, bound_ns = _improved(graph, relaxed, near, starts, budget_bytes, deadline, bound_s)
     if not is_complete or (blocks is not None and not blocks.is_complete):
@@ -525,22 +545,22 @@ def _starts(
     graph: CDGraph,
     chain: Chain | None,
     near: Schedule | None,
-    smallest: Schedule | None,
+    smallest: Callable[[], Schedule],
     budget_bytes: int,
     options: Options,
 ) -> list[Schedule]:
     """Schedules within the budget to improve, fastest first: of the relaxation, of the chain, and
-    of evictions; `smallest`, if it is known already, where the first two have none. Raises
+    of evictions; else the smallest, which takes longest to find and heeds no deadline. Raises
     InfeasibleBudget."""
     of_chain = None if chain is None else chain.solver.best_schedule(budget_bytes)
     known = [near, of_chain]
-    if near is None and of_chain is None:
-        smallest = smallest or _smallest(graph, chain)
-        if budget_bytes < simulate(graph, smallest).peak_bytes:
-            raise _too_small(graph, budget_bytes, smallest, options)
-        known.append(smallest)
     if of_chain is None or _is_small(graph):
         known.append(eviction.within(graph, budget_bytes))
+    if not any(known):
+        least = smallest()
+        if budget_bytes < simulate(graph, least).peak_bytes:
+            raise _too_small(graph, budget_bytes, least, options)
+        known.append(least)
     found = {pruned(graph, schedule, budget_bytes): None for schedule in known if schedule}
     return _fastest_first(graph, found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from benchmarks.models import Case
 from benchmarks.priced import prepared
 from rockplan import Options, planning
 from rockplan.anneal import fitted
+from rockplan.api import plan_each
 from rockplan.block import OptionFamily
 from rockplan.budget import Budget, parse_budget
 from rockplan.constraints import with_room_for_loss
+from rockplan.errors import InfeasibleBudget
 from rockplan.graph import CDGraph, as_eager, caller_bytes
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp import corners
@@ -236,3 +239,36 @@ def test_room_is_not_made_after_the_deadline(problem: planning.Problem) -> None:
     forward, backward = relaxed.orders.forward, relaxed.orders.backward
     assert fitted(graph, forward, backward, budget_bytes) is not None
     assert fitted(graph, forward, backward, budget_bytes, deadline=time.monotonic()) is None
+
+
+def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That search heeds no deadline."""
+
+    def unwanted(*_: object) -> Schedule:
+        raise AssertionError("the smallest peak is looked for")
+
+    monkeypatch.setattr(planning, "_smallest", unwanted)
+    found = plan(problem, replace(NO_CACHE, time_limit_s=0.0))
+    assert found.certificate.status is Status.TIME_LIMIT
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_plans_of_one_problem_look_for_the_smallest_peak_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    smallest, looked_for = planning._smallest, list[Schedule]()
+
+    def counted(*args: Any) -> Schedule:
+        looked_for.append(smallest(*args))
+        return looked_for[-1]
+
+    monkeypatch.setattr(planning, "_smallest", counted)
+    case = models.mlp(depth=3)
+    budgets = (100, 200, "min")
+    first, second, least = plan_each(case.model, case.args, budgets, options=NO_CACHE)
+    assert isinstance(first, InfeasibleBudget) and isinstance(second, InfeasibleBudget)
+    assert isinstance(least, Plan)
+    assert first.minimum_bytes == second.minimum_bytes == least.budget_bytes
+    assert len(looked_for) == 1
