@@ -25,9 +25,9 @@ class Options:
     is returned, and its status says that time was short. Half of it at most is for the relaxation
     of the whole graph, unless its schedule does not fit yet, and half of what is left for options
     of blocks. Not cut short are the dynamic program over blocks (a minute on 15,000 operations,
-    where it is needed) and a search for the smallest budget, where it is asked for or might not be
-    met: what fits does not depend on the clock. For `pareto` it is the limit of each of some 16
-    plans.
+    where it is needed) and a search for the smallest budget, where it is asked for or nothing else
+    is found that fits: what fits does not depend on the clock. For `pareto` it is the limit of each
+    of some 16 plans.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
     from run to run, CheckFailed if the planned module does not, else a warning.

@@ -262,9 +262,11 @@ def _settled(
     two is another one wanted."""
     while budget_bytes > smallest.budget_bytes:
         plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, common)
-        if plan.peak_bytes >= (1 - SPARE) * budget_bytes:
+        # With room for the caller's loss, which the peak of the plan leaves out.
+        needed_bytes = simulate(problem.constrained, plan.schedule).peak_bytes
+        if needed_bytes >= (1 - SPARE) * budget_bytes:
             return plan
-        budget_bytes = plan.peak_bytes
+        budget_bytes = needed_bytes
     return smallest
 
 
@@ -615,6 +617,9 @@ def _too_small(
     peak = simulate(graph, smallest)
     event = smallest.events[peak.peak_event]
     where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
+    if event == Compute(len(graph.forward) - 1):
+        # Of a plan it is no part: the peak that one states may be less.
+        where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
     return InfeasibleBudget(budget_bytes, peak.peak_bytes, where)

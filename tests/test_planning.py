@@ -272,3 +272,8 @@ def test_plans_of_one_problem_look_for_the_smallest_peak_once(
     assert isinstance(least, Plan)
     assert first.minimum_bytes == second.minimum_bytes == least.budget_bytes
     assert len(looked_for) == 1
+
+
+def test_a_budget_too_small_for_the_loss_of_the_caller_is_said_to_be() -> None:
+    with pytest.raises(InfeasibleBudget, match="with room for the loss of the caller"):
+        rockplan.solve(nn.Linear(16, 512), torch.randn(8, 16), 10)
