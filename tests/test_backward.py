@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import rockplan
 from benchmarks.models import Case
@@ -251,6 +252,58 @@ def test_an_output_that_was_never_differentiated() -> None:
         mean_square(planned(SAMPLE)[1]).backward()
     with pytest.raises(rockplan.InvalidInput, match="differentiated"):
         pair(heads_case(), options=rockplan.Options(differentiated=(7,)))
+
+
+class Twice(nn.Module):
+    """Some leaves of its result are one tensor, others are tensors of their own in its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        h = self.linear(x)
+        mask = h > 0
+        inside = h.detach()
+        return {
+            "last": h,
+            "all": [h.tanh(), h],
+            "masks": (mask, mask),
+            "inside": (inside, h.detach(), inside),
+            "none": (None, None),
+        }
+
+
+def twice_case() -> Case:
+    torch.manual_seed(0)
+    return Case("twice", Twice(), (SAMPLE,), {}, lambda r: mean_square(r["last"]))
+
+
+def test_leaves_that_are_one_tensor_are_one_object() -> None:
+    planned, eager = pair(twice_case())
+
+    def use(module: nn.Module) -> list[int]:
+        leaves = pytree.tree_leaves(module(SAMPLE))
+        return [next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves]
+
+    both(planned, eager, use, "objects")
+
+
+@pytest.mark.parametrize("differentiated", [None, (0,), (2,), (0, 1, 2)])
+def test_one_tensor_of_several_leaves_is_changed_in_place(
+    differentiated: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_programs(monkeypatch)
+    planned, eager = pair(twice_case(), options=rockplan.Options(differentiated=differentiated))
+
+    def use(module: nn.Module) -> None:
+        result = module(SAMPLE)
+        result["last"].mul_(2)
+        mean_square(result["all"][1]).backward()
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+    assert len(made) == (1 if differentiated in [(0,), (2,)] else 2)
 
 
 class Apart(nn.Module):

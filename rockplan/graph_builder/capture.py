@@ -437,7 +437,14 @@ def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[in
             f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
             f"gradient are {tuple(candidates)}"
         )
-    return {i: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+    firsts = _firsts(outputs)
+    return {firsts[i]: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+
+
+def _firsts(outputs: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf of the result, the first that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(output), i) for i, output in enumerate(outputs))
 
 
 def _known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
@@ -545,13 +552,13 @@ def _output_leaves(
     recorder: Recorder, outputs: list[Any], tangents: dict[int, int]
 ) -> tuple[OutputLeaf, ...]:
     found: list[OutputLeaf] = []
-    for position, output in enumerate(outputs):
+    for position, (output, first) in enumerate(zip(outputs, _firsts(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
             _refuse_alias(recorder, output, position)
-            tangent = tangents.get(position)
-            found.append(OutputLeaf(recorder.value(output), None, tangent, output.requires_grad))
+            value, tangent = recorder.value(output), tangents.get(position)
+            found.append(OutputLeaf(value, None, first, tangent, output.requires_grad))
             continue
-        found.append(OutputLeaf(None, output, None, False))
+        found.append(OutputLeaf(None, output, first, None, False))
     return tuple(found)
 
 
