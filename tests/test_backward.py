@@ -17,6 +17,7 @@ import rockplan
 from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
 from tests.training import (
+    assert_equal_trees,
     solve_case,
     train_side_by_side,
 )
@@ -304,6 +305,139 @@ def test_one_tensor_of_several_leaves_is_changed_in_place(
     for step in range(2):
         both(planned, eager, use, f"step {step}")
     assert len(made) == (1 if differentiated in [(0,), (2,)] else 2)
+
+
+class Shares(nn.Module):
+    """Its results are parts of one tensor, and a tensor of its own that nothing reads."""
+
+    def __init__(self, parts: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.linear, self.other, self.parts = nn.Linear(16, 8), nn.Linear(16, 3), parts
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (*self.parts(self.linear(x).view(32, 2, 4)), self.other(x))
+
+
+class Through(torch.autograd.Function):
+    """Its result is another tensor, all of whose memory is that of its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 3
+
+
+def shares_case(parts: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Case:
+    torch.manual_seed(0)
+    return Case("shares", Shares(parts), (SAMPLE,), {}, lambda r: sum(map(mean_square, r)))
+
+
+OVERLAPPING: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "a part": lambda h: (h, h[:, :, 2:]),
+    "two parts": lambda h: (h[:, :, :3], h[:, :, 2:]),
+    "a row": lambda h: (h[:, 1], h[3]),
+    "transposed": lambda h: (h, h.transpose(0, 1)),
+    "real and complex": lambda h: (torch.view_as_complex(h.view(32, 4, 2)).real, h),
+    "by a function": lambda h: (h, Through.apply(h)),
+}
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_a_result_that_shares_memory_with_another_may_not_be_changed(
+    kind: str, changed: int
+) -> None:
+    planned, eager = pair(shares_case(OVERLAPPING[kind]))
+
+    def changed_in_place(module: nn.Module, copied: bool) -> torch.Tensor:
+        """What is left has no hold on the results."""
+        results = [r.clone() if copied else r for r in module(SAMPLE)]
+        results[changed].mul_(2)
+        return results[1 - changed].real.sum() + results[2].sum()
+
+    loss = changed_in_place(planned, copied=False)
+    with pytest.raises(rockplan.BackwardError, match="leaf 0 and leaf 1.*clone"):
+        loss.backward()
+    both(planned, eager, lambda m: changed_in_place(m, copied=True).backward(), "clones")
+    both(planned, eager, lambda m: m(SAMPLE)[2].mul_(2).sum().backward(), "the other")
+
+
+def test_a_changed_result_is_noticed_by_every_backward_pass_that_reaches_it() -> None:
+    planned, _ = pair(shares_case(OVERLAPPING["a part"]))
+    results = planned(SAMPLE)
+    results[0].sum().backward(retain_graph=True)
+    results[1].mul_(2)
+    results[2].sum().backward(retain_graph=True)
+    for result in results[:2]:
+        with pytest.raises(rockplan.BackwardError, match="clone"):
+            result.sum().backward()
+
+
+APART: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "halves": lambda h: (h[:16], h[16:]),
+    "columns": lambda h: (h[..., :2], h[..., 2:]),
+    "middle": lambda h: (h[:, 0], h[:, 1]),
+    "elements": lambda h: (h[..., 0], h[..., 1]),
+    "odd and even": lambda h: (h.view(-1)[::2], h.view(-1)[1::2]),
+    "without a gradient": lambda h: (h, h.detach()[:, 1:]),
+    "empty": lambda h: (h, h[:0]),
+}
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize("kind", APART)
+def test_results_of_one_memory_that_have_no_element_in_common_may_be_changed(
+    kind: str, changed: int
+) -> None:
+    planned, eager = pair(shares_case(APART[kind]))
+
+    def use(module: nn.Module) -> None:
+        results = module(SAMPLE)
+        results[changed].mul_(2)
+        sum(map(mean_square, results)).backward()
+
+    both(planned, eager, use, kind)
+
+
+class Kept(nn.Module):
+    """Backward reads its first result; the second is an input, and the third a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.linear(x * self.scale).tanh(), x.detach(), self.scale[None]
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_a_changed_result_that_backward_reads_is_noticed(changed: int, budget: str) -> None:
+    """A plan that computes again also reads what eager does not."""
+    torch.manual_seed(0)
+    x = torch.randn(32, 16, requires_grad=True)
+    planned, eager = pair(Case("kept", Kept(), (x,), {}, lambda r: mean_square(r[0])), budget)
+
+    def loss_of(result: torch.Tensor) -> torch.Tensor:
+        """It needs nothing of the result itself."""
+        return (result * torch.ones(32, 8)).sum()
+
+    expected = torch.autograd.grad(loss_of(eager(x)[0]), [x, *eager.parameters()])
+    results = planned(x)
+    loss = loss_of(results[0])
+    with torch.no_grad():
+        results[changed].mul_(2)
+    try:
+        found = torch.autograd.grad(loss, [x, *planned.parameters()])
+    except rockplan.BackwardError as error:
+        assert "modified in place" in str(error)
+    else:
+        assert (budget, changed) in [("100%", 1)], "eager reads it, or the plan computes it again"
+        assert_equal_trees(found, expected, "not read")
 
 
 class Apart(nn.Module):

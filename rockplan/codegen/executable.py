@@ -12,6 +12,7 @@ import torch
 from rockplan.codegen import random_state
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
+from rockplan.codegen.returned import Relations, relations
 from rockplan.collection import paused_collection
 from rockplan.graph import CDGraph
 from rockplan.interface import Interface, OutputLeaf
@@ -27,16 +28,18 @@ class Executable:
 
     targets: for each backward slice, positions among the residents of the tensors whose
     gradients it returns; outputs: leaves of the result that are tensors, one for each tensor;
-    pattern: of the incoming gradients that the plan was made for; devices: device types that the
-    graph computes on; random: it draws numbers; early: positions of those of the targets that are
-    read after their gradient is complete and handed over; again: the same plan for a forward phase
-    that runs once more, and so changes no buffers (raises BackwardError where that cannot be had).
+    relations: among those; pattern: of the incoming gradients that the plan was made for; devices:
+    device types that the graph computes on; random: it draws numbers; early: positions of those of
+    the targets that are read after their gradient is complete and handed over; again: the same plan
+    for a forward phase that runs once more, and so changes no buffers (raises BackwardError where
+    that cannot be had).
     """
 
     code: Code
     functions: Functions
     targets: tuple[tuple[int, ...], ...]
     outputs: tuple[OutputLeaf, ...]
+    relations: Relations
     pattern: Pattern
     devices: tuple[str, ...]
     random: bool
@@ -59,6 +62,7 @@ def build(
         functions=load(code, interface, f"{name} again" if again else name),
         targets=targets,
         outputs=outputs,
+        relations=relations(graph, interface),
         pattern=tuple(
             None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
         ),

@@ -14,6 +14,7 @@ import torch
 
 from rockplan.codegen.call import Call, Replan
 from rockplan.codegen.executable import Executable
+from rockplan.codegen.returned import Returned
 from rockplan.errors import BackwardError
 
 
@@ -70,6 +71,7 @@ class _Outputs(torch.autograd.Function):
             )
         call: Call = ctx.call
         _check_autocast(call.executable)
+        call.returned.check(gradients)
         call.begin_backward(gradients)
         return None, None, torch.empty_like(token)
 
@@ -86,7 +88,7 @@ def _check_autocast(executable: Executable) -> None:
 
 def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Run the forward phase and hang the backward slices into autograd."""
     made = Call(executable, residents, replan)
     outputs = made.forward()
@@ -94,4 +96,6 @@ def call(
     for number in reversed(range(len(executable.targets))):
         targets = [residents[i] for i in executable.targets[number]]
         token = _Seam.apply(made, number, token, *targets)
-    return list(_Outputs.apply(made, outputs, token))
+    results: tuple[torch.Tensor, ...] = _Outputs.apply(made, outputs, token)
+    made.returned = Returned(executable.relations, results)
+    return results

@@ -1,0 +1,116 @@
+"""Returned: what the caller does to the results of a call before their gradients come.
+
+A plan keeps to itself what flows between its results, so some of it would go wrong without a
+word. Where results share memory, a change of one in place is one of the others, which autograd
+does not know, since each is a tensor of its own to it.
+
+takes: the leaves of a result, the tensors of a call. returns: Returned. guarantees: no result is
+kept alive, and modules whose results have nothing to do with one another pay nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rockplan.errors import BackwardError
+from rockplan.graph import CDGraph, TensorSpec
+from rockplan.interface import Interface
+
+
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """How the results of a module are related, each by its position among the leaves.
+
+    results: those that are tensors, in order; overlapping: pairs that require a gradient and share
+    elements.
+    """
+
+    results: tuple[int, ...]
+    overlapping: tuple[tuple[int, int], ...]
+
+
+def relations(graph: CDGraph, interface: Interface) -> Relations:
+    """Of the results of `interface`."""
+    values = {
+        i: graph.values[leaf.value]
+        for i, leaf in enumerate(interface.outputs)
+        if leaf.value is not None and leaf.first == i and leaf.requires_grad
+    }
+    overlapping = tuple(
+        (i, j)
+        for i, j in itertools.combinations(values, 2)
+        if values[i].data == values[j].data and not _are_apart(values[i].spec, values[j].spec)
+    )
+    return Relations(interface.results, overlapping)
+
+
+def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
+    """True if two tensors in one storage are known to have no element in common.
+
+    Of two parts along a dimension, elements lie in different ranges within each step of the
+    dimensions before it; of parts along the first one, in different ranges of the storage.
+    """
+    if 0 in (*a.shape, *b.shape):
+        return True
+    if a.dtype != b.dtype:  # other strides and offsets for the same bytes
+        return False
+    steps = {s for spec in (a, b) for s in spec.stride if s > 0}
+    return any(_are_apart_within(a, b, step) for step in (None, *sorted(steps)))
+
+
+def _are_apart_within(a: TensorSpec, b: TensorSpec, step: int | None) -> bool:
+    """Where all that moves by `step` or more moves by multiples of it (None: nothing does), do
+    the elements of `a` and `b` lie in different ranges of each step?"""
+    one, other = _range_within(a, step), _range_within(b, step)
+    return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
+
+
+def _range_within(spec: TensorSpec, step: int | None) -> tuple[int, int] | None:
+    """First and last place of an element in a step; None where they are no range of it."""
+    first = last = spec.offset if step is None else spec.offset % step
+    for size, stride in zip(spec.shape, spec.stride, strict=True):
+        if step is None or stride < step:
+            last += (size - 1) * stride
+        elif size > 1 and stride % step:
+            return None
+    return None if step is not None and last >= step else (first, last)
+
+
+class Returned:
+    """The results of one call, after they were returned."""
+
+    def __init__(self, related: Relations, tensors: Sequence[torch.Tensor]) -> None:
+        """tensors: the results, in the order of `related.results`."""
+        self._related = related
+        results = dict(zip(related.results, tensors, strict=True))
+        positions = {i for pair in related.overlapping for i in pair}
+        self._counters = {i: _counter(results[i]) for i in sorted(positions)}
+        self._versions = {i: counter._version for i, counter in self._counters.items()}
+
+    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise BackwardError where the gradients of the results, which are the plan's only way to
+        hear of what was done to them, are not all that eager would reckon with."""
+        arrived = zip(self._related.results, gradients, strict=True)
+        reached = {i for i, gradient in arrived if gradient is not None}
+        self._check_memory(reached)
+
+    def _check_memory(self, reached: set[int]) -> None:
+        for pair in self._related.overlapping:
+            changed = [i for i in pair if self._counters[i]._version != self._versions[i]]
+            if changed and not reached.isdisjoint(pair):
+                raise BackwardError(
+                    f"leaf {pair[0]} and leaf {pair[1]} of the module's result share memory, and "
+                    "one of them was modified in place after the forward pass; gradients would be "
+                    "wrong. Modify a clone of it (y = y.clone()), or return a clone"
+                )
+
+
+def _counter(result: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that has the version counter of `result`, and none of its memory."""
+    counter = result.detach()
+    counter.data = torch.empty(0, dtype=result.dtype, device=result.device)
+    return counter
