@@ -26,13 +26,15 @@ class OutputLeaf:
     """One leaf of the module's result: a tensor (`value`) or a literal.
 
     first: position of the first leaf that is the same tensor, which is one tensor outside, too; its
-    own if none before it is. tangent: value of its incoming gradient, None if it is not
-    differentiated, or not the first. requires_grad: as in eager execution.
+    own if none before it is. made_from: positions of the other leaves that it is computed from: a
+    part of their gradients comes from its own. tangent: value of its incoming gradient, None if it
+    is not differentiated, or not the first. requires_grad: as in eager execution.
     """
 
     value: int | None
     literal: object
     first: int
+    made_from: tuple[int, ...]
     tangent: int | None
     requires_grad: bool
 

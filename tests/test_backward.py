@@ -765,6 +765,121 @@ def test_hooks_on_results() -> None:
     both(planned, eager, use, "hook on the result")
 
 
+class Steps(nn.Module):
+    """Returns what it computes its result from, step by step, and what that does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.other = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.a(x).tanh()
+        variance, mean = torch.var_mean(self.b(h), 1)
+        return self.c(h), h, self.other(x), variance, mean, self.c(h.detach())
+
+
+def steps_case() -> Case:
+    torch.manual_seed(0)
+    return Case("steps", Steps(), (SAMPLE,), {}, lambda r: mean_square(r[0]) + mean_square(r[1]))
+
+
+WATCHED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "hook": lambda h: h.register_hook(lambda g: g * 0.1),
+    "two hooks, one removed": lambda h: [h.register_hook(torch.neg) for _ in range(2)][0].remove(),
+    "hook of several": lambda h: torch.autograd.graph.register_multi_grad_hook((h,), print),
+    "retain_grad": lambda h: h.retain_grad(),
+}
+
+
+@pytest.mark.parametrize("also_used", [True, False])
+@pytest.mark.parametrize("kind", WATCHED)
+def test_hooks_on_a_result_that_another_is_computed_from_are_refused(
+    kind: str, also_used: bool
+) -> None:
+    planned, _ = pair(steps_case())
+    result = planned(SAMPLE)
+    WATCHED[kind](result[1])
+    loss = mean_square(result[0]) + (mean_square(result[1]) if also_used else 0)
+    with pytest.raises(rockplan.BackwardError, match="leaf 1.*leaf 0.*autograd.Function"):
+        loss.backward()
+
+
+def test_a_hook_on_a_result_that_is_gone_is_noticed() -> None:
+    planned, _ = pair(steps_case())
+
+    def loss() -> torch.Tensor:
+        result = planned(SAMPLE)
+        result[1].register_hook(lambda g: g * 0.1)
+        return mean_square(result[0])
+
+    made = loss()
+    with pytest.raises(rockplan.BackwardError, match="leaf 1.*leaf 0"):
+        made.backward()
+
+
+USES: dict[str, tuple[int, ...]] = {
+    "the hooked one alone": (1,),
+    "neither": (2,),
+    "one that is computed from it without a gradient": (1, 5),
+    "both of two that are computed from it": (3, 4),
+    "nothing that the hooked one depends on": (2, 5),
+}
+
+
+@pytest.mark.parametrize("uses", USES)
+def test_hooks_on_results_see_what_they_see_in_eager(uses: str) -> None:
+    """And are not called where no gradient arrives."""
+    planned, eager = pair(steps_case(), options=rockplan.Options(differentiated=tuple(range(6))))
+    hooked = (3, 4) if USES[uses] == (3, 4) else (1, 2)
+
+    def use(module: nn.Module) -> list[Any]:
+        result = module(SAMPLE)
+        seen: dict[int, list[torch.Tensor]] = {i: [] for i in hooked}
+        for i in hooked:
+            result[i].register_hook(seen[i].append)
+            result[i].register_hook(lambda g: g * 0.1)
+            result[i].retain_grad()
+        sum(mean_square(result[i]) for i in USES[uses]).backward()
+        return [seen, *(result[i].grad for i in hooked)]
+
+    both(planned, eager, use, uses)
+
+
+def test_a_hook_on_what_is_made_of_a_result_in_place_sees_what_it_sees_in_eager() -> None:
+    planned, eager = pair(steps_case())
+
+    def use(module: nn.Module) -> list[Any]:
+        result = module(SAMPLE)
+        seen: list[torch.Tensor] = []
+        result[3].register_hook(seen.append)
+        result[3].mul_(2).register_hook(seen.append)
+        (mean_square(result[3]) + mean_square(result[2])).backward()
+        return seen
+
+    both(planned, eager, use, "in place")
+
+
+def test_hooks_on_a_result_that_was_returned_twice() -> None:
+    planned, eager = pair(twice_case())
+
+    def use(module: nn.Module) -> list[Any]:
+        result = module(SAMPLE)
+        seen: list[torch.Tensor] = []
+        result["all"][1].register_hook(seen.append)
+        (mean_square(result["last"]) + result["all"][1].sum()).backward()
+        return seen
+
+    both(planned, eager, use, "twice")
+
+
+def test_a_gradient_between_results_that_nobody_hands_out_is_an_error_of_autograd() -> None:
+    planned, _ = pair(steps_case())
+    result = planned(SAMPLE)
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(mean_square(result[0]), result[1])
+
+
 def test_double_backward_is_refused() -> None:
     case = net_case()
     planned = solve_case(case, BUDGET)

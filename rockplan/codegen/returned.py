@@ -1,8 +1,10 @@
 """Returned: what the caller does to the results of a call before their gradients come.
 
 A plan keeps to itself what flows between its results, so some of it would go wrong without a
-word. Where results share memory, a change of one in place is one of the others, which autograd
-does not know, since each is a tensor of its own to it.
+word. Where a result is computed from another, the gradient of that is the sum of what comes from
+outside, which is all that a hook on it would see and change, and of what comes by the plan. Where
+results share memory, a change of one in place is one of the others, which autograd does not know,
+since each is a tensor of its own to it.
 
 takes: the leaves of a result, the tensors of a call. returns: Returned. guarantees: no result is
 kept alive, and modules whose results have nothing to do with one another pay nothing.
@@ -11,10 +13,11 @@ kept alive, and modules whose results have nothing to do with one another pay no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from rockplan.errors import BackwardError
 from rockplan.graph import CDGraph, TensorSpec
@@ -25,11 +28,12 @@ from rockplan.interface import Interface
 class Relations:
     """How the results of a module are related, each by its position among the leaves.
 
-    results: those that are tensors, in order; overlapping: pairs that require a gradient and share
-    elements.
+    results: those that are tensors, in order; made_from: (one, another that it is computed from);
+    overlapping: pairs that require a gradient and share elements.
     """
 
     results: tuple[int, ...]
+    made_from: tuple[tuple[int, int], ...]
     overlapping: tuple[tuple[int, int], ...]
 
 
@@ -45,7 +49,8 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
         for i, j in itertools.combinations(values, 2)
         if values[i].data == values[j].data and not _are_apart(values[i].spec, values[j].spec)
     )
-    return Relations(interface.results, overlapping)
+    made_from = tuple((i, j) for i in values for j in interface.outputs[i].made_from)
+    return Relations(interface.results, made_from, overlapping)
 
 
 def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
@@ -87,6 +92,9 @@ class Returned:
         """tensors: the results, in the order of `related.results`."""
         self._related = related
         results = dict(zip(related.results, tensors, strict=True))
+        inner = dict.fromkeys(j for _, j in related.made_from)
+        self._hooks = {j: _hooks(results[j]) for j in inner}
+        self._tensors = {j: TensorWeakRef(results[j]) for j in inner}
         positions = {i for pair in related.overlapping for i in pair}
         self._counters = {i: _counter(results[i]) for i in sorted(positions)}
         self._versions = {i: counter._version for i, counter in self._counters.items()}
@@ -96,7 +104,25 @@ class Returned:
         hear of what was done to them, are not all that eager would reckon with."""
         arrived = zip(self._related.results, gradients, strict=True)
         reached = {i for i, gradient in arrived if gradient is not None}
+        self._check_hooks(reached)
         self._check_memory(reached)
+
+    def _check_hooks(self, reached: set[int]) -> None:
+        for made, inner in self._related.made_from:
+            if made in reached and self._is_watched(inner):
+                raise BackwardError(
+                    f"there is a hook on leaf {inner} of the module's result (or it retains its "
+                    f"gradient), and a part of its gradient comes from leaf {made}, which is "
+                    "computed from it: that part stays inside the plan, where no hook sees or "
+                    "changes it. Change the gradient in the forward, by a custom "
+                    "autograd.Function; plan what computes the one and what computes the other as "
+                    "two modules; or use the original module for steps with hooks"
+                )
+
+    def _is_watched(self, inner: int) -> bool:
+        """Is there a hook on it, or is it there and retains its gradient?"""
+        tensor = self._tensors[inner]()
+        return bool(self._hooks[inner]) or (tensor is not None and tensor.retains_grad)
 
     def _check_memory(self, reached: set[int]) -> None:
         for pair in self._related.overlapping:
@@ -107,6 +133,19 @@ class Returned:
                     "one of them was modified in place after the forward pass; gradients would be "
                     "wrong. Modify a clone of it (y = y.clone()), or return a clone"
                 )
+
+
+def _hooks(result: torch.Tensor) -> Mapping[int, object]:
+    """The hooks on the gradient of `result`, those to come as well: autograd calls them also where
+    the tensor is gone, or was changed in place and has others."""
+    result.register_hook(_no_hook).remove()
+    hooks: Mapping[int, object] | None = result._backward_hooks
+    assert hooks is not None
+    return hooks
+
+
+def _no_hook(gradient: torch.Tensor) -> None:
+    """It is removed at once, and leaves the dictionary that hooks are kept in."""
 
 
 def _counter(result: torch.Tensor) -> torch.Tensor:

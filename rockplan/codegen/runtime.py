@@ -38,6 +38,19 @@ class _Seam(torch.autograd.Function):
         return (None, None, None if ctx.is_first else token, *gradients)
 
 
+class _Result(torch.autograd.Function):
+    """One of several results: a node of its own, since autograd calls hooks on each result of a
+    node that it runs, with None where no gradient came."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class _Outputs(torch.autograd.Function):
     """The results of the module; its backward only takes the incoming gradients in, so that the
     first slice can free them as soon as it has used them."""
@@ -97,5 +110,7 @@ def call(
         targets = [residents[i] for i in executable.targets[number]]
         token = _Seam.apply(made, number, token, *targets)
     results: tuple[torch.Tensor, ...] = _Outputs.apply(made, outputs, token)
+    if sum(t.requires_grad for t in results) > 1:
+        results = tuple(_Result.apply(t) if t.requires_grad else t for t in results)
     made.returned = Returned(executable.relations, results)
     return results
