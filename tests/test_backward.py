@@ -873,11 +873,40 @@ def test_hooks_on_a_result_that_was_returned_twice() -> None:
     both(planned, eager, use, "twice")
 
 
-def test_a_gradient_between_results_that_nobody_hands_out_is_an_error_of_autograd() -> None:
+ASKED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "grad": lambda loss, h: torch.autograd.grad(loss, h),
+    "grad, if there is one": lambda loss, h: torch.autograd.grad(loss, h, allow_unused=True),
+    "grad, to go on": lambda loss, h: torch.autograd.grad(loss, h, create_graph=True),
+    "backward": lambda loss, h: loss.backward(inputs=[h]),
+}
+
+
+@pytest.mark.parametrize("also_used", [True, False])
+@pytest.mark.parametrize("kind", ASKED)
+def test_gradients_between_results_are_refused(kind: str, also_used: bool) -> None:
     planned, _ = pair(steps_case())
     result = planned(SAMPLE)
-    with pytest.raises(RuntimeError, match="appears to not have been used"):
-        torch.autograd.grad(mean_square(result[0]), result[1])
+    loss = mean_square(result[0]) + (mean_square(result[1]) if also_used else 0)
+    with pytest.raises(rockplan.BackwardError, match=r"leaf \d.*leaf \d.*original module"):
+        ASKED[kind](loss, result[1])
+
+
+def test_gradients_of_results_that_come_from_outside_alone() -> None:
+    planned, eager = pair(steps_case())
+
+    def use(module: nn.Module) -> list[Any]:
+        result = module(SAMPLE)
+        loss = mean_square(result[0]) + mean_square(result[2].tanh() * 2)
+        found = [
+            torch.autograd.grad(loss, result[2], retain_graph=True),
+            torch.autograd.grad(loss, [result[0], module.c.weight], retain_graph=True),
+            torch.autograd.grad(mean_square(result[1]), result[1], retain_graph=True),
+        ]
+        loss.backward(inputs=[result[0]], retain_graph=True)
+        loss.backward()
+        return [*found, result[0].grad]
+
+    both(planned, eager, use, "from outside")
 
 
 def test_double_backward_is_refused() -> None:

@@ -28,12 +28,15 @@ from rockplan.interface import Interface
 class Relations:
     """How the results of a module are related, each by its position among the leaves.
 
-    results: those that are tensors, in order; made_from: (one, another that it is computed from);
-    overlapping: pairs that require a gradient and share elements.
+    results: those that are tensors, in order; apart: of several that require a gradient, (one,
+    those that it is computed from without another between them), the latter before the former;
+    made_from: (one, all that it is computed from); overlapping: pairs that require a gradient and
+    share elements.
     """
 
     results: tuple[int, ...]
-    made_from: tuple[tuple[int, int], ...]
+    apart: tuple[tuple[int, tuple[int, ...]], ...]
+    made_from: tuple[tuple[int, tuple[int, ...]], ...]
     overlapping: tuple[tuple[int, int], ...]
 
 
@@ -49,8 +52,15 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
         for i, j in itertools.combinations(values, 2)
         if values[i].data == values[j].data and not _are_apart(values[i].spec, values[j].spec)
     )
-    made_from = tuple((i, j) for i in values for j in interface.outputs[i].made_from)
-    return Relations(interface.results, made_from, overlapping)
+    made_from = {i: interface.outputs[i].made_from for i in values}
+    in_order = sorted(values, key=lambda i: len(made_from[i]))
+    apart = tuple((i, _direct(made_from, i)) for i in in_order) if len(values) > 1 else ()
+    return Relations(interface.results, apart, tuple(made_from.items()), overlapping)
+
+
+def _direct(made_from: Mapping[int, tuple[int, ...]], made: int) -> tuple[int, ...]:
+    beyond = {i for between in made_from[made] for i in made_from[between]}
+    return tuple(i for i in made_from[made] if i not in beyond)
 
 
 def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
@@ -85,38 +95,47 @@ def _range_within(spec: TensorSpec, step: int | None) -> tuple[int, int] | None:
     return None if step is not None and last >= step else (first, last)
 
 
+_REMEDY = (
+    "Plan what computes the one and what computes the other as two modules, or use the original "
+    "module for such steps"
+)
+
+
 class Returned:
     """The results of one call, after they were returned."""
 
-    def __init__(self, related: Relations, tensors: Sequence[torch.Tensor]) -> None:
-        """tensors: the results, in the order of `related.results`."""
+    def __init__(self, related: Relations, results: Mapping[int, torch.Tensor]) -> None:
+        """results: by position, as `related.results`."""
         self._related = related
-        results = dict(zip(related.results, tensors, strict=True))
-        inner = dict.fromkeys(j for _, j in related.made_from)
+        inner = {j for _, direct in related.apart for j in direct}
         self._hooks = {j: _hooks(results[j]) for j in inner}
         self._tensors = {j: TensorWeakRef(results[j]) for j in inner}
         positions = {i for pair in related.overlapping for i in pair}
         self._counters = {i: _counter(results[i]) for i in sorted(positions)}
         self._versions = {i: counter._version for i, counter in self._counters.items()}
 
-    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise BackwardError where the gradients of the results, which are the plan's only way to
-        hear of what was done to them, are not all that eager would reckon with."""
-        arrived = zip(self._related.results, gradients, strict=True)
-        reached = {i for i, gradient in arrived if gradient is not None}
-        self._check_hooks(reached)
-        self._check_memory(reached)
+    def check_between(self, made: int, ends_here: bool) -> None:
+        """`made` has a gradient: raise BackwardError where somebody waits for what comes from it to
+        a result that it is computed from.
 
-    def _check_hooks(self, reached: set[int]) -> None:
-        for made, inner in self._related.made_from:
-            if made in reached and self._is_watched(inner):
+        ends_here: autograd goes from there to such results, and no further.
+        """
+        made_from = dict(self._related.made_from)[made]
+        if ends_here:
+            names = ", ".join(f"leaf {i}" for i in made_from)
+            raise BackwardError(
+                f"the gradient from leaf {made} of the module's result to one that it is computed "
+                f"from ({names}) was asked for, by autograd.grad or backward(inputs=...): it stays "
+                f"inside the plan. {_REMEDY}"
+            )
+        for inner in made_from:
+            if self._is_watched(inner):
                 raise BackwardError(
                     f"there is a hook on leaf {inner} of the module's result (or it retains its "
                     f"gradient), and a part of its gradient comes from leaf {made}, which is "
                     "computed from it: that part stays inside the plan, where no hook sees or "
-                    "changes it. Change the gradient in the forward, by a custom "
-                    "autograd.Function; plan what computes the one and what computes the other as "
-                    "two modules; or use the original module for steps with hooks"
+                    f"changes it. {_REMEDY}; to change the gradient, do it in the forward, by a "
+                    "custom autograd.Function"
                 )
 
     def _is_watched(self, inner: int) -> bool:
@@ -124,7 +143,12 @@ class Returned:
         tensor = self._tensors[inner]()
         return bool(self._hooks[inner]) or (tensor is not None and tensor.retains_grad)
 
-    def _check_memory(self, reached: set[int]) -> None:
+    def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise BackwardError where a result with a gradient may have been changed by another."""
+        if not self._related.overlapping:
+            return
+        arrived = zip(self._related.results, gradients, strict=True)
+        reached = {i for i, gradient in arrived if gradient is not None}
         for pair in self._related.overlapping:
             changed = [i for i in pair if self._counters[i]._version != self._versions[i]]
             if changed and not reached.isdisjoint(pair):

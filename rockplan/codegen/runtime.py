@@ -40,15 +40,25 @@ class _Seam(torch.autograd.Function):
 
 class _Result(torch.autograd.Function):
     """One of several results: a node of its own, since autograd calls hooks on each result of a
-    node that it runs, with None where no gradient came."""
+    node that it runs, with None where no gradient came. It stands before those of the results that
+    it is computed from, so that autograd also comes here where it is asked for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, call: Call, position: int, result: torch.Tensor, *inner: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.position = position
+        ctx.set_materialize_grads(False)
         return result.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        outputs, *inner = (node for node, _ in ctx.next_functions)
+        will_run = torch._C._will_engine_execute_node
+        ends_here = not will_run(outputs) and any(map(will_run, inner))
+        ctx.call.returned.check_between(ctx.position, ends_here)
+        return None, None, gradient, *(None for _ in inner)
 
 
 class _Outputs(torch.autograd.Function):
@@ -84,7 +94,7 @@ class _Outputs(torch.autograd.Function):
             )
         call: Call = ctx.call
         _check_autocast(call.executable)
-        call.returned.check(gradients)
+        call.returned.check_memory(gradients)
         call.begin_backward(gradients)
         return None, None, torch.empty_like(token)
 
@@ -109,8 +119,10 @@ def call(
     for number in reversed(range(len(executable.targets))):
         targets = [residents[i] for i in executable.targets[number]]
         token = _Seam.apply(made, number, token, *targets)
-    results: tuple[torch.Tensor, ...] = _Outputs.apply(made, outputs, token)
-    if sum(t.requires_grad for t in results) > 1:
-        results = tuple(_Result.apply(t) if t.requires_grad else t for t in results)
-    made.returned = Returned(executable.relations, results)
-    return results
+    relations = executable.relations
+    results = dict(zip(relations.results, _Outputs.apply(made, outputs, token), strict=True))
+    for position, inner in relations.apart:
+        inner_results = [results[i] for i in inner]
+        results[position] = _Result.apply(made, position, results[position], *inner_results)
+    made.returned = Returned(relations, results)
+    return tuple(results.values())
