@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import operator
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,8 @@ from torch.utils import _pytree as pytree
 import rockplan
 from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
+from rockplan.codegen.returned import _are_apart
+from rockplan.graph import TensorSpec
 from tests.training import (
     assert_equal_trees,
     solve_case,
@@ -400,6 +405,24 @@ def test_results_of_one_memory_that_have_no_element_in_common_may_be_changed(
         sum(map(mean_square, results)).backward()
 
     both(planned, eager, use, kind)
+
+
+def test_what_is_known_to_be_apart_has_no_element_in_common() -> None:
+    draw = random.Random(0)
+
+    def spec() -> TensorSpec:
+        shape = tuple(draw.randint(0, 3) for _ in range(draw.randint(0, 3)))
+        stride = tuple(draw.choice([0, 1, 2, 3, 4, 6, 12]) for _ in shape)
+        return TensorSpec(shape, stride, draw.randint(0, 12), "torch.float32", "cpu")
+
+    def elements(spec: TensorSpec) -> set[int]:
+        places = itertools.product(*map(range, spec.shape))
+        return {spec.offset + sum(map(operator.mul, p, spec.stride)) for p in places}
+
+    pairs = [(spec(), spec()) for _ in range(5000)]
+    known = [pair for pair in pairs if _are_apart(*pair)]
+    assert all(elements(a).isdisjoint(elements(b)) for a, b in known)
+    assert len(known) > len(pairs) / 3
 
 
 class Kept(nn.Module):

@@ -1,9 +1,10 @@
 """Runtime: hangs the functions of a plan into autograd.
 
-One `_Seam` for each backward slice, chained by tokens of zero elements, and one `_Outputs` for
-the results: the engine runs the slices in order and hands the gradients of each slice on at once.
-Activations and inner gradients never travel through autograd: they live in the Call, so several
-calls can be in flight, and dropping the outputs frees everything. source: DESIGN, section 4.
+One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
+results, and a `_Result` for each of several: the engine runs the slices in order and hands the
+gradients of each slice on at once. Activations and inner gradients never travel through autograd:
+they live in the Call, so several calls can be in flight, and dropping the outputs frees everything.
+source: DESIGN, section 4.
 """
 
 from __future__ import annotations
