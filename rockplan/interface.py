@@ -25,12 +25,16 @@ def computed_attributes(module: Any) -> frozenset[str]:
 class OutputLeaf:
     """One leaf of the module's result: a tensor (`value`) or a literal.
 
-    tangent: value of its incoming gradient, None if it is not differentiated.
-    requires_grad: as in eager execution.
+    first: position of the first leaf that is the same tensor, which is one tensor outside, too; its
+    own if none before it is. made_from: positions of the other leaves that it is computed from: a
+    part of their gradients comes from its own. tangent: value of its incoming gradient, None if it
+    is not differentiated, or not the first. requires_grad: as in eager execution.
     """
 
     value: int | None
     literal: object
+    first: int
+    made_from: tuple[int, ...]
     tangent: int | None
     requires_grad: bool
 
@@ -77,6 +81,12 @@ class Interface:
     mutated: tuple[int, ...]
     guards: tuple[Guard, ...]
     backward_ignores_autocast: bool
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Positions of the leaves that are tensors, one for each tensor."""
+        leaves = enumerate(self.outputs)
+        return tuple(i for i, leaf in leaves if leaf.value is not None and leaf.first == i)
 
     @property
     def residents(self) -> tuple[int, ...]:

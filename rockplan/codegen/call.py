@@ -10,6 +10,7 @@ import torch
 
 from rockplan.codegen import random_state
 from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
+from rockplan.codegen.returned import Returned
 from rockplan.errors import BackwardError
 
 Replan = Callable[[Pattern], Executable]
@@ -25,7 +26,11 @@ class Call:
     and without changing buffers (where it reads what it changes, on copies of them), by the same
     plan or by the one that `replan` gives; so it is bit for bit what eager does, and takes the time
     of one more forward.
+
+    returned: its results, of which the caller may do what the gradients do not tell.
     """
+
+    returned: Returned
 
     def __init__(
         self, executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan

@@ -236,7 +236,8 @@ class _Emitter:
             self._line(f"frame.saved.update({', '.join(f'{n}={n}' for n in names)})")
 
     def _end_forward(self) -> None:
-        outputs = [leaf.value for leaf in self._interface.outputs if leaf.value is not None]
+        leaves = [self._interface.outputs[i] for i in self._interface.results]
+        outputs = [leaf.value for leaf in leaves if leaf.value is not None]
         for value in outputs:
             self._need(value)
         self._save(self._schedule.forward_length)

@@ -12,6 +12,7 @@ import torch
 from rockplan.codegen import random_state
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
+from rockplan.codegen.returned import Relations, relations
 from rockplan.collection import paused_collection
 from rockplan.graph import CDGraph
 from rockplan.interface import Interface, OutputLeaf
@@ -26,17 +27,19 @@ class Executable:
     """A plan ready to run.
 
     targets: for each backward slice, positions among the residents of the tensors whose
-    gradients it returns; outputs: leaves of the result that are tensors; pattern: of the incoming
-    gradients that the plan was made for; devices: device types that the graph computes on;
-    random: it draws numbers; early: positions of those of the targets that are read after their
-    gradient is complete and handed over; again: the same plan for a forward phase that runs once
-    more, and so changes no buffers (raises BackwardError where that cannot be had).
+    gradients it returns; outputs: leaves of the result that are tensors, one for each tensor;
+    relations: among those; pattern: of the incoming gradients that the plan was made for; devices:
+    device types that the graph computes on; random: it draws numbers; early: positions of those of
+    the targets that are read after their gradient is complete and handed over; again: the same plan
+    for a forward phase that runs once more, and so changes no buffers (raises BackwardError where
+    that cannot be had).
     """
 
     code: Code
     functions: Functions
     targets: tuple[tuple[int, ...], ...]
     outputs: tuple[OutputLeaf, ...]
+    relations: Relations
     pattern: Pattern
     devices: tuple[str, ...]
     random: bool
@@ -52,13 +55,14 @@ def build(
     """Generate and load the code of a plan."""
     code = emit(graph, interface, schedule, again)
     position = {v: i for i, v in enumerate(interface.residents)}
-    outputs = tuple(o for o in interface.outputs if o.value is not None)
+    outputs = tuple(interface.outputs[i] for i in interface.results)
     targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
     return Executable(
         code=code,
         functions=load(code, interface, f"{name} again" if again else name),
         targets=targets,
         outputs=outputs,
+        relations=relations(graph, interface),
         pattern=tuple(
             None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
         ),

@@ -302,9 +302,8 @@ class _Situation:
                 "planned; pass Options(differentiated=...) for the outputs that backward starts "
                 "from, or Options(on_mismatch='replan')"
             )
-        leaves = self.bound.program.interface.outputs
-        tensors = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
-        incoming = {i: s for i, s in zip(tensors, pattern, strict=True) if s is not None}
+        results = self.bound.program.interface.results
+        incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
         with under_autocast(self.autocast):
             return state.make_program(module, self.args, self.kwargs, incoming)
 
@@ -432,9 +431,10 @@ def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
 
 def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     program = bound.program
-    tensors = iter(runtime.call(program.executable, bound.residents(leaves), replan))
+    tensors = runtime.call(program.executable, bound.residents(leaves), replan)
+    of = dict(zip(program.interface.results, tensors, strict=True))
     leaves = [
-        leaf.literal if leaf.value is None else next(tensors) for leaf in program.interface.outputs
+        leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs
     ]
     return pytree.tree_unflatten(leaves, program.output_spec)
 

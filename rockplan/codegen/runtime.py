@@ -1,9 +1,10 @@
 """Runtime: hangs the functions of a plan into autograd.
 
-One `_Seam` for each backward slice, chained by tokens of zero elements, and one `_Outputs` for
-the results: the engine runs the slices in order and hands the gradients of each slice on at once.
-Activations and inner gradients never travel through autograd: they live in the Call, so several
-calls can be in flight, and dropping the outputs frees everything. source: DESIGN, section 4.
+One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
+results, and a `_Result` for each of several: the engine runs the slices in order and hands the
+gradients of each slice on at once. Activations and inner gradients never travel through autograd:
+they live in the Call, so several calls can be in flight, and dropping the outputs frees everything.
+source: DESIGN, section 4.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from rockplan.codegen.call import Call, Replan
 from rockplan.codegen.executable import Executable
+from rockplan.codegen.returned import Returned
 from rockplan.errors import BackwardError
 
 
@@ -35,6 +37,29 @@ class _Seam(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
         gradients = ctx.call.gradients(ctx.number)
         return (None, None, None if ctx.is_first else token, *gradients)
+
+
+class _Result(torch.autograd.Function):
+    """One of several results: a node of its own, since autograd calls hooks on each result of a
+    node that it runs, with None where no gradient came. It stands before those of the results that
+    it is computed from, so that autograd also comes here where it is asked for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, position: int, result: torch.Tensor, *inner: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.position = position
+        ctx.set_materialize_grads(False)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        outputs, *inner = (node for node, _ in ctx.next_functions)
+        will_run = torch._C._will_engine_execute_node
+        ends_here = not will_run(outputs) and any(map(will_run, inner))
+        ctx.call.returned.check_between(ctx.position, ends_here)
+        return None, None, gradient, *(None for _ in inner)
 
 
 class _Outputs(torch.autograd.Function):
@@ -70,6 +95,7 @@ class _Outputs(torch.autograd.Function):
             )
         call: Call = ctx.call
         _check_autocast(call.executable)
+        call.returned.check_memory(gradients)
         call.begin_backward(gradients)
         return None, None, torch.empty_like(token)
 
@@ -86,7 +112,7 @@ def _check_autocast(executable: Executable) -> None:
 
 def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Run the forward phase and hang the backward slices into autograd."""
     made = Call(executable, residents, replan)
     outputs = made.forward()
@@ -94,4 +120,10 @@ def call(
     for number in reversed(range(len(executable.targets))):
         targets = [residents[i] for i in executable.targets[number]]
         token = _Seam.apply(made, number, token, *targets)
-    return list(_Outputs.apply(made, outputs, token))
+    relations = executable.relations
+    results = dict(zip(relations.results, _Outputs.apply(made, outputs, token), strict=True))
+    for position, inner in relations.apart:
+        inner_results = [results[i] for i in inner]
+        results[position] = _Result.apply(made, position, results[position], *inner_results)
+    made.returned = Returned(relations, results)
+    return tuple(results.values())

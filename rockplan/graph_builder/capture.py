@@ -144,6 +144,7 @@ def capture(
             outputs = first.outputs
             starts = _starts(outputs, incoming)
             _refuse_gradients(recorder, [outputs[i] for i in starts])
+            made_from = _made_from(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, registered, stand_ins)
@@ -163,7 +164,7 @@ def capture(
         buffers=buffers,
         inputs=inputs,
         constants=tuple(recorder.constants),
-        outputs=_output_leaves(recorder, outputs, tangents),
+        outputs=_output_leaves(recorder, outputs, made_from, tangents),
         gradients=tuple(
             (recorder.value(t), None if g is None else recorder.value(g))
             for t, g in zip(targets, found, strict=True)
@@ -437,7 +438,37 @@ def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[in
             f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
             f"gradient are {tuple(candidates)}"
         )
-    return {i: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+    firsts = _firsts(outputs)
+    return {firsts[i]: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+
+
+def _firsts(outputs: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf of the result, the first that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(output), i) for i, output in enumerate(outputs))
+
+
+def _made_from(outputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """For each leaf of the result, the others that its backward pass goes through."""
+    tensors = {
+        i: outputs[i]
+        for i in dict.fromkeys(_firsts(outputs))
+        if isinstance(outputs[i], torch.Tensor) and outputs[i].grad_fn is not None
+    }
+    at = {(t.grad_fn, t.output_nr): frozenset({i}) for i, t in tensors.items()}
+    beyond: dict[Node, frozenset[int]] = {}
+    waiting = [t.grad_fn for t in tensors.values()]
+    while waiting:
+        node = waiting[-1]
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        new = [n for n, _ in edges if n not in beyond]
+        if not new:
+            waiting.pop()
+            found = (beyond[n] | at.get((n, number), frozenset()) for n, number in edges)
+            beyond[node] = frozenset().union(*found)
+        waiting += new
+    nodes = [o.grad_fn if isinstance(o, torch.Tensor) else None for o in outputs]
+    return tuple(() if n is None else tuple(sorted(beyond[n])) for n in nodes)
 
 
 def _known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
@@ -542,16 +573,20 @@ def _backward(
 
 
 def _output_leaves(
-    recorder: Recorder, outputs: list[Any], tangents: dict[int, int]
+    recorder: Recorder,
+    outputs: list[Any],
+    made_from: Sequence[tuple[int, ...]],
+    tangents: dict[int, int],
 ) -> tuple[OutputLeaf, ...]:
     found: list[OutputLeaf] = []
-    for position, output in enumerate(outputs):
+    for position, (output, first) in enumerate(zip(outputs, _firsts(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
             _refuse_alias(recorder, output, position)
-            tangent = tangents.get(position)
-            found.append(OutputLeaf(recorder.value(output), None, tangent, output.requires_grad))
+            value, tangent = recorder.value(output), tangents.get(position)
+            leaf = (value, None, first, made_from[position], tangent, output.requires_grad)
+            found.append(OutputLeaf(*leaf))
             continue
-        found.append(OutputLeaf(None, output, None, False))
+        found.append(OutputLeaf(None, output, first, (), None, False))
     return tuple(found)
 
 
