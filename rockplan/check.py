@@ -117,7 +117,7 @@ def check(
     given = _Given.of(module, (args, kwargs))
 
     def steps(forward: Callable[..., Any]) -> tuple[_Step, ...]:
-        with given.restored(), _without_hooks(module):
+        with given.restored(), _without_hooks(module), swap.without_compiling():
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
     expected = steps(original)

@@ -629,6 +629,21 @@ def test_wrapped_modules_are_refused() -> None:
         rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
 
 
+def test_compiled_modules_are_refused_by_name() -> None:
+    compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+    with pytest.raises(rockplan.InvalidInput, match=r"torch\.compile.*_orig_mod"):
+        rockplan.solve(compiled, SAMPLE, "50%")
+
+
+def test_planning_inside_a_compiled_function_is_refused() -> None:
+    @torch.compile(backend="eager")
+    def plans(x: torch.Tensor) -> Any:
+        return rockplan.solve(nn.Linear(4, 4), x, "100%")
+
+    with pytest.raises(rockplan.InvalidInput, match=r"torch\.compile; plan the module before"):
+        plans(SAMPLE)
+
+
 def test_planning_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
     model[1].eval()

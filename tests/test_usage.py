@@ -1178,6 +1178,78 @@ def test_compile_leaves_a_planned_module_alone() -> None:
     )
 
 
+@torch.compile(backend="eager")
+def compiled_gelu(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(x)
+
+
+class CallsCompiled(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(compiled_gelu(x))
+
+
+def wraps_a_part(model: Any) -> None:
+    model.first = torch.compile(model.first, backend="eager")
+
+
+def compiles_a_part_in_place(model: Any) -> None:
+    model.second.compile(backend="eager")
+
+
+def compiles_itself(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.mark.parametrize("compile_part", [wraps_a_part, compiles_a_part_in_place, compiles_itself])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_compiled_parts_are_planned_as_they_run_in_eager(
+    compile_part: Callable[[Any], None], is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler does not run in a plan, and not while one is made."""
+    torch.manual_seed(0)
+    model = CallsCompiled().train()
+    eager = copy.deepcopy(model)
+    compile_part(model)
+    if is_warm:
+        mean_square(model(SAMPLE)).backward()
+        values = model.state_dict().values()
+        eager.load_state_dict(dict(zip(eager.state_dict(), values, strict=True)))
+        model.zero_grad()
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, SAMPLE, BUDGET, options=rockplan.Options(check=True))
+    assert planned.plan.checked == "equal to eager bit for bit on the sample"
+    for step in range(2):
+        for module in (eager, planned):
+            torch.manual_seed(5)
+            mean_square(module(SAMPLE)).backward()
+        pairs = zip(planned.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs), step
+        pairs = zip(planned.buffers(), eager.buffers(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), step
+    assert len(made) == 1
+    assert torch.compiler.is_compiling() is False and not stance_is_forced()
+
+
+def stance_is_forced() -> bool:
+    return torch._dynamo.eval_frame._stance.stance != "default"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_plan_runs_where_the_whole_module_is_compiled_in_place(before: bool) -> None:
+    case = net_case(512)
+    if before:
+        case.model.compile(backend="eager")
+    planned = solve_case(case, BUDGET)
+    if not before:
+        planned.compile(backend="eager")
+    case.step(planned)
+    peak_bytes, _ = rockplan.peak_live_bytes(lambda: case.step(planned))
+    assert peak_bytes <= planned.plan.budget_bytes
+    for copied in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        both(copied, copy.deepcopy(planned), case.step, "a copy")
+        assert all(p.grad is not None for p in copied.parameters())
+
+
 def test_one_planned_module_in_several_threads() -> None:
     """Each brings a batch size of its own, so that all plan at once."""
     case = encoder_without_dropout()

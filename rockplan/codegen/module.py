@@ -187,7 +187,7 @@ class Planned:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle: the original's attributes and the programs that hold in this state."""
         state = self._rockplan
-        attributes = {k: v for k, v in self.__dict__.items() if k != "_rockplan"}
+        attributes = {k: v for k, v in _uncompiled(self.__dict__).items() if k != "_rockplan"}
         programs = [
             (picklable(key), bound.program)
             for key, bounds in state.programs.items()
@@ -205,7 +205,7 @@ class Planned:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
         return copied
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -480,7 +480,7 @@ def planned_module(
 
     outputs_chosen: the user said which outputs backward starts from.
     """
-    attributes = dict(module.__dict__)
+    attributes = _uncompiled(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
@@ -493,6 +493,12 @@ def planned_module(
     state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]
     state.latest = program
     return planned
+
+
+def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A copy without what `module.compile()` leaves: a call of that module, which another one would
+    run in place of its own. PyTorch's copies are without it, too."""
+    return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}
 
 
 def _rebuild(

@@ -708,6 +708,7 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         swap.transformers_sees_real_tensors(),
         swap.max_pool1d_as_unwatched(),
         swap.without_checkpointing(),
+        swap.without_compiling(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
         swap.without_tensor_hooks(refuse),

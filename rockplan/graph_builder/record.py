@@ -289,8 +289,7 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedModel.at(
                 module,
                 source,
-                f"the higher-order operator {func} cannot be planned; call its parts directly "
-                "(for a compiled submodule: plan the original)",
+                f"the higher-order operator {func} cannot be planned; call its parts directly",
             )
         if operators.changes_storage(func):
             raise UnsupportedModel.at(

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import checkpoint
 
 from rockplan.contents import MUTABLE, data_in, elements_of, parts_of, put_back
+from rockplan.errors import InvalidInput
 
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
 # Of 446 operators of PyTorch's own database and those of its modules, these.
@@ -238,6 +239,23 @@ def without_checkpointing() -> contextlib.AbstractContextManager[None]:
         "CheckpointFunction": _Direct,
     }
     return _exchanged(checkpoint, names)
+
+
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """What `torch.compile` was applied to, in whatever way, runs as it is written: the compiler
+    cannot run below dispatch modes, where it ends the process."""
+    # Capture has hooks on every module, against which a compiled module warns when it is called.
+    no_warning = {"_has_any_global_hook": lambda: False}
+    try:
+        eager = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise InvalidInput(
+            "planning runs inside a function that is being compiled by torch.compile; plan the "
+            "module before, and call the planned module there"
+        ) from error
+    with eager, _exchanged(nn.modules.module, no_warning):
+        yield
 
 
 @contextlib.contextmanager
