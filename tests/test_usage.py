@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -480,6 +481,41 @@ def test_norms_by_hook_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 1
 
 
+def prunes_a_layer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    return model
+
+
+def prunes_twice() -> nn.Module:
+    model = prunes_a_layer()
+    prune.ln_structured(model[0], "weight", 0.2, n=2, dim=0)
+    prune.random_unstructured(model[2], "bias", 0.5)
+    return model
+
+
+def prunes_a_recurrence() -> nn.Module:
+    model = nn.LSTM(16, 16)
+    prune.random_unstructured(model, "weight_hh_l0", 0.5)
+    return ResultOf(model)
+
+
+@pytest.mark.parametrize("make", [prunes_a_layer, prunes_twice, prunes_a_recurrence])
+def test_pruned_layers(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as norms by hook: what a hook computes before each forward is part of the plan."""
+    made = count_programs(monkeypatch)
+    torch.manual_seed(0)
+    eager = make().train()
+    torch.manual_seed(0)
+    case = Case("pruned", make().train(), (vectors(),), {}, mean_square)
+    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    for step in range(2):
+        both(planned, eager, case.step, f"step {step}")
+        with torch.no_grad():
+            both(planned, eager, lambda m: m(*case.args), f"evaluation {step}")
+    assert len(made) == 1
+
+
 class Checkpointed(Net):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -679,6 +715,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "LSTM": (lambda: ResultOf(nn.LSTM(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
     "LSTM without bias": (
         lambda: ResultOf(nn.LSTM(16, 8, bias=False)),
+        lambda: torch.randn(6, 4, 16),
+    ),
+    "LSTM with a weight computed in a hook": (
+        lambda: ResultOf(nn.utils.weight_norm(nn.LSTM(16, 8), "weight_hh_l0")),
         lambda: torch.randn(6, 4, 16),
     ),
     "GRU": (lambda: ResultOf(nn.GRU(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),

@@ -114,16 +114,16 @@ def _keeps_fakes(cache: Any, mode: FakeTensorMode) -> bool:
 
 def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer by `stand_in(tensor)`; undone by `restored`."""
+    replaced: dict[int, torch.Tensor] = {}
     for m in module.modules():
         for dictionary in _TENSOR_DICTIONARIES:
             entries = m.__dict__[dictionary]
             for name, tensor in entries.items():
                 if tensor is not None:
-                    entries[name] = stand_in(tensor)
+                    entries[name] = replaced[id(tensor)] = stand_in(tensor)
         if isinstance(m, nn.RNNBase):
-            m._flat_weights = [
-                stand_in(w) if isinstance(w, torch.Tensor) else w for w in m._flat_weights
-            ]
+            # What a hook has computed is among them as well; it will do so again.
+            m._flat_weights = [replaced.get(id(w), w) for w in m._flat_weights]
 
 
 @contextlib.contextmanager
