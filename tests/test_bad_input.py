@@ -680,12 +680,89 @@ class CountsInPlace(nn.Module):
 
 def test_values_read_after_they_changed_in_place_are_refused() -> None:
     norm = nn.BatchNorm1d(4, momentum=None)
-    with pytest.raises(rockplan.ValueDependentControlFlow, match="a buffer"):
+    with pytest.raises(rockplan.ValueDependentControlFlow, match="the buffer 'num_batch"):
         rockplan.solve(norm, SAMPLE, "100%")
     steps = torch.tensor(1)
     with pytest.raises(rockplan.ValueDependentControlFlow):
         rockplan.solve(CountsInPlace(), (SAMPLE, steps), "100%")
     assert steps == 1
+
+
+class Reads(nn.Module):
+    """Scales by what `read` finds in itself and the layer's result."""
+
+    def __init__(self, read: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.read = nn.Linear(4, 4), read
+        self.register_buffer("table", torch.rand(4))
+        self.plain = torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y * self.read(self, y)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m, y: float(y.detach().tolist()[0][0]),
+        lambda m, y: float(y.detach().numpy()[0, 0]),
+        lambda m, y: float(numpy.asarray(y.detach())[0, 0]),
+        lambda m, y: float(numpy.from_dlpack(y.detach())[0, 0]),
+        lambda m, y: float(len(str(y))),
+        lambda m, y: float(len(f"{y}")),
+        lambda m, y: float(torch.allclose(y, y + 1)),
+        lambda m, y: float(numpy.abs(m.inner.bias.detach()).sum()),
+    ],
+    ids=["list", "array", "made array", "exchanged", "text", "format", "closeness", "by numpy"],
+)
+def test_values_of_activations_that_python_reads_are_refused(read: Any) -> None:
+    with pytest.raises(
+        rockplan.ValueDependentControlFlow,
+        match=r"test_bad_input\.py:\d+: .*the parameter 'inner\.",
+    ):
+        rockplan.solve(Reads(read), SAMPLE, "100%")
+
+
+def test_arrays_of_tensors_that_the_forward_writes_to_are_refused() -> None:
+    def counts_in_array(module: Any, y: torch.Tensor) -> float:
+        module.plain.numpy()[0] += 1
+        return float(module.plain[0])
+
+    model = Reads(counts_in_array)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .*copy"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(model.plain, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: torch.from_numpy(m.plain.numpy()),
+        lambda m: torch.from_numpy(m.array.copy()),
+        lambda m: torch.as_tensor([1.0, 2.0, 3.0, 4.0])[1:3].view(2, 1),
+    ],
+    ids=["array of a tensor", "array", "list"],
+)
+def test_what_is_made_of_other_data_and_written_to(make: Callable[[Any], torch.Tensor]) -> None:
+    """The plan would write to the tensor that capture saw; a clone is made at every call."""
+    model: Any = Reads(lambda m, y: make(m).mul_(2).sum())
+    model.array = numpy.ones(4, numpy.float32)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .*a clone"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(model.plain, torch.ones(4))
+    model.read = lambda m, y: make(m).clone().mul_(2).sum()
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    for _ in range(2):
+        assert torch.equal(planned(SAMPLE), model(SAMPLE))
+
+
+def test_reads_of_a_table_are_refused_by_its_name() -> None:
+    model = Reads(lambda m, y: float(m.table.min()))
+    with pytest.raises(
+        rockplan.ValueDependentControlFlow, match=r"the buffer 'table'.*plain attribute"
+    ):
+        rockplan.solve(model, SAMPLE, "100%")
 
 
 class DropsLayers(nn.Module):

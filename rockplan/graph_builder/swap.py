@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.contents import MUTABLE, data_in, elements_of, parts_of, put_back
 from rockplan.errors import InvalidInput
@@ -32,6 +33,7 @@ _CAST_INSIDE = (
     (torch, "bilinear"),
     (nn.functional, "bilinear"),
 )
+_TELLING = ("tolist", "numpy", "__repr__", "__dlpack__")
 _SEEDING = (
     (torch, ("manual_seed", "seed", "set_rng_state")),
     (torch.random, ("manual_seed", "seed", "set_rng_state")),
@@ -130,6 +132,7 @@ def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch
 def _exchanged(owner: Any, replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """`owner` has other functions (or classes) meanwhile; other threads call what it had."""
     before = {name: getattr(owner, name) for name in replacements}
+    inherited = before.keys() - vars(owner).keys()
     for name, replacement in replacements.items():
         is_class = isinstance(replacement, type)
         setattr(owner, name, replacement if is_class else _here(replacement, before[name]))
@@ -137,7 +140,10 @@ def _exchanged(owner: Any, replacements: Mapping[str, Callable[..., Any]]) -> It
         yield
     finally:
         for name, original in before.items():
-            setattr(owner, name, original)
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def _here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,6 +290,28 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_other)
+
+
+@contextlib.contextmanager
+def values_told(read: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Methods that tell Python the values of a whole tensor, and call no operator for it, do so of
+    the real tensor that `read` gives, where it gives one."""
+
+    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            real = read(tensor)
+            if real is None:
+                return original(tensor, *args, **kwargs)
+            with _disable_current_modes():
+                return original(real.requires_grad_(tensor.requires_grad), *args, **kwargs)
+
+        return tell
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exchanged(FakeTensor, {"tolist": telling(torch.Tensor.tolist)}))
+        replacements = {name: telling(getattr(torch.Tensor, name)) for name in _TELLING}
+        stack.enter_context(_exchanged(torch.Tensor, replacements))
+        yield
 
 
 def without_tensor_hooks(
