@@ -191,7 +191,7 @@ def _run(
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    with torch.enable_grad():
+    with torch.enable_grad(), swap.empty_cache_of_parametrizations():
         outputs = pytree.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]

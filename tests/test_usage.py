@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -18,7 +19,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -479,6 +480,54 @@ def test_norms_by_hook_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatc
         for module in (planned, eager):
             module.train()
     assert len(made) == 1
+
+
+class Recurs(SpectralNet):
+    """Uses each computed weight several times."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+def recurs_case() -> tuple[Case, nn.Module]:
+    torch.manual_seed(0)
+    model = Recurs().train()
+    return Case("recurs", model, (vectors(),), {}, mean_square), copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("planned_inside", [True, False])
+def test_cached_parametrizations(planned_inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block for each call; where it is left before the backward pass, this may plan again."""
+    made = count_programs(monkeypatch)
+    case, eager = recurs_case()
+    with parametrize.cached() if planned_inside else contextlib.nullcontext():
+        planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        assert not parametrize._cache
+
+    def use(module: nn.Module) -> None:
+        with parametrize.cached():
+            result = module(*case.args)
+        result.sum().backward()
+        case.step(module)
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+    assert len(made) == 3
+
+
+def test_what_a_block_keeps_of_parametrizations_is_refused() -> None:
+    case, _ = recurs_case()
+    planned = solve_case(case, BUDGET)
+    for first in (lambda: planned(*case.args), lambda: case.model(*case.args)):
+        with parametrize.cached():
+            first()
+            kept = dict(parametrize._cache)
+            for again in (SAMPLE, SAMPLE[1:]):
+                with pytest.raises(rockplan.StalePlan, match=r"'a\.weight'.*a block for each"):
+                    planned(again)
+            assert all(parametrize._cache[key] is value for key, value in kept.items())
+    with parametrize.cached():
+        planned(*case.args)
 
 
 def prunes_a_layer() -> nn.Module:

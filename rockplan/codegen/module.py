@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from rockplan.codegen import runtime
+from rockplan.codegen import parametrizations, runtime
 from rockplan.codegen.call import Replan
 from rockplan.codegen.executable import Executable, Pattern, build
 from rockplan.codegen.hooks import has_hooks
@@ -223,8 +223,10 @@ class Planned:
                 bound = self._bound_program(key, leaves, args, kwargs)
         if bound is None:
             return _run_original(self, args, kwargs)
+        parametrizations.claim(self)
         state.latest = bound.program
-        situation = _Situation(self, key, bound, args, kwargs, autocast_state())
+        cached = parametrizations.are_cached()
+        situation = _Situation(self, key, bound, args, kwargs, autocast_state(), cached)
         return _run(bound, leaves, situation.replan)
 
     def _bound_program(
@@ -260,7 +262,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    """What a call was made under, to plan it again from its backward pass."""
+    """What a call was made under, to plan it again from its backward pass.
+
+    cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    """
 
     planned: Planned
     key: Any
@@ -268,6 +273,7 @@ class _Situation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Autocast
+    cached: bool
 
     def replan(self, pattern: Pattern) -> Executable:
         """The plan for incoming gradients of `pattern`; later calls like this one start with it,
@@ -305,7 +311,7 @@ class _Situation:
         leaves = self.bound.program.interface.outputs
         tensors = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
         incoming = {i: s for i, s in zip(tensors, pattern, strict=True) if s is not None}
-        with under_autocast(self.autocast):
+        with under_autocast(self.autocast), parametrizations.cached_as(self.cached):
             return state.make_program(module, self.args, self.kwargs, incoming)
 
     def _is_preferred(self, pattern: Pattern) -> bool:

@@ -850,6 +850,7 @@ def _as_in_eager(recorder: Recorder, reader: _ValueReader) -> Iterator[None]:
         swap.max_pool1d_as_unwatched(),
         swap.without_checkpointing(),
         swap.without_compiling(),
+        swap.empty_cache_of_parametrizations(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
         swap.values_told(read_all),

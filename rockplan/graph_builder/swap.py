@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -262,6 +263,18 @@ def without_compiling() -> Iterator[None]:
         ) from error
     with eager, _exchanged(nn.modules.module, no_warning):
         yield
+
+
+@contextlib.contextmanager
+def empty_cache_of_parametrizations() -> Iterator[None]:
+    """A block of `torch.nn.utils.parametrize.cached()` around starts anew, and neither gets what
+    is computed meanwhile nor loses what it has."""
+    before = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
 
 
 @contextlib.contextmanager
