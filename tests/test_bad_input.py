@@ -666,6 +666,32 @@ def test_changing_the_shape_of_an_input_in_place_is_refused() -> None:
         rockplan.solve(ShapesItsInput(), torch.randn(2, 4), "100%")
 
 
+class WritesToItsInput(nn.Module):
+    def __init__(self, view: bool, clone: bool) -> None:
+        super().__init__()
+        self.inner, self.view, self.clone = nn.Linear(4, 4), view, clone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone() if self.clone else x
+        (x[1:] if self.view else x).mul_(2)
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_writing_to_an_input_that_has_a_history_is_refused(view: bool) -> None:
+    """Autograd must know: what the caller makes of the input afterwards depends on it."""
+    x = SAMPLE.clone().requires_grad_()
+    with pytest.raises(rockplan.UnsupportedModel, match=r"argument \(leaf 0.*clone"):
+        rockplan.solve(WritesToItsInput(view, clone=False), (x * 1,), "100%")
+    with pytest.raises(rockplan.CaptureError, match="the sample does not run"):
+        rockplan.solve(WritesToItsInput(view, clone=False), (x,), "100%")
+    model = WritesToItsInput(view, clone=True)
+    planned = rockplan.solve(model, (x * 1,), "100%")
+    gradients = [torch.autograd.grad(m(x * 1).sum(), x)[0] for m in (model, planned)]
+    assert torch.equal(*gradients)
+
+
 class CountsInPlace(nn.Module):
     """Reads what it has just changed; a check of it at every call would change it again."""
 
@@ -763,6 +789,37 @@ def test_reads_of_a_table_are_refused_by_its_name() -> None:
         rockplan.ValueDependentControlFlow, match=r"the buffer 'table'.*plain attribute"
     ):
         rockplan.solve(model, SAMPLE, "100%")
+
+
+class Inverts(nn.Module):
+    """The inverse transform looks whether windows overlap enough."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(9, 1))
+        window = torch.hann_window(16)
+        if is_buffer:
+            self.register_buffer("window", window)
+        else:
+            self.window = window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.stft(x, 16, 4, window=self.window, return_complex=True)
+        return torch.istft(found * self.scale, 16, 4, window=self.window)
+
+
+def test_what_a_function_of_torch_reads_of_a_buffer() -> None:
+    """The refusal names the buffer, and what it advises works."""
+    x = torch.randn(2, 64)
+    with pytest.raises(
+        rockplan.ValueDependentControlFlow, match=r"function of PyTorch.*the buffer 'window'.*plain"
+    ):
+        rockplan.solve(Inverts(is_buffer=True), x, "100%")
+    model = Inverts(is_buffer=False)
+    planned = rockplan.solve(model, x, "100%")
+    for window in (model.window, torch.hamming_window(16)):
+        model.window.copy_(window)
+        assert torch.equal(planned(x), model(x))
 
 
 class DropsLayers(nn.Module):

@@ -46,6 +46,8 @@ from rockplan.graph_builder.record import (
 )
 from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
+# Of a leaf, or of a view of one.
+_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 _DISTRIBUTIONS = torch.distributions.__path__[0]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
@@ -123,6 +125,7 @@ def capture(
             stand_ins.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
         inputs = tuple((i, recorder.value(fake_leaves[i])) for i in real_leaves)
+        results_of_others = [i for i, leaf in real_leaves.items() if not leaf.is_leaf]
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
@@ -136,7 +139,9 @@ def capture(
         def run(recorder: Recorder) -> _Forward:
             fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
             with recorder, _module_paths(module, recorder), _no_python_randomness():
-                result = _call_module(forward or module.forward, fake_args, fake_kwargs)
+                result = _call_module(
+                    forward or module.forward, fake_args, fake_kwargs, results_of_others
+                )
             reader.refuse_writes()
             leaves_of_result, spec = pytree.tree_flatten(result)
             outputs = [_known_output(recorder, *found) for found in enumerate(leaves_of_result)]
@@ -512,12 +517,27 @@ def _refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def _call_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_module(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results_of_others: Sequence[int],
+) -> Any:
+    """results_of_others: positions of arguments that are no leaves of autograd's for the caller,
+    and are for the plan, which ends there."""
     try:
         return forward(*args, **kwargs)
     except RockplanError:
         raise
     except Exception as error:
+        if results_of_others and _WRITES_TO_A_LEAF in str(error):
+            raise UnsupportedModel(
+                "the forward changes a tensor that requires a gradient in place, which is an "
+                f"argument (leaf {', '.join(map(str, results_of_others))} of the arguments is the "
+                "result of other operations, else eager would fail, too); autograd would not be "
+                "told of the change by a planned step. Change a clone of it (x = x.clone()), or "
+                "use the operator without the underscore"
+            ) from error
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
         raise CaptureError(
