@@ -117,7 +117,7 @@ def check(
     given = _Given.of(module, (args, kwargs))
 
     def steps(forward: Callable[..., Any]) -> tuple[_Step, ...]:
-        with given.restored(), _without_hooks(module):
+        with given.restored(), _without_hooks(module), swap.without_compiling():
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
     expected = steps(original)
@@ -191,7 +191,7 @@ def _run(
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    with torch.enable_grad():
+    with torch.enable_grad(), swap.empty_cache_of_parametrizations():
         outputs = pytree.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]

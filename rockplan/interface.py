@@ -13,12 +13,18 @@ Incoming = Mapping[int, tuple[int, ...] | None]
 of the leaf."""
 
 
+# Where recurrent layers list their weights, computed ones among them.
+_OF_RECURRENT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+
+
 def computed_attributes(module: Any) -> frozenset[str]:
-    """Attributes of an nn.Module that PyTorch's weight_norm and spectral_norm compute anew in a
-    hook before each forward; what a forward leaves there is read by nobody."""
+    """Attributes of an nn.Module that PyTorch's weight_norm, spectral_norm and pruning compute anew
+    in a hook before each forward; what a forward leaves there is read by nobody."""
     hooks = module._forward_pre_hooks.values()
-    ours = [h for h in hooks if type(h).__module__.startswith("torch.nn.utils.")]
-    return frozenset(h.name for h in ours if isinstance(getattr(h, "name", None), str))
+    ours = [vars(h) for h in hooks if type(h).__module__.startswith("torch.nn.utils.")]
+    found = (attributes.get(name) for attributes in ours for name in ("name", "_tensor_name"))
+    names = frozenset(name for name in found if isinstance(name, str))
+    return names.union(_OF_RECURRENT_WEIGHTS) if names else names
 
 
 @dataclass(frozen=True, slots=True)

@@ -629,6 +629,21 @@ def test_wrapped_modules_are_refused() -> None:
         rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
 
 
+def test_compiled_modules_are_refused_by_name() -> None:
+    compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+    with pytest.raises(rockplan.InvalidInput, match=r"torch\.compile.*_orig_mod"):
+        rockplan.solve(compiled, SAMPLE, "50%")
+
+
+def test_planning_inside_a_compiled_function_is_refused() -> None:
+    @torch.compile(backend="eager")
+    def plans(x: torch.Tensor) -> Any:
+        return rockplan.solve(nn.Linear(4, 4), x, "100%")
+
+    with pytest.raises(rockplan.InvalidInput, match=r"torch\.compile; plan the module before"):
+        plans(SAMPLE)
+
+
 def test_planning_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
     model[1].eval()
@@ -651,6 +666,32 @@ def test_changing_the_shape_of_an_input_in_place_is_refused() -> None:
         rockplan.solve(ShapesItsInput(), torch.randn(2, 4), "100%")
 
 
+class WritesToItsInput(nn.Module):
+    def __init__(self, view: bool, clone: bool) -> None:
+        super().__init__()
+        self.inner, self.view, self.clone = nn.Linear(4, 4), view, clone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone() if self.clone else x
+        (x[1:] if self.view else x).mul_(2)
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_writing_to_an_input_that_has_a_history_is_refused(view: bool) -> None:
+    """Autograd must know: what the caller makes of the input afterwards depends on it."""
+    x = SAMPLE.clone().requires_grad_()
+    with pytest.raises(rockplan.UnsupportedModel, match=r"argument \(leaf 0.*clone"):
+        rockplan.solve(WritesToItsInput(view, clone=False), (x * 1,), "100%")
+    with pytest.raises(rockplan.CaptureError, match="the sample does not run"):
+        rockplan.solve(WritesToItsInput(view, clone=False), (x,), "100%")
+    model = WritesToItsInput(view, clone=True)
+    planned = rockplan.solve(model, (x * 1,), "100%")
+    gradients = [torch.autograd.grad(m(x * 1).sum(), x)[0] for m in (model, planned)]
+    assert torch.equal(*gradients)
+
+
 class CountsInPlace(nn.Module):
     """Reads what it has just changed; a check of it at every call would change it again."""
 
@@ -665,12 +706,120 @@ class CountsInPlace(nn.Module):
 
 def test_values_read_after_they_changed_in_place_are_refused() -> None:
     norm = nn.BatchNorm1d(4, momentum=None)
-    with pytest.raises(rockplan.ValueDependentControlFlow, match="a buffer"):
+    with pytest.raises(rockplan.ValueDependentControlFlow, match="the buffer 'num_batch"):
         rockplan.solve(norm, SAMPLE, "100%")
     steps = torch.tensor(1)
     with pytest.raises(rockplan.ValueDependentControlFlow):
         rockplan.solve(CountsInPlace(), (SAMPLE, steps), "100%")
     assert steps == 1
+
+
+class Reads(nn.Module):
+    """Scales by what `read` finds in itself and the layer's result."""
+
+    def __init__(self, read: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.read = nn.Linear(4, 4), read
+        self.register_buffer("table", torch.rand(4))
+        self.plain = torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y * self.read(self, y)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m, y: float(y.detach().tolist()[0][0]),
+        lambda m, y: float(y.detach().numpy()[0, 0]),
+        lambda m, y: float(numpy.asarray(y.detach())[0, 0]),
+        lambda m, y: float(numpy.from_dlpack(y.detach())[0, 0]),
+        lambda m, y: float(len(str(y))),
+        lambda m, y: float(len(f"{y}")),
+        lambda m, y: float(torch.allclose(y, y + 1)),
+        lambda m, y: float(numpy.abs(m.inner.bias.detach()).sum()),
+    ],
+    ids=["list", "array", "made array", "exchanged", "text", "format", "closeness", "by numpy"],
+)
+def test_values_of_activations_that_python_reads_are_refused(read: Any) -> None:
+    with pytest.raises(
+        rockplan.ValueDependentControlFlow,
+        match=r"test_bad_input\.py:\d+: .*the parameter 'inner\.",
+    ):
+        rockplan.solve(Reads(read), SAMPLE, "100%")
+
+
+def test_arrays_of_tensors_that_the_forward_writes_to_are_refused() -> None:
+    def counts_in_array(module: Any, y: torch.Tensor) -> float:
+        module.plain.numpy()[0] += 1
+        return float(module.plain[0])
+
+    model = Reads(counts_in_array)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .*copy"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(model.plain, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: torch.from_numpy(m.plain.numpy()),
+        lambda m: torch.from_numpy(m.array.copy()),
+        lambda m: torch.as_tensor([1.0, 2.0, 3.0, 4.0])[1:3].view(2, 1),
+    ],
+    ids=["array of a tensor", "array", "list"],
+)
+def test_what_is_made_of_other_data_and_written_to(make: Callable[[Any], torch.Tensor]) -> None:
+    """The plan would write to the tensor that capture saw; a clone is made at every call."""
+    model: Any = Reads(lambda m, y: make(m).mul_(2).sum())
+    model.array = numpy.ones(4, numpy.float32)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"test_bad_input\.py:\d+: .*a clone"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(model.plain, torch.ones(4))
+    model.read = lambda m, y: make(m).clone().mul_(2).sum()
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    for _ in range(2):
+        assert torch.equal(planned(SAMPLE), model(SAMPLE))
+
+
+def test_reads_of_a_table_are_refused_by_its_name() -> None:
+    model = Reads(lambda m, y: float(m.table.min()))
+    with pytest.raises(
+        rockplan.ValueDependentControlFlow, match=r"the buffer 'table'.*plain attribute"
+    ):
+        rockplan.solve(model, SAMPLE, "100%")
+
+
+class Inverts(nn.Module):
+    """The inverse transform looks whether windows overlap enough."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(9, 1))
+        window = torch.hann_window(16)
+        if is_buffer:
+            self.register_buffer("window", window)
+        else:
+            self.window = window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.stft(x, 16, 4, window=self.window, return_complex=True)
+        return torch.istft(found * self.scale, 16, 4, window=self.window)
+
+
+def test_what_a_function_of_torch_reads_of_a_buffer() -> None:
+    """The refusal names the buffer, and what it advises works."""
+    x = torch.randn(2, 64)
+    with pytest.raises(
+        rockplan.ValueDependentControlFlow, match=r"function of PyTorch.*the buffer 'window'.*plain"
+    ):
+        rockplan.solve(Inverts(is_buffer=True), x, "100%")
+    model = Inverts(is_buffer=False)
+    planned = rockplan.solve(model, x, "100%")
+    for window in (model.window, torch.hamming_window(16)):
+        model.window.copy_(window)
+        assert torch.equal(planned(x), model(x))
 
 
 class DropsLayers(nn.Module):

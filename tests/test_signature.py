@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +167,17 @@ def exchange(held: Any) -> None:
     held.held = torch.tensor([2.0, 3.0])
 
 
+READS: dict[str, Callable[[torch.Tensor], float]] = {
+    "list": lambda held: float(held.tolist()[0]),
+    "array": lambda held: float(held.numpy()[0]),
+    "array made": lambda held: float(numpy.asarray(held)[0]),
+    "sum by numpy": lambda held: float(numpy.nansum(held)),
+    "array exchanged": lambda held: float(numpy.from_dlpack(held)[0]),
+    "text": lambda held: float(len(str(held))) if "2." in str(held) else 1.0,
+    "formatted text": lambda held: 2.0 if "2." in f"{held}" else 1.0,
+}
+
+
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "slots": (Slotted, scale, set_scale),
     "inherited slot": (Derived, scale, set_scale),
@@ -209,6 +222,29 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
         lambda held: 1.0 if held.all() else 2.0,
         lambda held: held.fill_(True),
     ),
+    **{
+        f"{way} of a tensor": (
+            lambda: torch.tensor([[1.0, float("nan")], [0.0, 1.0]])[0],
+            read,
+            lambda held: held.mul_(2.0),
+        )
+        for way, read in READS.items()
+    },
+    "sign of a zero in a list": (
+        lambda: torch.tensor([0.0, 1.0]),
+        lambda held: math.copysign(1.0, held.tolist()[0]),
+        lambda held: held[0].neg_(),
+    ),
+    "list of integers": (
+        lambda: torch.tensor([1, 2]),
+        lambda held: float(held.flip(0).tolist()[1]),
+        lambda held: held.fill_(3),
+    ),
+    "closeness of tensors": (
+        lambda: torch.tensor([1.0, 2.0]),
+        lambda held: 1.0 if torch.allclose(held, torch.tensor([1.0, 2.0])) else 2.0,
+        lambda held: held.fill_(3.0),
+    ),
 }
 
 
@@ -232,6 +268,43 @@ def test_what_the_forward_reads_of_an_attribute(kind: str, monkeypatch: pytest.M
             module.zero_grad()
             both(module, eager, lambda m: mean_square(m(SAMPLE)).backward(), "changed")
     assert len(made) == 3
+
+
+class Cuts(nn.Module):
+    """Runs over parts of its input, as long as another one says."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(16, 16), read
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = [torch.tanh(self.linear(part)) for part in x.split(list(self.read(lengths)))]
+        return torch.cat([part * (i + 1) for i, part in enumerate(parts)])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda lengths: lengths.tolist(),
+        lambda lengths: (lengths + 1).sub(1).numpy().tolist(),
+        lambda lengths: [int(n) for n in numpy.asarray(lengths)],
+        lambda lengths: map(int, re.findall(r"\d+", str(lengths))),
+    ],
+    ids=["list", "array of a sum", "array", "text"],
+)
+def test_integer_inputs_that_python_reads(
+    read: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Cuts(read)
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, (SAMPLE, torch.tensor([4, 12])), "min")
+    for lengths in ([4, 12], [8, 8], [4, 12], [8, 8]):
+        given = torch.tensor(lengths)
+        both(planned, eager, lambda m, given=given: mean_square(m(SAMPLE, given)), "cut")
+    assert len(made) == 2
+    assert not {"tolist", "numpy"} & vars(torch.Tensor).keys()
 
 
 def test_what_an_object_with_a_lock_keeps_for_itself_is_not_compared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -18,6 +19,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -480,6 +482,89 @@ def test_norms_by_hook_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 1
 
 
+class Recurs(SpectralNet):
+    """Uses each computed weight several times."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+def recurs_case() -> tuple[Case, nn.Module]:
+    torch.manual_seed(0)
+    model = Recurs().train()
+    return Case("recurs", model, (vectors(),), {}, mean_square), copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("planned_inside", [True, False])
+def test_cached_parametrizations(planned_inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block for each call; where it is left before the backward pass, this may plan again."""
+    made = count_programs(monkeypatch)
+    case, eager = recurs_case()
+    with parametrize.cached() if planned_inside else contextlib.nullcontext():
+        planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        assert not parametrize._cache
+
+    def use(module: nn.Module) -> None:
+        with parametrize.cached():
+            result = module(*case.args)
+        result.sum().backward()
+        case.step(module)
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+    assert len(made) == 3
+
+
+def test_what_a_block_keeps_of_parametrizations_is_refused() -> None:
+    case, _ = recurs_case()
+    planned = solve_case(case, BUDGET)
+    for first in (lambda: planned(*case.args), lambda: case.model(*case.args)):
+        with parametrize.cached():
+            first()
+            kept = dict(parametrize._cache)
+            for again in (SAMPLE, SAMPLE[1:]):
+                with pytest.raises(rockplan.StalePlan, match=r"'a\.weight'.*a block for each"):
+                    planned(again)
+            assert all(parametrize._cache[key] is value for key, value in kept.items())
+    with parametrize.cached():
+        planned(*case.args)
+
+
+def prunes_a_layer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    return model
+
+
+def prunes_twice() -> nn.Module:
+    model = prunes_a_layer()
+    prune.ln_structured(model[0], "weight", 0.2, n=2, dim=0)
+    prune.random_unstructured(model[2], "bias", 0.5)
+    return model
+
+
+def prunes_a_recurrence() -> nn.Module:
+    model = nn.LSTM(16, 16)
+    prune.random_unstructured(model, "weight_hh_l0", 0.5)
+    return ResultOf(model)
+
+
+@pytest.mark.parametrize("make", [prunes_a_layer, prunes_twice, prunes_a_recurrence])
+def test_pruned_layers(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as norms by hook: what a hook computes before each forward is part of the plan."""
+    made = count_programs(monkeypatch)
+    torch.manual_seed(0)
+    eager = make().train()
+    torch.manual_seed(0)
+    case = Case("pruned", make().train(), (vectors(),), {}, mean_square)
+    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    for step in range(2):
+        both(planned, eager, case.step, f"step {step}")
+        with torch.no_grad():
+            both(planned, eager, lambda m: m(*case.args), f"evaluation {step}")
+    assert len(made) == 1
+
+
 class Checkpointed(Net):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -679,6 +764,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "LSTM": (lambda: ResultOf(nn.LSTM(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
     "LSTM without bias": (
         lambda: ResultOf(nn.LSTM(16, 8, bias=False)),
+        lambda: torch.randn(6, 4, 16),
+    ),
+    "LSTM with a weight computed in a hook": (
+        lambda: ResultOf(nn.utils.weight_norm(nn.LSTM(16, 8), "weight_hh_l0")),
         lambda: torch.randn(6, 4, 16),
     ),
     "GRU": (lambda: ResultOf(nn.GRU(16, 8, 2, dropout=0.3)), lambda: torch.randn(6, 4, 16)),
@@ -1176,6 +1265,78 @@ def test_compile_leaves_a_planned_module_alone() -> None:
         lambda m: mean_square((compiled if m is planned else m)(SAMPLE)).backward(),
         "compiled",
     )
+
+
+@torch.compile(backend="eager")
+def compiled_gelu(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gelu(x)
+
+
+class CallsCompiled(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(compiled_gelu(x))
+
+
+def wraps_a_part(model: Any) -> None:
+    model.first = torch.compile(model.first, backend="eager")
+
+
+def compiles_a_part_in_place(model: Any) -> None:
+    model.second.compile(backend="eager")
+
+
+def compiles_itself(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+@pytest.mark.parametrize("compile_part", [wraps_a_part, compiles_a_part_in_place, compiles_itself])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_compiled_parts_are_planned_as_they_run_in_eager(
+    compile_part: Callable[[Any], None], is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler does not run in a plan, and not while one is made."""
+    torch.manual_seed(0)
+    model = CallsCompiled().train()
+    eager = copy.deepcopy(model)
+    compile_part(model)
+    if is_warm:
+        mean_square(model(SAMPLE)).backward()
+        values = model.state_dict().values()
+        eager.load_state_dict(dict(zip(eager.state_dict(), values, strict=True)))
+        model.zero_grad()
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, SAMPLE, BUDGET, options=rockplan.Options(check=True))
+    assert planned.plan.checked == "equal to eager bit for bit on the sample"
+    for step in range(2):
+        for module in (eager, planned):
+            torch.manual_seed(5)
+            mean_square(module(SAMPLE)).backward()
+        pairs = zip(planned.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs), step
+        pairs = zip(planned.buffers(), eager.buffers(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), step
+    assert len(made) == 1
+    assert torch.compiler.is_compiling() is False and not stance_is_forced()
+
+
+def stance_is_forced() -> bool:
+    return torch._dynamo.eval_frame._stance.stance != "default"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_plan_runs_where_the_whole_module_is_compiled_in_place(before: bool) -> None:
+    case = net_case(512)
+    if before:
+        case.model.compile(backend="eager")
+    planned = solve_case(case, BUDGET)
+    if not before:
+        planned.compile(backend="eager")
+    case.step(planned)
+    peak_bytes, _ = rockplan.peak_live_bytes(lambda: case.step(planned))
+    assert peak_bytes <= planned.plan.budget_bytes
+    for copied in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        both(copied, copy.deepcopy(planned), case.step, "a copy")
+        assert all(p.grad is not None for p in copied.parameters())
 
 
 def test_one_planned_module_in_several_threads() -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from rockplan.codegen import runtime
+from rockplan.codegen import parametrizations, runtime
 from rockplan.codegen.call import Replan
 from rockplan.codegen.executable import Executable, Pattern, build
 from rockplan.codegen.hooks import has_hooks
@@ -187,7 +187,7 @@ class Planned:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle: the original's attributes and the programs that hold in this state."""
         state = self._rockplan
-        attributes = {k: v for k, v in self.__dict__.items() if k != "_rockplan"}
+        attributes = {k: v for k, v in _uncompiled(self.__dict__).items() if k != "_rockplan"}
         programs = [
             (picklable(key), bound.program)
             for key, bounds in state.programs.items()
@@ -205,7 +205,7 @@ class Planned:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
         return copied
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -223,8 +223,10 @@ class Planned:
                 bound = self._bound_program(key, leaves, args, kwargs)
         if bound is None:
             return _run_original(self, args, kwargs)
+        parametrizations.claim(self)
         state.latest = bound.program
-        situation = _Situation(self, key, bound, args, kwargs, autocast_state())
+        cached = parametrizations.are_cached()
+        situation = _Situation(self, key, bound, args, kwargs, autocast_state(), cached)
         return _run(bound, leaves, situation.replan)
 
     def _bound_program(
@@ -260,7 +262,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    """What a call was made under, to plan it again from its backward pass."""
+    """What a call was made under, to plan it again from its backward pass.
+
+    cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    """
 
     planned: Planned
     key: Any
@@ -268,6 +273,7 @@ class _Situation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Autocast
+    cached: bool
 
     def replan(self, pattern: Pattern) -> Executable:
         """The plan for incoming gradients of `pattern`; later calls like this one start with it,
@@ -304,7 +310,7 @@ class _Situation:
             )
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
-        with under_autocast(self.autocast):
+        with under_autocast(self.autocast), parametrizations.cached_as(self.cached):
             return state.make_program(module, self.args, self.kwargs, incoming)
 
     def _is_preferred(self, pattern: Pattern) -> bool:
@@ -480,7 +486,7 @@ def planned_module(
 
     outputs_chosen: the user said which outputs backward starts from.
     """
-    attributes = dict(module.__dict__)
+    attributes = _uncompiled(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
@@ -493,6 +499,12 @@ def planned_module(
     state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]
     state.latest = program
     return planned
+
+
+def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A copy without what `module.compile()` leaves: a call of that module, which another one would
+    run in place of its own. PyTorch's copies are without it, too."""
+    return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}
 
 
 def _rebuild(

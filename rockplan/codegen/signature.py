@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from rockplan.codegen import parametrizations
 from rockplan.contents import Contents, contents_of
 from rockplan.interface import computed_attributes
 
@@ -241,4 +242,5 @@ def _global_key() -> tuple[Any, ...]:
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.mkldnn.enabled,
         torch.backends.cudnn.enabled,
+        parametrizations.are_cached(),
     )

@@ -46,6 +46,8 @@ from rockplan.graph_builder.record import (
 )
 from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
+# Of a leaf, or of a view of one.
+_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 _DISTRIBUTIONS = torch.distributions.__path__[0]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
@@ -123,23 +125,30 @@ def capture(
             stand_ins.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
         inputs = tuple((i, recorder.value(fake_leaves[i])) for i in real_leaves)
+        results_of_others = [i for i, leaf in real_leaves.items() if not leaf.is_leaf]
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
         recorder.begin_forward()
-        reader.start({v: (i, real_leaves[i]) for i, v in inputs})
+        named = {v: f"leaf {i} of the arguments" for i, v in inputs}
+        named |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
+        named |= {v: f"the parameter '{name}'" for name, v in parameters}
+        reader.start({v: (i, real_leaves[i]) for i, v in inputs}, named)
         registered = _registered_tensors(module)
 
         def run(recorder: Recorder) -> _Forward:
             fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
             with recorder, _module_paths(module, recorder), _no_python_randomness():
-                result = _call_module(forward or module.forward, fake_args, fake_kwargs)
+                result = _call_module(
+                    forward or module.forward, fake_args, fake_kwargs, results_of_others
+                )
+            reader.refuse_writes()
             leaves_of_result, spec = pytree.tree_flatten(result)
             outputs = [_known_output(recorder, *found) for found in enumerate(leaves_of_result)]
             return _Forward.of(recorder, outputs, spec, module)
 
         data_before = swap.plain_data(module)
-        with _as_in_eager(recorder), fake_mode:
+        with _as_in_eager(recorder, reader), fake_mode:
             first = run(recorder)
             outputs = first.outputs
             starts = _starts(outputs, incoming)
@@ -149,13 +158,15 @@ def capture(
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
         _refuse_side_effects(module, attributes, registered, stand_ins)
         _refuse_changes(first.data, swap.plain_data(module))
-        if first.data != data_before:
+        written = _written_constants(recorder)
+        if first.data != data_before or written:
             another = Recorder(fake_mode, reader.read)
             stand_ins.make_known(another)
-            with _as_in_eager(another), fake_mode:
+            with _as_in_eager(another, reader), fake_mode:
                 second = run(another)
             _refuse_changes(first.data, second.data)
             _refuse_another_call(data_before, first, second)
+            _refuse_fresh_constants(written, another)
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),
@@ -257,46 +268,128 @@ class _StandIns:
         recorder.begin_forward()
 
 
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What Python was told of a tensor: a real copy, and the bits that it had."""
+
+    tensor: torch.Tensor
+    bits: torch.Tensor
+    module: str
+    source: str
+
+
 class _ValueReader:
-    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`)."""
+    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`)."""
 
     def __init__(self) -> None:
         self._known: dict[int, torch.Tensor] = {}
         self._positions: dict[int, int] = {}
         self._integer_inputs: frozenset[int] = frozenset()
+        self._names: dict[int, str] = {}
+        self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
+        self._handed: list[_Handed] = []
 
-    def start(self, inputs: dict[int, tuple[int, torch.Tensor]]) -> None:
-        """inputs: value -> (leaf position, real tensor)."""
+    def start(self, inputs: dict[int, tuple[int, torch.Tensor]], names: dict[int, str]) -> None:
+        """inputs: value -> (leaf position, real tensor); names: of the caller's values."""
         for value, (position, tensor) in inputs.items():
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 self._known[value] = tensor
                 self._positions[value] = position
         self._integer_inputs = frozenset(self._known)
+        self._names = names
 
     def read(
         self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
     ) -> object:
+        """What an operator gives that tells Python of values."""
         wanted = [ref.index for ref in value_refs(call.args)]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
-        constants = dict(recorder.constants)
-        changed = {recorder.values[v].storage for c in calls for v in c.writes}
-        known = {v for v in leaves if recorder.values[v].storage not in changed}
-        unknown = leaves - (known & (self._integer_inputs | constants.keys()))
         if not leaves and any(c.random for c in calls):
             certain = _certain_comparison(calls, call)
             if certain is not None:
                 return certain
-        if unknown or any(c.random for c in calls):
-            raise _value_read_error(calls, module, source)
-        plain = tuple(c.call for c in calls)
-        environment = evaluate.run(plain, _copies({**self._known, **constants}, leaves))
+        environment = self._environment(recorder, calls, leaves, module, source)
         expected = evaluate.execute(call, environment)
-        if leaves:
-            inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
-            used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
-            guard = Guard(plain, call, expected, inputs, used, module, source)
-            recorder.guards.append(guard)
+        plain = tuple(c.call for c in calls)
+        self._guard(recorder, plain, call, expected, leaves, module, source)
         return expected
+
+    def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+        """A real copy of `tensor`, all of which Python is told. Later calls must find the same
+        bits, of which a constant is kept."""
+        module, source = recorder.place()
+        value = recorder.value(recorder.known_tensor(tensor))
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
+        environment = self._environment(recorder, calls, leaves, module, source)
+        found = environment[value]
+        with _disable_current_modes(), torch.no_grad():
+            handed = _Handed(found, _bits(found).clone(), module, source)
+        self._handed.append(handed)
+        if leaves:
+            # The same object for a second recorder, which then has the same constants.
+            snapshot = self._snapshots.setdefault((value, len(calls)), handed.bits)
+            kept = recorder.value(recorder.known_tensor(snapshot))
+            as_bits = len(recorder.values)
+            plain = (
+                *(c.call for c in calls),
+                Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,)),
+            )
+            equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
+            self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
+        return found
+
+    def _environment(
+        self,
+        recorder: Recorder,
+        calls: Sequence[RecordedCall],
+        leaves: frozenset[int],
+        module: str,
+        source: str,
+    ) -> dict[int, torch.Tensor]:
+        """Every value that `calls` make from `leaves`, for real; refused where these are not the
+        same in every call, or cannot be compared before it."""
+        constants = dict(recorder.constants)
+        changed = {recorder.values[v].storage for c in calls for v in c.writes}
+        known = {v for v in leaves if recorder.values[v].storage not in changed}
+        unknown = leaves - (known & (self._integer_inputs | constants.keys()))
+        if unknown or any(c.random for c in calls):
+            names = [self._names[v] for v in sorted(unknown) if v in self._names]
+            raise _value_read_error(calls, names, module, source)
+        plain = [c.call for c in calls]
+        return evaluate.run(plain, _copies({**self._known, **constants}, leaves))
+
+    def _guard(
+        self,
+        recorder: Recorder,
+        calls: tuple[Call, ...],
+        read: Call,
+        expected: object,
+        leaves: frozenset[int],
+        module: str,
+        source: str,
+    ) -> None:
+        if not leaves:
+            return
+        inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
+        used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
+        guard = Guard(calls, read, expected, inputs, used, module, source)
+        if guard not in recorder.guards:
+            recorder.guards.append(guard)
+
+    def refuse_writes(self) -> None:
+        """Raise where the forward has written to what Python was told: the array of a tensor has
+        its memory in eager execution."""
+        for handed in self._handed:
+            with _disable_current_modes(), torch.no_grad():
+                same = torch.equal(_bits(handed.tensor), handed.bits)
+            if not same:
+                raise UnsupportedModel.at(
+                    handed.module,
+                    handed.source,
+                    "the forward writes into the memory of an array that it gets from a tensor "
+                    "(.numpy(), numpy.asarray), which a planned run would not do; write to a copy "
+                    "(array.copy()), or to the tensor",
+                )
 
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
         """Real tensors of integer inputs, constants, and what is computed from them alone."""
@@ -348,11 +441,32 @@ def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int,
         }
 
 
+# Parts of a message that names what a value depends on: the kind of a buffer, how many are named.
+_BUFFER = "the buffer"
+_NAMED = 3
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view as integers, where there are integers of that size: equal for equal NaNs, and other
+    ones for 0 and -0."""
+    return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
+
+
 def _value_read_error(
-    calls: Sequence[RecordedCall], module: str, source: str
+    calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str
 ) -> ValueDependentControlFlow:
-    what = "an activation, a parameter, a buffer or a floating-point input"
+    """names: of parameters, buffers and inputs that the value depends on."""
+    more = ", ..." if names[_NAMED:] else ""
+    what = f"a value that depends on {', '.join(names[:_NAMED])}{more}"
+    if not names:
+        what = "a value that the forward has changed in place"
     remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
+    if names and all(name.startswith(_BUFFER) for name in names):
+        remedy += (
+            "; a table that stays as it is can be a plain attribute of the module in place of a "
+            "buffer: its values are compared at every call"
+        )
     if any(c.random for c in calls):
         what = "a random draw"
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
@@ -361,8 +475,9 @@ def _value_read_error(
     return ValueDependentControlFlow.at(
         module,
         source,
-        f"Python reads the value of {what} (.item(), bool(), float() or `if` on a tensor), so the "
-        f"operations may differ from call to call and cannot be planned. {remedy}",
+        f"Python (or a function of PyTorch) reads {what} (.item(), bool(), float(), .tolist(), "
+        ".numpy(), str(), print() or `if` on a tensor), so the operations may differ from call to "
+        f"call and cannot be planned. {remedy}",
     )
 
 
@@ -403,12 +518,27 @@ def _refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def _call_module(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_module(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results_of_others: Sequence[int],
+) -> Any:
+    """results_of_others: positions of arguments that are no leaves of autograd's for the caller,
+    and are for the plan, which ends there."""
     try:
         return forward(*args, **kwargs)
     except RockplanError:
         raise
     except Exception as error:
+        if results_of_others and _WRITES_TO_A_LEAF in str(error):
+            raise UnsupportedModel(
+                "the forward changes a tensor that requires a gradient in place, which is an "
+                f"argument (leaf {', '.join(map(str, results_of_others))} of the arguments is the "
+                "result of other operations, else eager would fail, too); autograd would not be "
+                "told of the change by a planned step. Change a clone of it (x = x.clone()), or "
+                "use the operator without the underscore"
+            ) from error
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
         raise CaptureError(
@@ -678,6 +808,34 @@ def _refuse_another_call(
         )
 
 
+def _written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
+    """Constants, or what they are views of, that the forward or the backward writes to, and the
+    first call that does."""
+    written: dict[int, RecordedCall] = {}
+    for call in recorder.calls:
+        for value in call.writes:
+            written.setdefault(recorder.values[value].storage, call)
+    found = ((tensor, recorder.values[value].storage) for value, tensor in recorder.constants)
+    return [(tensor, written[storage]) for tensor, storage in found if storage in written]
+
+
+def _refuse_fresh_constants(
+    written: list[tuple[torch.Tensor, RecordedCall]], another: Recorder
+) -> None:
+    """Raise where the second run does not meet the tensors that the first has written to: the
+    forward makes them from other data, and a plan would write to the same one at every call."""
+    kept = {id(tensor) for _, tensor in another.constants}
+    for tensor, call in written:
+        if id(tensor) not in kept:
+            raise UnsupportedModel.at(
+                call.module,
+                call.source,
+                "the forward writes in place to a tensor that it has made of numpy's or Python's "
+                "data (torch.from_numpy, torch.as_tensor), which would be the same tensor at every "
+                "call of a planned module; write to a clone of it",
+            )
+
+
 def _changed(
     before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]
 ) -> list[tuple[str, str]]:
@@ -730,12 +888,15 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_in_eager(recorder: Recorder) -> Iterator[None]:
+def _as_in_eager(recorder: Recorder, reader: _ValueReader) -> Iterator[None]:
     """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
     libraries led to take the path that they take in eager execution."""
 
     def refuse(message: str) -> NoReturn:
         raise UnsupportedModel.at(*recorder.place(), message)
+
+    def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
+        return reader.read_all(recorder, tensor) if recorder.is_active() else None
 
     torch.clear_autocast_cache()
     with (
@@ -743,8 +904,11 @@ def _as_in_eager(recorder: Recorder) -> Iterator[None]:
         swap.transformers_sees_real_tensors(),
         swap.max_pool1d_as_unwatched(),
         swap.without_checkpointing(),
+        swap.without_compiling(),
+        swap.empty_cache_of_parametrizations(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
+        swap.values_told(read_all),
         swap.without_tensor_hooks(refuse),
         swap.without_other_memory(refuse),
         swap.without_autocast_inside(refuse),

@@ -41,7 +41,12 @@ _WITHOUT_STATISTICS = {
 }
 
 VALUE_READS = frozenset(
-    {"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"}
+    {
+        "aten._local_scalar_dense.default",
+        "aten.allclose.default",
+        "aten.equal.default",
+        "aten.is_nonzero.default",
+    }
 )
 
 _STORAGE_SURGERY = frozenset(

@@ -18,7 +18,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rockplan.errors import DataDependentShape, UnsupportedModel
 from rockplan.graph import Call, Phase, TensorSpec, ValueRef
@@ -125,6 +125,10 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled under the recorder; the guard against it costs as much as a call."""
         return False
+
+    def is_active(self) -> bool:
+        """Would a call of an operator be recorded now?"""
+        return _get_current_dispatch_mode() is self
 
     def value(self, tensor: torch.Tensor) -> int:
         """Index of `tensor`; a tensor never seen before becomes a new value."""
@@ -291,8 +295,7 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedModel.at(
                 module,
                 source,
-                f"the higher-order operator {func} cannot be planned; call its parts directly "
-                "(for a compiled submodule: plan the original)",
+                f"the higher-order operator {func} cannot be planned; call its parts directly",
             )
         if operators.changes_storage(func):
             raise UnsupportedModel.at(

@@ -20,9 +20,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils import parametrize
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.contents import MUTABLE, data_in, elements_of, parts_of, put_back
+from rockplan.errors import InvalidInput
 
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
 # Of 446 operators of PyTorch's own database and those of its modules, these.
@@ -31,6 +34,7 @@ _CAST_INSIDE = (
     (torch, "bilinear"),
     (nn.functional, "bilinear"),
 )
+_TELLING = ("tolist", "numpy", "__repr__", "__dlpack__")
 _SEEDING = (
     (torch, ("manual_seed", "seed", "set_rng_state")),
     (torch.random, ("manual_seed", "seed", "set_rng_state")),
@@ -113,22 +117,23 @@ def _keeps_fakes(cache: Any, mode: FakeTensorMode) -> bool:
 
 def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer by `stand_in(tensor)`; undone by `restored`."""
+    replaced: dict[int, torch.Tensor] = {}
     for m in module.modules():
         for dictionary in _TENSOR_DICTIONARIES:
             entries = m.__dict__[dictionary]
             for name, tensor in entries.items():
                 if tensor is not None:
-                    entries[name] = stand_in(tensor)
+                    entries[name] = replaced[id(tensor)] = stand_in(tensor)
         if isinstance(m, nn.RNNBase):
-            m._flat_weights = [
-                stand_in(w) if isinstance(w, torch.Tensor) else w for w in m._flat_weights
-            ]
+            # What a hook has computed is among them as well; it will do so again.
+            m._flat_weights = [replaced.get(id(w), w) for w in m._flat_weights]
 
 
 @contextlib.contextmanager
 def _exchanged(owner: Any, replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """`owner` has other functions (or classes) meanwhile; other threads call what it had."""
     before = {name: getattr(owner, name) for name in replacements}
+    inherited = before.keys() - vars(owner).keys()
     for name, replacement in replacements.items():
         is_class = isinstance(replacement, type)
         setattr(owner, name, replacement if is_class else _here(replacement, before[name]))
@@ -136,7 +141,10 @@ def _exchanged(owner: Any, replacements: Mapping[str, Callable[..., Any]]) -> It
         yield
     finally:
         for name, original in before.items():
-            setattr(owner, name, original)
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def _here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,6 +249,35 @@ def without_checkpointing() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """What `torch.compile` was applied to, in whatever way, runs as it is written: the compiler
+    cannot run below dispatch modes, where it ends the process."""
+    # Capture has hooks on every module, against which a compiled module warns when it is called.
+    no_warning = {"_has_any_global_hook": lambda: False}
+    try:
+        eager = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise InvalidInput(
+            "planning runs inside a function that is being compiled by torch.compile; plan the "
+            "module before, and call the planned module there"
+        ) from error
+    with eager, _exchanged(nn.modules.module, no_warning):
+        yield
+
+
+@contextlib.contextmanager
+def empty_cache_of_parametrizations() -> Iterator[None]:
+    """A block of `torch.nn.utils.parametrize.cached()` around starts anew, and neither gets what
+    is computed meanwhile nor loses what it has."""
+    before = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
+
+
+@contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Keep the caller's hooks on saved tensors (an activation checkpoint around the planned
     module, save_on_cpu) away from the recorded run."""
@@ -266,6 +303,28 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_other)
+
+
+@contextlib.contextmanager
+def values_told(read: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
+    """Methods that tell Python the values of a whole tensor, and call no operator for it, do so of
+    the real tensor that `read` gives, where it gives one."""
+
+    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            real = read(tensor)
+            if real is None:
+                return original(tensor, *args, **kwargs)
+            with _disable_current_modes():
+                return original(real.requires_grad_(tensor.requires_grad), *args, **kwargs)
+
+        return tell
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exchanged(FakeTensor, {"tolist": telling(torch.Tensor.tolist)}))
+        replacements = {name: telling(getattr(torch.Tensor, name)) for name in _TELLING}
+        stack.enter_context(_exchanged(torch.Tensor, replacements))
+        yield
 
 
 def without_tensor_hooks(

@@ -1,0 +1,57 @@
+"""Parametrizations: what `torch.nn.utils.parametrize.cached()` means for planned modules.
+
+Within such a block eager computes a parametrized tensor once, for all calls, and keeps it. A plan
+is for one call: it computes the tensor once, and keeps nothing. So the first call in a block is
+planned like any other, and one that would meet what is kept is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from rockplan.errors import StalePlan
+
+
+def are_cached() -> bool:
+    """Is a block of `parametrize.cached()` open?"""
+    return bool(parametrize._cache_enabled)
+
+
+@contextlib.contextmanager
+def cached_as(cached: bool) -> Iterator[None]:
+    """Be in such a block, or outside, as at another moment."""
+    before = parametrize._cache_enabled
+    parametrize._cache_enabled = int(cached)
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
+def claim(planned: nn.Module) -> None:
+    """A planned call of `planned` begins. Raises StalePlan where it would meet what another call
+    in the same block has computed; leaves a mark in the cache, which ends with the block."""
+    if not are_cached():
+        return
+    cache: dict[Any, Any] = parametrize._cache
+    marks = []
+    for path, module in planned.named_modules():
+        if not parametrize.is_parametrized(module):
+            continue
+        tensors = module.parametrizations
+        mark = ("rockplan", id(tensors))
+        for name in tensors:
+            if mark in cache or (id(module), name) in cache:
+                tensor = f"{path}.{name}" if path else name
+                raise StalePlan(
+                    f"torch.nn.utils.parametrize.cached() keeps '{tensor}' from one call to the "
+                    "next, and a planned call computes it itself; open a block for each call, or "
+                    "plan the module that makes all of the calls"
+                )
+        marks.append(mark)
+    cache.update(dict.fromkeys(marks))
