@@ -3,6 +3,7 @@ left exactly as it was."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import logging
@@ -722,6 +723,9 @@ class Changes(nn.Module):
         self.n, self.started, self.mode, self.size = 0, False, "first", None
         self.dictionary, self.list, self.nested = {"n": 0}, [0], {"a": [0]}
         self.space = types.SimpleNamespace(n=0, seen={"n": [0]})
+        self.queue, self.array = collections.deque([0], maxlen=2), numpy.zeros(2)
+        self.bytes, self.function = bytearray(1), counter()
+        self.method = types.SimpleNamespace(n=0).__getattribute__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) * self.change(self)
@@ -755,6 +759,41 @@ def counts_in_object(module: Any) -> int:
 def counts_deeper_in_object(module: Any) -> int:
     module.space.seen["n"][0] += 1
     return int(module.space.seen["n"][0])
+
+
+def counts_in_queue(module: Any) -> int:
+    module.queue.append(module.queue[-1] + 1)
+    return int(module.queue[-1])
+
+
+def counts_in_array(module: Any) -> int:
+    module.array[0] += 1
+    return int(module.array[0])
+
+
+def counts_in_bytes(module: Any) -> int:
+    module.bytes[0] += 1
+    return int(module.bytes[0])
+
+
+def counter() -> Callable[[], int]:
+    n = 0
+
+    def count() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+def counts_in_function(module: Any) -> int:
+    return int(module.function())
+
+
+def counts_in_object_of_method(module: Any) -> int:
+    module.method.__self__.n += 1
+    return int(module.method("n"))
 
 
 def counts_for_nobody(module: Any) -> int:
@@ -808,7 +847,9 @@ def test_randomness_outside_torch_is_refused(library: str) -> None:
 
 def state_of_changes(model: Any) -> Any:
     plain = (model.n, model.started, model.mode, model.size, model.dictionary, model.list)
-    return copy.deepcopy((*plain, model.nested, vars(model.space), sorted(vars(model))))
+    cell = model.function.__closure__[0].cell_contents
+    buffers = (model.queue, model.array.tolist(), model.bytes, cell, vars(model.method.__self__))
+    return copy.deepcopy((*plain, model.nested, vars(model.space), sorted(vars(model)), *buffers))
 
 
 @pytest.mark.parametrize(
@@ -820,6 +861,11 @@ def state_of_changes(model: Any) -> Any:
         (counts_deeper, "nested"),
         (counts_in_object, "space"),
         (counts_deeper_in_object, "space"),
+        (counts_in_queue, "queue"),
+        (counts_in_array, "array"),
+        (counts_in_bytes, "bytes"),
+        (counts_in_function, "function"),
+        (counts_in_object_of_method, "method"),
         (counts_for_nobody, "n"),
         (alternates, "started"),
     ],
