@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -1165,6 +1166,24 @@ def test_function_transforms_are_refused() -> None:
         torch.func.grad(lambda v: mean_square(torch.func.functional_call(planned, v, SAMPLE)))(
             values
         )
+
+
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_forward_mode_derivatives_are_refused(of: str) -> None:
+    planned, eager = pair(net_case(32))
+    values = {n: p.detach() for n, p in eager.named_parameters()}
+    with forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(v, torch.ones_like(v)) for n, v in values.items()}
+        x = forward_ad.make_dual(SAMPLE, torch.ones_like(SAMPLE))
+        call = (values, x) if of == "input" else (duals, SAMPLE)
+        result = torch.func.functional_call(eager, *call)
+        assert forward_ad.unpack_dual(result).tangent is not None
+        with pytest.raises(rockplan.StalePlan, match="forward-mode.*original module"):
+            torch.func.functional_call(planned, *call)
+        with torch.no_grad():
+            assert forward_ad.unpack_dual(planned(x)).tangent is not None
+    eager.load_state_dict(planned.state_dict())
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "afterwards")
 
 
 def test_compile_leaves_a_planned_module_alone() -> None:

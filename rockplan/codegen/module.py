@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rockplan.codegen import runtime
@@ -386,6 +387,12 @@ def _refuse_transforms() -> None:
         raise StalePlan(
             "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
             "original module there"
+        )
+    if forward_ad._current_level >= 0:
+        raise StalePlan(
+            "a planned module has no forward-mode derivatives (torch.autograd.forward_ad, "
+            "dual_level): tangents would be lost; use the original module there, or call the "
+            "planned one outside of the dual level"
         )
 
 
