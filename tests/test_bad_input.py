@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import itertools
 import logging
 import random
 import re
@@ -835,6 +836,62 @@ def keeps_what_it_made(module: Any) -> int:
     if 4 not in module.dictionary:
         module.dictionary[4] = torch.arange(4)
     return 2
+
+
+class DrawsFromIts(nn.Module):
+    """Scales by the next draw of what it holds, somewhere in `held`."""
+
+    def __init__(self, held: Any, draw: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.held, self.draw, self.read = nn.Linear(4, 4), held, draw, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * float(self.draw(self.read(self.held)))
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "numpy's Generator": (lambda: numpy.random.default_rng(0), lambda g: g.random()),
+    "numpy's RandomState": (lambda: numpy.random.RandomState(0), lambda g: g.rand()),
+    "Random of Python": (lambda: random.Random(0), lambda g: g.random()),
+    "count": (lambda: itertools.count(1), next),
+    "cycle": (lambda: itertools.cycle([2, 3]), next),
+    "generator": (lambda: (n for n in range(1, 100)), next),
+    "iterator of a list": (lambda: iter([1, 2, 3, 4, 5, 6, 7]), next),
+}
+HELD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda g: g, lambda held: held),
+    "in a dictionary": (lambda g: {"g": g}, lambda held: held["g"]),
+    "in an object": (lambda g: Opaque(g), lambda held: held.tensor),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("where", HELD)
+def test_draws_from_what_the_module_holds_are_refused(kind: str, where: str) -> None:
+    (make, draw), (hold, read) = GENERATORS[kind], HELD[where]
+    model = nn.Sequential(DrawsFromIts(hold(make()), draw, read))
+    with pytest.raises(rockplan.UnsupportedModel, match=r"'0'.*a planned step would.*as a tensor"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert draw(read(model[0].held)) == draw(make())
+    model = nn.Sequential(DrawsFromIts(hold(make()), lambda g: 2.0, read))
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(planned(SAMPLE), model(SAMPLE))
+    assert draw(read(model[0].held)) == draw(make())
+
+
+RANDOM = numpy.random.default_rng(0)
+
+
+class DrawsFromGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(RANDOM.random())
+
+
+def test_draws_from_a_global_generator_are_refused() -> None:
+    before = copy.deepcopy(RANDOM)
+    with pytest.raises(rockplan.UnsupportedModel, match="draws from RANDOM .a Generator"):
+        rockplan.solve(DrawsFromGlobal(4, 4), SAMPLE, "100%")
+    assert RANDOM.random() == before.random()
 
 
 @pytest.mark.parametrize("library", ["random", "numpy"])
