@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -1157,6 +1158,66 @@ def test_functional_call() -> None:
         return torch.autograd.grad(mean_square(result), list(values.values()))
 
     both(planned, eager, use, "functional_call")
+
+
+def replaced(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: (p.detach() * 1.1).requires_grad_() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parameters_that_are_replaced_are_let_go(
+    assign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_programs(monkeypatch)
+    planned, eager = pair(net_case(32))
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def use(module: nn.Module) -> Any:
+        values = replaced(module)
+        seen.append(weakref.ref(values["head.weight"]))
+        if assign:
+            module.load_state_dict({**module.state_dict(), **values}, assign=True)
+            seen.append(weakref.ref(next(module.head.parameters())))
+            mean_square(module(SAMPLE)).backward()
+            return [p.grad for p in module.parameters()]
+        result = torch.func.functional_call(module, values, SAMPLE)
+        return torch.autograd.grad(mean_square(result), list(values.values()))
+
+    for step in range(3):
+        both(planned, eager, use, f"step {step}")
+        both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), f"its own, {step}")
+    assert len(made) == 1
+    assert len([r for r in seen if r() is not None]) == (2 if assign else 0)
+    assert len(planned.plans) == 1
+
+
+@pytest.mark.parametrize("change", ["tied", "strides", "frozen", "view"])
+def test_parameters_of_another_kind_are_planned_for(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_programs(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    first, last = torch.randn(16, 16), torch.randn(2, 16, 16)[1]
+    if change == "strides":
+        first = first.t()
+    values: dict[str, torch.Tensor] = {"0.weight": first.requires_grad_(change != "frozen")}
+    if change == "tied":
+        values["2.weight"] = first
+    elif change == "view":
+        values["2.weight"] = last.requires_grad_()
+
+    def use(module: nn.Module) -> Any:
+        result = torch.func.functional_call(module, values, SAMPLE, tie_weights=False)
+        wanted = list({id(v): v for v in values.values() if v.requires_grad}.values())
+        bias: Any = module[2].bias  # type: ignore[index]
+        return torch.autograd.grad(mean_square(result), [*wanted, bias])
+
+    for _ in range(2):
+        both(planned, eager, use, change)
+    assert len(made) == 2
 
 
 def test_function_transforms_are_refused() -> None:

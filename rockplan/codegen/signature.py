@@ -22,6 +22,7 @@ from rockplan.interface import computed_attributes
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
 
+_TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -40,9 +41,11 @@ class _ModuleEntry:
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
     """hooks: all registries of hooks, and how many each held; contents: of containers and
-    configurations among the attributes."""
+    configurations among the attributes; layout: what the parameters and buffers are beyond what
+    their keys say, and which of them are one, or share memory."""
 
     entries: tuple[_ModuleEntry, ...]
+    layout: tuple[Any, ...]
     hooks: tuple[tuple[Any, ...], list[int]]
     contents: tuple[Contents, ...]
 
@@ -58,8 +61,27 @@ def module_signature(module: nn.Module, constants: tuple[torch.Tensor, ...]) -> 
     found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
     hooks = tuple(h for h in found if h is not None)
     return ModuleSignature(
-        entries, (hooks, [*map(len, hooks)]), tuple(c for c in contents if c is not None)
+        entries,
+        _layout([tensor for entry in entries for _, _, tensor, _ in entry.tensors]),
+        (hooks, [*map(len, hooks)]),
+        tuple(c for c in contents if c is not None),
     )
+
+
+def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    same: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    found: list[Any] = []
+    for position, tensor in enumerate(tensors):
+        if tensor is None or tensor.layout is not torch.strided:
+            found.append(id(tensor))
+            continue
+        kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
+        first = same.setdefault(id(tensor), position)
+        shared = memory.setdefault(tensor.untyped_storage()._cdata, position)
+        where = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        found.append((kind, first, shared, *where))
+    return tuple(found)
 
 
 def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
@@ -76,8 +98,8 @@ def _module_entry(module: nn.Module) -> _ModuleEntry:
         values=tuple(own.values()),
         children=tuple(module._modules.items()),
         tensors=tuple(
-            (kind, name, t, () if t is None else _parameter_key(t))
-            for kind in ("_parameters", "_buffers")
+            (kind, name, t, _key_of(t))
+            for kind in _TENSORS
             for name, t in module.__dict__[kind].items()
         ),
     )
@@ -85,12 +107,29 @@ def _module_entry(module: nn.Module) -> _ModuleEntry:
 
 def signature_holds(signature: ModuleSignature) -> bool:
     """True if nothing that `module_signature` recorded has changed since."""
+    return all(map(_entry_holds, signature.entries)) and _others_hold(signature)
+
+
+def _others_hold(signature: ModuleSignature) -> bool:
     registries, counts = signature.hooks
-    return (
-        [*map(len, registries)] == counts
-        and all(map(_entry_holds, signature.entries))
-        and all(contents.hold() for contents in signature.contents)
-    )
+    return [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
+
+
+def holds_for_others(signature: ModuleSignature) -> bool:
+    """True if nothing has changed but that parameters and buffers are other tensors, which are like
+    those before: what was planned for those is right for these."""
+    tensors: list[torch.Tensor | None] = []
+    for entry in signature.entries:
+        if not _attributes_hold(entry):
+            return False
+        now = [(k, n, t) for k in _TENSORS for n, t in entry.module.__dict__[k].items()]
+        if len(now) != len(entry.tensors):
+            return False
+        for (*place, tensor), (kind, name, _, key) in zip(now, entry.tensors, strict=True):
+            if place != [kind, name] or _key_of(tensor) != key:
+                return False
+            tensors.append(tensor)
+    return _layout(tensors) == signature.layout and _others_hold(signature)
 
 
 def changed_attribute(signature: ModuleSignature) -> str | None:
@@ -112,13 +151,18 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in module.__dict__.items() if k not in computed}
 
 
-def _entry_holds(entry: _ModuleEntry) -> bool:
+def _attributes_hold(entry: _ModuleEntry) -> bool:
     attributes = entry.module.__dict__
     if not (_are_identical(attributes, entry) or _are_same(entry)):
         return False
     modules = attributes["_modules"]
-    if (modules or entry.children) and tuple(modules.items()) != entry.children:
+    return not (modules or entry.children) or tuple(modules.items()) == entry.children
+
+
+def _entry_holds(entry: _ModuleEntry) -> bool:
+    if not _attributes_hold(entry):
         return False
+    attributes = entry.module.__dict__
     for kind, name, tensor, key in entry.tensors:
         if attributes[kind].get(name) is not tensor:
             return False
@@ -141,6 +185,10 @@ def _are_same(entry: _ModuleEntry) -> bool:
     """Do they say what they said, where they are not?"""
     now, before = _attributes(entry.module), entry.attributes
     return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
+
+
+def _key_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return () if tensor is None else _parameter_key(tensor)
 
 
 def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
