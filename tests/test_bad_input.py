@@ -3,8 +3,10 @@ left exactly as it was."""
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
+import itertools
 import logging
 import random
 import re
@@ -871,6 +873,9 @@ class Changes(nn.Module):
         self.n, self.started, self.mode, self.size = 0, False, "first", None
         self.dictionary, self.list, self.nested = {"n": 0}, [0], {"a": [0]}
         self.space = types.SimpleNamespace(n=0, seen={"n": [0]})
+        self.queue, self.array = collections.deque([0], maxlen=2), numpy.zeros(2)
+        self.bytes, self.function = bytearray(1), counter()
+        self.method = types.SimpleNamespace(n=0).__getattribute__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) * self.change(self)
@@ -904,6 +909,41 @@ def counts_in_object(module: Any) -> int:
 def counts_deeper_in_object(module: Any) -> int:
     module.space.seen["n"][0] += 1
     return int(module.space.seen["n"][0])
+
+
+def counts_in_queue(module: Any) -> int:
+    module.queue.append(module.queue[-1] + 1)
+    return int(module.queue[-1])
+
+
+def counts_in_array(module: Any) -> int:
+    module.array[0] += 1
+    return int(module.array[0])
+
+
+def counts_in_bytes(module: Any) -> int:
+    module.bytes[0] += 1
+    return int(module.bytes[0])
+
+
+def counter() -> Callable[[], int]:
+    n = 0
+
+    def count() -> int:
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+def counts_in_function(module: Any) -> int:
+    return int(module.function())
+
+
+def counts_in_object_of_method(module: Any) -> int:
+    module.method.__self__.n += 1
+    return int(module.method("n"))
 
 
 def counts_for_nobody(module: Any) -> int:
@@ -947,6 +987,62 @@ def keeps_what_it_made(module: Any) -> int:
     return 2
 
 
+class DrawsFromIts(nn.Module):
+    """Scales by the next draw of what it holds, somewhere in `held`."""
+
+    def __init__(self, held: Any, draw: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.held, self.draw, self.read = nn.Linear(4, 4), held, draw, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * float(self.draw(self.read(self.held)))
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "numpy's Generator": (lambda: numpy.random.default_rng(0), lambda g: g.random()),
+    "numpy's RandomState": (lambda: numpy.random.RandomState(0), lambda g: g.rand()),
+    "Random of Python": (lambda: random.Random(0), lambda g: g.random()),
+    "count": (lambda: itertools.count(1), next),
+    "cycle": (lambda: itertools.cycle([2, 3]), next),
+    "generator": (lambda: (n for n in range(1, 100)), next),
+    "iterator of a list": (lambda: iter([1, 2, 3, 4, 5, 6, 7]), next),
+}
+HELD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda g: g, lambda held: held),
+    "in a dictionary": (lambda g: {"g": g}, lambda held: held["g"]),
+    "in an object": (lambda g: Opaque(g), lambda held: held.tensor),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("where", HELD)
+def test_draws_from_what_the_module_holds_are_refused(kind: str, where: str) -> None:
+    (make, draw), (hold, read) = GENERATORS[kind], HELD[where]
+    model = nn.Sequential(DrawsFromIts(hold(make()), draw, read))
+    with pytest.raises(rockplan.UnsupportedModel, match=r"'0'.*a planned step would.*as a tensor"):
+        rockplan.solve(model, SAMPLE, "100%")
+    assert draw(read(model[0].held)) == draw(make())
+    model = nn.Sequential(DrawsFromIts(hold(make()), lambda g: 2.0, read))
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    assert torch.equal(planned(SAMPLE), model(SAMPLE))
+    assert draw(read(model[0].held)) == draw(make())
+
+
+RANDOM = numpy.random.default_rng(0)
+
+
+class DrawsFromGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(RANDOM.random())
+
+
+def test_draws_from_a_global_generator_are_refused() -> None:
+    before = copy.deepcopy(RANDOM)
+    with pytest.raises(rockplan.UnsupportedModel, match="draws from RANDOM .a Generator"):
+        rockplan.solve(DrawsFromGlobal(4, 4), SAMPLE, "100%")
+    assert RANDOM.random() == before.random()
+
+
 @pytest.mark.parametrize("library", ["random", "numpy"])
 def test_randomness_outside_torch_is_refused(library: str) -> None:
     before = random.getstate(), repr(numpy.random.get_state())
@@ -957,7 +1053,9 @@ def test_randomness_outside_torch_is_refused(library: str) -> None:
 
 def state_of_changes(model: Any) -> Any:
     plain = (model.n, model.started, model.mode, model.size, model.dictionary, model.list)
-    return copy.deepcopy((*plain, model.nested, vars(model.space), sorted(vars(model))))
+    cell = model.function.__closure__[0].cell_contents
+    buffers = (model.queue, model.array.tolist(), model.bytes, cell, vars(model.method.__self__))
+    return copy.deepcopy((*plain, model.nested, vars(model.space), sorted(vars(model)), *buffers))
 
 
 @pytest.mark.parametrize(
@@ -969,6 +1067,11 @@ def state_of_changes(model: Any) -> Any:
         (counts_deeper, "nested"),
         (counts_in_object, "space"),
         (counts_deeper_in_object, "space"),
+        (counts_in_queue, "queue"),
+        (counts_in_array, "array"),
+        (counts_in_bytes, "bytes"),
+        (counts_in_function, "function"),
+        (counts_in_object_of_method, "method"),
         (counts_for_nobody, "n"),
         (alternates, "started"),
     ],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import copy
 import dataclasses
+import functools
 import math
 import re
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +140,40 @@ class Schedule:
         return self.scale
 
 
+class WithLock(Schedule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> WithLock:
+        return WithLock()
+
+
+def counter() -> Any:
+    number = 1.0
+
+    def read() -> float:
+        return number
+
+    def write(value: float) -> None:
+        nonlocal number
+        number = value
+
+    read.set = write  # type: ignore[attr-defined]
+    return read
+
+
+def first_of(found: list[float]) -> float:
+    return found[0]
+
+
+def with_keyword_default(default: list[float]) -> Callable[[], float]:
+    def read(*, found: list[float] = default) -> float:
+        return found[0]
+
+    return read
+
+
 class Scaled(nn.Module):
     """Scales by what `read` finds in its attribute."""
 
@@ -157,6 +195,16 @@ def with_child() -> Settings:
 
 def set_scale(held: Any, value: float = 2.0) -> None:
     held.scale = value
+
+
+def set_first(held: Any) -> None:
+    held[0] = 2
+
+
+class DictionaryWithAttributes(dict[str, float]):
+    """As configurations of other libraries are."""
+
+    scale = 1.0
 
 
 def scale(held: Any) -> float:
@@ -206,6 +254,66 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
         lambda: numpy.ones(3),
         lambda held: float(held[0]),
         lambda held: held.__setitem__(0, 2.0),
+    ),
+    "queue": (
+        lambda: collections.deque([1.0], maxlen=1),
+        lambda held: held[0],
+        lambda held: held.append(2.0),
+    ),
+    "bytes": (lambda: bytearray([1]), lambda held: held[0], set_first),
+    "array of Python": (lambda: array.array("d", [1.0]), lambda held: held[0], set_first),
+    "dictionary with attributes": (DictionaryWithAttributes, scale, set_scale),
+    "dictionary of a class of its own": (
+        lambda: collections.UserDict(scale=1.0),
+        lambda held: held["scale"],
+        lambda held: held.update(scale=2.0),
+    ),
+    "dictionary with an order": (
+        lambda: collections.OrderedDict(a=1.0, b=2.0),
+        lambda held: next(iter(held.values())),
+        lambda held: held.move_to_end("a"),
+    ),
+    "dictionary with a default": (
+        lambda: collections.defaultdict(lambda: 1.0),
+        lambda held: dict(held).get("scale", held.default_factory()),
+        lambda held: setattr(held, "default_factory", lambda: 2.0),
+    ),
+    "names": (lambda: types.SimpleNamespace(scale=1.0), scale, set_scale),
+    "keyword of a partial": (
+        lambda: functools.partial(dict, scale=1.0),
+        lambda held: held()["scale"],
+        lambda held: held.keywords.update(scale=2.0),
+    ),
+    "object of a method": (
+        lambda: Schedule().__call__,
+        lambda held: held(),
+        lambda held: set_scale(held.__self__),
+    ),
+    "object of a method of a class of C": (
+        lambda: {"scale": 1.0}.__getitem__,
+        lambda held: held("scale"),
+        lambda held: held.__self__.update(scale=2.0),
+    ),
+    "object of a method beside a lock": (
+        lambda: WithLock().__call__,
+        lambda held: held(),
+        lambda held: set_scale(held.__self__),
+    ),
+    "method that a partial calls": (
+        lambda: functools.partial(Schedule().__call__),
+        lambda held: held(),
+        lambda held: set_scale(held.func.__self__),
+    ),
+    "cell": (counter, lambda held: held(), lambda held: held.set(2.0)),
+    "default": (
+        lambda: types.FunctionType(first_of.__code__, {}, "f", ([1.0],)),
+        lambda held: held(),
+        lambda held: set_first(held.__defaults__[0]),
+    ),
+    "keyword default": (
+        lambda: with_keyword_default([1.0]),
+        lambda held: held(),
+        lambda held: set_first(held.__kwdefaults__["found"]),
     ),
     "number in a tensor": (
         lambda: torch.tensor(1.0),
@@ -305,6 +413,106 @@ def test_integer_inputs_that_python_reads(
         both(planned, eager, lambda m, given=given: mean_square(m(SAMPLE, given)), "cut")
     assert len(made) == 2
     assert not {"tolist", "numpy"} & vars(torch.Tensor).keys()
+
+
+class Equal(nn.Module):
+    """Its results tell apart values that are equal to Python."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(4, 4), held
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        value = self.held if given is None else given
+        number = getattr(value, "scale", value)
+        number = number[0] if isinstance(number, list | tuple | numpy.ndarray) else number
+        return self.linear(x), torch.arange(3) * number, torch.full((1,), number).reciprocal()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    scale: Any
+
+
+EQUAL: dict[str, Callable[[Any], Any]] = {
+    "number": lambda value: value,
+    "tuple": lambda value: (value,),
+    "list": lambda value: [value],
+    "object": Scale,
+    "array": lambda value: numpy.array([value]),
+}
+
+
+@pytest.mark.parametrize("inside", EQUAL)
+@pytest.mark.parametrize(("before", "after"), [(2, 2.0), (1, True), (0.0, -0.0)], ids=str)
+def test_values_that_are_equal_to_python_are_told_apart(
+    inside: str, before: Any, after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_programs(monkeypatch)
+    model, x = Equal(EQUAL[inside](before)), torch.randn(2, 4)
+    planned = rockplan.solve(copy.deepcopy(model), x, "100%")
+    for value in (before, after, before):
+        model.held = planned.held = EQUAL[inside](value)
+        for args in ((x,), (x, EQUAL[inside](value))):
+            for found, expected in zip(planned(*args), model(*args), strict=True):
+                assert found.dtype is expected.dtype
+                assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    # The attribute and the argument, before and after; a call with the argument does not read the
+    # attribute, but that is not known.
+    assert len(made) <= 6
+
+
+@pytest.mark.parametrize("inside", EQUAL)
+def test_what_is_no_number_is_itself(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fresh() -> Any:
+        return EQUAL[inside](float("inf") - float("inf"))
+
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(Equal(fresh()), torch.randn(2, 4), "100%")
+    for _ in range(3):
+        planned.held = fresh()
+        planned(torch.randn(2, 4))
+        planned(torch.randn(2, 4), fresh())
+    assert len(made) == 2
+
+
+@dataclasses.dataclass(eq=False)
+class Adjustable:
+    scale: Any
+    lock: Any = None
+
+
+@pytest.mark.parametrize("lock", [False, True])
+def test_an_argument_that_is_changed(lock: bool) -> None:
+    given = Adjustable(2.0, threading.Lock() if lock else None)
+    model, x = Equal(None), torch.randn(2, 4)
+    planned = rockplan.solve(model, (x, given), "100%")
+    for value in (2.0, 3.0, 2.0):
+        given.scale = value
+        assert torch.equal(planned(x, given)[1], model(x, given)[1])
+
+
+@pytest.mark.parametrize("lazily", [torch.conj, lambda z: z.conj().imag], ids=["conj", "neg"])
+def test_views_that_are_conjugated_or_negated_when_read(lazily: Any) -> None:
+    class Imaginary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(z.imag if z.is_complex() else z)
+            return y
+
+    torch.manual_seed(0)
+    z = torch.randn(6, 8, dtype=torch.cfloat)
+    view = lazily(z)
+    plain = z if view.is_complex() else z.imag
+    assert view.is_conj() or view.is_neg()
+    for order in ((plain, view), (view, plain)):
+        eager = Imaginary()
+        planned = rockplan.solve(copy.deepcopy(eager), order[0], "100%")
+        for given in (*order, *order):
+            both(planned, eager, lambda m, z=given: m(z), "view")
 
 
 def test_what_an_object_with_a_lock_keeps_for_itself_is_not_compared(

@@ -9,6 +9,7 @@ import io
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize, prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -1247,6 +1249,66 @@ def test_functional_call() -> None:
     both(planned, eager, use, "functional_call")
 
 
+def replaced(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: (p.detach() * 1.1).requires_grad_() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parameters_that_are_replaced_are_let_go(
+    assign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_programs(monkeypatch)
+    planned, eager = pair(net_case(32))
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def use(module: nn.Module) -> Any:
+        values = replaced(module)
+        seen.append(weakref.ref(values["head.weight"]))
+        if assign:
+            module.load_state_dict({**module.state_dict(), **values}, assign=True)
+            seen.append(weakref.ref(next(module.head.parameters())))
+            mean_square(module(SAMPLE)).backward()
+            return [p.grad for p in module.parameters()]
+        result = torch.func.functional_call(module, values, SAMPLE)
+        return torch.autograd.grad(mean_square(result), list(values.values()))
+
+    for step in range(3):
+        both(planned, eager, use, f"step {step}")
+        both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), f"its own, {step}")
+    assert len(made) == 1
+    assert len([r for r in seen if r() is not None]) == (2 if assign else 0)
+    assert len(planned.plans) == 1
+
+
+@pytest.mark.parametrize("change", ["tied", "strides", "frozen", "view"])
+def test_parameters_of_another_kind_are_planned_for(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = count_programs(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    first, last = torch.randn(16, 16), torch.randn(2, 16, 16)[1]
+    if change == "strides":
+        first = first.t()
+    values: dict[str, torch.Tensor] = {"0.weight": first.requires_grad_(change != "frozen")}
+    if change == "tied":
+        values["2.weight"] = first
+    elif change == "view":
+        values["2.weight"] = last.requires_grad_()
+
+    def use(module: nn.Module) -> Any:
+        result = torch.func.functional_call(module, values, SAMPLE, tie_weights=False)
+        wanted = list({id(v): v for v in values.values() if v.requires_grad}.values())
+        bias: Any = module[2].bias  # type: ignore[index]
+        return torch.autograd.grad(mean_square(result), [*wanted, bias])
+
+    for _ in range(2):
+        both(planned, eager, use, change)
+    assert len(made) == 2
+
+
 def test_function_transforms_are_refused() -> None:
     planned, _ = pair(net_case(32))
     values = {n: p.detach() for n, p in planned.named_parameters()}
@@ -1254,6 +1316,24 @@ def test_function_transforms_are_refused() -> None:
         torch.func.grad(lambda v: mean_square(torch.func.functional_call(planned, v, SAMPLE)))(
             values
         )
+
+
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_forward_mode_derivatives_are_refused(of: str) -> None:
+    planned, eager = pair(net_case(32))
+    values = {n: p.detach() for n, p in eager.named_parameters()}
+    with forward_ad.dual_level():
+        duals = {n: forward_ad.make_dual(v, torch.ones_like(v)) for n, v in values.items()}
+        x = forward_ad.make_dual(SAMPLE, torch.ones_like(SAMPLE))
+        call = (values, x) if of == "input" else (duals, SAMPLE)
+        result = torch.func.functional_call(eager, *call)
+        assert forward_ad.unpack_dual(result).tangent is not None
+        with pytest.raises(rockplan.StalePlan, match="forward-mode.*original module"):
+            torch.func.functional_call(planned, *call)
+        with torch.no_grad():
+            assert forward_ad.unpack_dual(planned(x)).tangent is not None
+    eager.load_state_dict(planned.state_dict())
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "afterwards")
 
 
 def test_compile_leaves_a_planned_module_alone() -> None:

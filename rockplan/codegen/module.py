@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rockplan.codegen import parametrizations, runtime
@@ -34,6 +35,7 @@ from rockplan.codegen.signature import (
     autocast_state,
     call_key,
     changed_attribute,
+    holds_for_others,
     module_signature,
     signature_holds,
     under_autocast,
@@ -241,6 +243,9 @@ class Planned:
         assert isinstance(self, nn.Module)
         bound = _matching(state.programs.get(key, ()), leaves)
         if bound is None:
+            _bind_again(self, state.programs)
+            bound = _matching(state.programs.get(key, ()), leaves)
+        if bound is None:
             if not self.training or state.on_mismatch == "original":
                 return None
             _refuse_capture(self, leaves)
@@ -392,6 +397,12 @@ def _refuse_transforms() -> None:
             "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
             "original module there"
         )
+    if forward_ad._current_level >= 0:
+        raise StalePlan(
+            "a planned module has no forward-mode derivatives (torch.autograd.forward_ad, "
+            "dual_level): tangents would be lost; use the original module there, or call the "
+            "planned one outside of the dual level"
+        )
 
 
 _TOO_OFTEN = 4
@@ -428,6 +439,16 @@ def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | N
         if bound.holds(leaves):
             return bound
     return None
+
+
+def _bind_again(module: nn.Module, programs: dict[Any, list[_Bound]]) -> None:
+    """Bind what was planned to the tensors that the module has now, where these replaced others
+    like them (functional_call, load_state_dict(assign=True)): nothing else keeps those alive."""
+    for bounds in programs.values():
+        for position, bound in enumerate(bounds):
+            is_bound = signature_holds(bound.signature)
+            if not is_bound and holds_for_others(bound.signature):
+                bounds[position] = _bind(module, bound.program)
 
 
 def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:

@@ -8,6 +8,7 @@ the lists, dictionaries and configuration objects among the attributes).
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,19 +17,24 @@ import torch
 from torch import nn
 
 from rockplan.codegen import parametrizations
-from rockplan.contents import Contents, contents_of
+from rockplan.contents import Contents, contents_of, described, is_same
 from rockplan.interface import computed_attributes
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
 
+_TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class _ModuleEntry:
+    """names, values: of the attributes that not every module has."""
+
     module: nn.Module
     attributes: dict[str, Any]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
     children: tuple[tuple[str, nn.Module | None], ...]
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
 
@@ -36,9 +42,11 @@ class _ModuleEntry:
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
     """hooks: all registries of hooks, and how many each held; contents: of containers and
-    configurations among the attributes."""
+    configurations among the attributes; layout: what the parameters and buffers are beyond what
+    their keys say, and which of them are one, or share memory."""
 
     entries: tuple[_ModuleEntry, ...]
+    layout: tuple[Any, ...]
     hooks: tuple[tuple[Any, ...], list[int]]
     contents: tuple[Contents, ...]
 
@@ -49,44 +57,80 @@ def module_signature(module: nn.Module, constants: tuple[torch.Tensor, ...]) -> 
     constants: tensors that are neither parameters nor buffers, and that its plan reads.
     """
     entries = _module_entries(module)
-    containers = {
-        id(value): value
-        for entry in entries
-        for name, value in entry.attributes.items()
-        if name not in _REGISTRIES
-    }
+    containers = {id(value): value for entry in entries for value in entry.values}
     contents = (contents_of(value, constants) for value in containers.values())
     found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
     hooks = tuple(h for h in found if h is not None)
     return ModuleSignature(
-        entries, (hooks, [*map(len, hooks)]), tuple(c for c in contents if c is not None)
+        entries,
+        _layout([tensor for entry in entries for _, _, tensor, _ in entry.tensors]),
+        (hooks, [*map(len, hooks)]),
+        tuple(c for c in contents if c is not None),
     )
 
 
+def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    same: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    found: list[Any] = []
+    for position, tensor in enumerate(tensors):
+        if tensor is None or tensor.layout is not torch.strided:
+            found.append(id(tensor))
+            continue
+        kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
+        first = same.setdefault(id(tensor), position)
+        shared = memory.setdefault(tensor.untyped_storage()._cdata, position)
+        where = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        found.append((kind, first, shared, *where))
+    return tuple(found)
+
+
 def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
-    return tuple(
-        _ModuleEntry(
-            module=m,
-            attributes=_attributes(m),
-            children=tuple(m._modules.items()),
-            tensors=tuple(
-                (kind, name, t, () if t is None else _parameter_key(t))
-                for kind in ("_parameters", "_buffers")
-                for name, t in m.__dict__[kind].items()
-            ),
-        )
-        for m in module.modules()
+    return tuple(map(_module_entry, module.modules()))
+
+
+def _module_entry(module: nn.Module) -> _ModuleEntry:
+    attributes = _attributes(module)
+    own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
+    return _ModuleEntry(
+        module=module,
+        attributes=attributes,
+        names=tuple(own),
+        values=tuple(own.values()),
+        children=tuple(module._modules.items()),
+        tensors=tuple(
+            (kind, name, t, _key_of(t))
+            for kind in _TENSORS
+            for name, t in module.__dict__[kind].items()
+        ),
     )
 
 
 def signature_holds(signature: ModuleSignature) -> bool:
     """True if nothing that `module_signature` recorded has changed since."""
+    return all(map(_entry_holds, signature.entries)) and _others_hold(signature)
+
+
+def _others_hold(signature: ModuleSignature) -> bool:
     registries, counts = signature.hooks
-    return (
-        [*map(len, registries)] == counts
-        and all(map(_entry_holds, signature.entries))
-        and all(contents.hold() for contents in signature.contents)
-    )
+    return [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
+
+
+def holds_for_others(signature: ModuleSignature) -> bool:
+    """True if nothing has changed but that parameters and buffers are other tensors, which are like
+    those before: what was planned for those is right for these."""
+    tensors: list[torch.Tensor | None] = []
+    for entry in signature.entries:
+        if not _attributes_hold(entry):
+            return False
+        now = [(k, n, t) for k in _TENSORS for n, t in entry.module.__dict__[k].items()]
+        if len(now) != len(entry.tensors):
+            return False
+        for (*place, tensor), (kind, name, _, key) in zip(now, entry.tensors, strict=True):
+            if place != [kind, name] or _key_of(tensor) != key:
+                return False
+            tensors.append(tensor)
+    return _layout(tensors) == signature.layout and _others_hold(signature)
 
 
 def changed_attribute(signature: ModuleSignature) -> str | None:
@@ -98,7 +142,7 @@ def changed_attribute(signature: ModuleSignature) -> str | None:
         now = _attributes(entry.module)
         for name in sorted({*entry.attributes, *now} - _REGISTRIES):
             before = entry.attributes.get(name)
-            if id(before) in changed or not _is_equal(before, now.get(name)):
+            if id(before) in changed or not is_same(before, now.get(name)):
                 return paths.get(id(entry.module), "") + name
     return None
 
@@ -108,27 +152,44 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in module.__dict__.items() if k not in computed}
 
 
-def _entry_holds(entry: _ModuleEntry) -> bool:
+def _attributes_hold(entry: _ModuleEntry) -> bool:
     attributes = entry.module.__dict__
-    if not (
-        _is_equal(attributes, entry.attributes)
-        or _is_equal(_attributes(entry.module), entry.attributes)
-    ):
+    if not (_are_identical(attributes, entry) or _are_same(entry)):
         return False
-    if tuple(attributes["_modules"].items()) != entry.children:
-        return False
-    count = len(attributes["_parameters"]) + len(attributes["_buffers"])
-    return count == len(entry.tensors) and all(
-        attributes[kind].get(name) is tensor and (tensor is None or _parameter_key(tensor) == key)
-        for kind, name, tensor, key in entry.tensors
-    )
+    modules = attributes["_modules"]
+    return not (modules or entry.children) or tuple(modules.items()) == entry.children
 
 
-def _is_equal(a: object, b: object) -> bool:
+def _entry_holds(entry: _ModuleEntry) -> bool:
+    if not _attributes_hold(entry):
+        return False
+    attributes = entry.module.__dict__
+    for kind, name, tensor, key in entry.tensors:
+        if attributes[kind].get(name) is not tensor:
+            return False
+        if tensor is not None and _parameter_key(tensor) != key:
+            return False
+    return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(entry.tensors)
+
+
+def _are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
+    """Are the attributes the very objects that they were? (== alone takes 2.0 for 2.)"""
     try:
-        return bool(a == b)
+        return attributes == entry.attributes and all(
+            map(operator.is_, map(attributes.get, entry.names), entry.values)
+        )
     except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
         return False
+
+
+def _are_same(entry: _ModuleEntry) -> bool:
+    """Do they say what they said, where they are not?"""
+    now, before = _attributes(entry.module), entry.attributes
+    return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
+
+
+def _key_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return () if tensor is None else _parameter_key(tensor)
 
 
 def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -145,21 +206,21 @@ def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What a program depends on outside the module: arguments and global switches.
 
     leaves: of (args, kwargs). Tensors count by description, and by which of them are the same
-    object; other leaves by value, unhashable ones by identity.
+    object; other leaves by content, and what cannot be looked into by identity.
     """
     first: dict[int, int] = {}
-    described: list[Any] = []
+    found: list[Any] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            described.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
+            found.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
         else:
-            hashable = type(leaf).__hash__ is not None
-            described.append((type(leaf), leaf if hashable else id(leaf)))
-    return (*described, *_global_key())
+            found.append(described(leaf))
+    return (*found, *_global_key())
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (*_parameter_key(tensor), tensor.layout, tensor.storage_offset())
+    where = (tensor.layout, tensor.storage_offset())
+    return (*_parameter_key(tensor), *where, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ source: DESIGN, section 2.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -38,7 +39,7 @@ from rockplan.errors import (
     ValueDependentControlFlow,
 )
 from rockplan.graph import Call, ValueRef, value_refs
-from rockplan.graph_builder import evaluate, swap
+from rockplan.graph_builder import draws, evaluate, swap
 from rockplan.graph_builder.record import (
     RecordedCall,
     RecordedValue,
@@ -138,7 +139,13 @@ def capture(
 
         def run(recorder: Recorder) -> _Forward:
             fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
-            with recorder, _module_paths(module, recorder), _no_python_randomness():
+            refuse = functools.partial(_refuse_here, recorder)
+            with (
+                recorder,
+                _module_paths(module, recorder),
+                _no_python_randomness(),
+                draws.refused(module, refuse),
+            ):
                 result = _call_module(
                     forward or module.forward, fake_args, fake_kwargs, results_of_others
                 )
@@ -887,17 +894,19 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
+def _refuse_here(recorder: Recorder, message: str) -> NoReturn:
+    raise UnsupportedModel.at(*recorder.place(), message)
+
+
 @contextlib.contextmanager
 def _as_in_eager(recorder: Recorder, reader: _ValueReader) -> Iterator[None]:
     """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
     libraries led to take the path that they take in eager execution."""
 
-    def refuse(message: str) -> NoReturn:
-        raise UnsupportedModel.at(*recorder.place(), message)
-
     def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
         return reader.read_all(recorder, tensor) if recorder.is_active() else None
 
+    refuse = functools.partial(_refuse_here, recorder)
     torch.clear_autocast_cache()
     with (
         torch.enable_grad(),

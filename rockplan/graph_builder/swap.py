@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.contents import MUTABLE, data_in, elements_of, parts_of, put_back
+from rockplan.contents import can_be_put_back, data_in, elements_of, parts_of, put_back
 from rockplan.errors import InvalidInput
 
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
@@ -54,7 +54,7 @@ def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
     attributes = {id(m): dict(m.__dict__) for m in modules}
     values = {id(v): v for m in modules for v in m.__dict__.values()}
     parts = (part for value in values.values() for part in parts_of(value))
-    containers = {id(part): part for part in parts if isinstance(part, MUTABLE)}
+    containers = {id(part): part for part in parts if can_be_put_back(part)}
     contents = [(container, elements_of(container)) for container in containers.values()]
     try:
         yield attributes
