@@ -322,6 +322,28 @@ def test_what_cannot_be_planned_is_said(
     assert words in error["message"] and error["type"]
 
 
+PRINTING = """
+import torch
+print("of the file")
+class Printing(torch.nn.Linear):
+    def forward(self, x):
+        print("of the model")
+        return super().forward(x)
+def make():
+    print("of the factory")
+    return Printing(4, 4), torch.randn(2, 4)
+"""
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_result(own_folder: Path) -> None:
+    write(own_folder, "printing.py", PRINTING)
+    for words in (["solve", "printing.py:make", "-b", "min"], ["solve", "printing.py:make"]):
+        result = CliRunner().invoke(app, [*words, "--json"])
+        assert json.loads(result.stdout)["model"] == "printing.py:make"
+        for place in ("file", "factory", "model"):
+            assert f"of the {place}\n" in result.stderr
+
+
 # Errors and exit codes
 
 
