@@ -260,6 +260,29 @@ def test_an_option_that_lies_is_not_used(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "cost",
+    [
+        lambda c: [c[0], c[1], 0, [min(size, 1) for size in c[3]], c[4]],
+        lambda c: [c[0], c[1], c[2], [], c[4]],
+        lambda c: [c[0], c[1], 2**62, c[3], c[4]],
+        lambda c: [2**62, c[1], c[2], c[3], c[4]],
+    ],
+    ids=["sizes", "number of results", "workspace", "time"],
+)
+def test_costs_that_cannot_be_are_measured_again(folder: Path, cost: Any) -> None:
+    first = make_plan()
+    (path,) = entries(folder, "profile")
+    costs = json.loads(path.read_text())["costs"]
+    rewrite(path, {"costs": {call: cost(c) for call, c in costs.items()}})
+    with pytest.warns(UserWarning, match="cannot be right"):
+        again = make_plan()
+    assert [d.size_bytes for d in again.graph.data] == [d.size_bytes for d in first.graph.data]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make_plan() == again
+
+
+@pytest.mark.parametrize(
     "change",
     [{"peak_bytes": 1}, {"time_ns": 1}, {"events": []}, {"graph_digest": "0" * 64}],
     ids=["peak", "time", "schedule", "graph"],
