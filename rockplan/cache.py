@@ -141,11 +141,13 @@ class Cache:
                         yield kind, path
 
     def _batches(self, key: Key) -> list[Path]:
-        """The entries of one profile, oldest first."""
+        """The entries of one profile, oldest first; none of a folder that cannot be read, which
+        costs time: `_write` says so."""
         aged: list[tuple[int, Path]] = []
-        for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
-            with suppress(FileNotFoundError):
-                aged.append((path.lstat().st_mtime_ns, path))
+        with suppress(OSError):
+            for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
+                with suppress(FileNotFoundError):
+                    aged.append((path.lstat().st_mtime_ns, path))
         return [path for _, path in sorted(aged)]
 
     def _path(self, kind: str, key: Key) -> Path:

@@ -358,6 +358,8 @@ def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
         raise InvalidInput(
             f"{option} {name} would be written {len(budgets)} times; put {{budget}} into the name"
         )
+    if not Path(name).name or Path(name).is_dir():
+        raise InvalidInput(f"{option} '{name}' names no file; name the file to write")
     if not Path(name).parent.is_dir():
         raise InvalidInput(f"there is no folder {Path(name).parent} for {option} {name}")
 

@@ -83,16 +83,24 @@ def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that at any time `path` holds all of the old or all of the new content."""
+    """Write a file so that at any time `path` holds all of the old or all of the new content.
+
+    Raises InvalidInput for a path without a name, OSError (of `path`) if it cannot be written.
+    """
+    if not path.name:
+        raise InvalidInput(f"the path '{path}' names no file; name the file to write")
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
             file.write(data)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            # The name that was asked for, not the one beside it.
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -141,12 +141,14 @@ def test_without_cache_nothing_is_written(folder: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("name", ["cache", "a" * 300])
 def test_a_folder_that_cannot_be_written_costs_a_warning_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(file / "cache"))
+    if name == "cache":
+        file.write_text("")
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(file / name))
     with pytest.warns(UserWarning, match="ROCKPLAN_CACHE_DIR"):
         assert make_plan().peak_bytes > 0
 

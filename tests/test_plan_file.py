@@ -360,3 +360,14 @@ def test_loading_is_quiet_where_all_agrees(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rockplan.load(net(), sample(), path)
+
+
+def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(
+    planned: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(rockplan.InvalidInput, match="names no file"):
+        rockplan.save_plan(planned, "")
+    with pytest.raises(IsADirectoryError) as caught:
+        rockplan.save_plan(planned, tmp_path)
+    assert caught.value.filename == str(tmp_path) and ".part" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
