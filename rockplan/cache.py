@@ -70,12 +70,13 @@ class Cache:
     folder: Path
 
     def profile(self, key: Key) -> Profile | None:
-        """All costs that are known under `key`; of two for one call, the older one."""
+        """All costs that are known under `key`; of two for one call, the newer one: what was
+        measured again took the place of what could not be right."""
         found = [self._read(path, serial.parse_profile, key) for path in self._batches(key)]
         batches = [profile for profile in found if profile is not None]
         if not batches:
             return None
-        costs = dict(cost for batch in reversed(batches) for cost in batch.costs)
+        costs = dict(cost for batch in batches for cost in batch.costs)
         return replace(batches[0], costs=tuple(sorted(costs.items())))
 
     def put_profile(self, key: Key, profile: Profile) -> None:
@@ -140,11 +141,13 @@ class Cache:
                         yield kind, path
 
     def _batches(self, key: Key) -> list[Path]:
-        """The entries of one profile, oldest first."""
+        """The entries of one profile, oldest first; none of a folder that cannot be read, which
+        costs time: `_write` says so."""
         aged: list[tuple[int, Path]] = []
-        for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
-            with suppress(FileNotFoundError):
-                aged.append((path.lstat().st_mtime_ns, path))
+        with suppress(OSError):
+            for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
+                with suppress(FileNotFoundError):
+                    aged.append((path.lstat().st_mtime_ns, path))
         return [path for _, path in sorted(aged)]
 
     def _path(self, kind: str, key: Key) -> Path:

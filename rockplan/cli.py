@@ -1,7 +1,7 @@
 """The command line: `rockplan profile|solve|compare|show|plot|cache`.
 
-Results go to stdout, as tables or with --json as one JSON document; progress, warnings and errors
-go to stderr. torch is imported only by commands that need a model.
+Results go to stdout, as tables or with --json as one JSON document; progress, warnings, errors and
+what the user's code prints go to stderr. torch is imported only by commands that need a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -25,6 +25,7 @@ import typer
 import rockplan
 from rockplan import display, memory, render, report
 from rockplan.cache import KINDS, Cache, Entry, default_folder
+from rockplan.curve import Curve
 from rockplan.errors import (
     CaptureError,
     CheckFailed,
@@ -157,15 +158,18 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _ending(as_json: bool) -> Iterator[None]:
-    """Turns what may go wrong into a message, a JSON document if wanted, and an exit code."""
+    """Turns what may go wrong into a message, a JSON document if wanted, and an exit code.
+
+    What is printed inside, by the user's own code, goes to stderr: stdout is for the result.
+    """
     try:
-        with _interruptible(), warnings.catch_warnings():
+        with _interruptible(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.showwarning = _show_warning
             yield
     except KeyboardInterrupt:
         typer.echo("interrupted; nothing was left half-written", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except (RockplanError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except (RockplanError, OSError) as error:
         code = _exit_code(error)
         typer.echo(display.printable(f"rockplan: {error}"), err=True)
         if as_json:
@@ -304,15 +308,15 @@ def solve(
         subject = make_subject(model)
         options = _options(no_cache, time_limit, check)
         with _autocast(subject, autocast):
-            if not budget:
-                _solve_curve(subject, options, as_json)
-                return
-            found = _plans(subject, budget, options)
-        files = [_save(save, asked, plan) for asked, plan in zip(budget, found, strict=True)]
-        exported = [
-            _export(export, asked, plan, subject) for asked, plan in zip(budget, found, strict=True)
-        ]
-    _show_solved(model, budget, found, files, exported, as_json)
+            curve = None if budget else _curve(subject, options)
+            found = _plans(subject, budget, options) if budget else ()
+        pairs = tuple(zip(budget or (), found, strict=True))
+        files = [_save(save, asked, plan) for asked, plan in pairs]
+        exported = [_export(export, asked, plan, subject) for asked, plan in pairs]
+    if curve is not None:
+        _show_curve(model, curve, as_json)
+        return
+    _show_solved(model, [asked for asked, _ in pairs], found, files, exported, as_json)
     errors = [plan for plan in found if isinstance(plan, InfeasibleBudget)]
     for error in errors:
         typer.echo(f"rockplan: {error}", err=True)
@@ -354,6 +358,8 @@ def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
         raise InvalidInput(
             f"{option} {name} would be written {len(budgets)} times; put {{budget}} into the name"
         )
+    if not Path(name).name or Path(name).is_dir():
+        raise InvalidInput(f"{option} '{name}' names no file; name the file to write")
     if not Path(name).parent.is_dir():
         raise InvalidInput(f"there is no folder {Path(name).parent} for {option} {name}")
 
@@ -380,15 +386,18 @@ def _file_name(name: str, asked: str) -> str:
     return name.replace("{budget}", asked.replace("%", "pct"))
 
 
-def _solve_curve(subject: Subject, options: Options, as_json: bool) -> None:
-    curve = rockplan.pareto(
+def _curve(subject: Subject, options: Options) -> Curve:
+    return rockplan.pareto(
         subject.model,
         subject.sample_input,
         sample_kwargs=subject.sample_kwargs,
         options=options,
     )
+
+
+def _show_curve(model: str, curve: Curve, as_json: bool) -> None:
     if as_json:
-        _print_json({"model": subject.name, "curve": display.curve_row(curve)})
+        _print_json({"model": model, "curve": display.curve_row(curve)})
     else:
         print(display.printable(str(curve)))
 

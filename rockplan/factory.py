@@ -40,10 +40,10 @@ def make_subject(name: str) -> Subject:
     factory = _attribute(module, module_name, path)
     try:
         made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidInput(
-            f"{name} raised {type(error).__name__}: {error}. A factory takes no arguments; call "
-            "it by itself to see where it fails"
+            f"{name} {_failed(error)}. A factory takes no arguments; call it by itself to see "
+            "where it fails"
         ) from error
     return _subject(name, made)
 
@@ -86,11 +86,25 @@ def _module(name: str) -> ModuleType:
 def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
+    except SystemExit as error:
+        raise InvalidInput(
+            f"{name} {_failed(error)} while it was imported; put what runs it under "
+            "if __name__ == '__main__'"
+        ) from error
     except Exception as error:
         raise InvalidInput(
-            f"{name} cannot be imported: {type(error).__name__}: {error}. Run the command where "
-            "the module can be imported, or name its file"
+            f"{name} cannot be imported: it {_failed(error)}. Run the command where the module "
+            "can be imported, or name its file"
         ) from error
+
+
+def _failed(error: BaseException) -> str:
+    """What a user's code did instead of returning, without a full stop at the end."""
+    if isinstance(error, SystemExit):
+        # It would end the command with the file's own exit code, 0 among them.
+        return f"called sys.exit({'' if error.code is None else repr(error.code)})"
+    words = str(error).rstrip(".")
+    return f"raised {type(error).__name__}" + (f": {words}" if words else "")
 
 
 def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], object]:

@@ -83,16 +83,24 @@ def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that at any time `path` holds all of the old or all of the new content."""
+    """Write a file so that at any time `path` holds all of the old or all of the new content.
+
+    Raises InvalidInput for a path without a name, OSError (of `path`) if it cannot be written.
+    """
+    if not path.name:
+        raise InvalidInput(f"the path '{path}' names no file; name the file to write")
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
             file.write(data)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            # The name that was asked for, not the one beside it.
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -102,13 +110,15 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     graph: captured here under torch_version. A plan that was made under another version of
     PyTorch fits if the graph is the same: the schedule is legal for it, and only the prices may
     differ; that is warned of and recorded as the plan's origin.
-    Raises PlanMismatch if none of `plans` is for this graph.
+    Raises PlanMismatch if none of `plans` is for this graph, PlanFormatError if the sizes of the
+    one that is cannot be.
     """
     plans = tuple(plans)
     found = next((p for p in plans if p.graph_digest == graph_digest), None)
     fitted = None if found is None else _onto(graph, found.graph)
     if found is None or fitted is None or not is_outline_of(found.graph, fitted):
         raise _mismatch(plans, graph, graph_digest, torch_version)
+    _check_sizes(graph, fitted)
     origin = f"read from a file, planned with torch {found.torch_version}"
     if found.torch_version != torch_version:
         origin += f", captured with torch {torch_version}"
@@ -160,6 +170,17 @@ def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
         ),
         rng_state_bytes=prices.rng_state_bytes,
     )
+
+
+def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
+    """Refuse storages smaller than the captured ones; a measured one may be larger, by padding."""
+    for captured, stated in zip(graph.data, fitted.data, strict=True):
+        if not captured.kind.resident and stated.size_bytes < captured.size_bytes:
+            raise PlanFormatError(
+                f"the plan states {stated.size_bytes} bytes for {captured.name}, which has "
+                f"{captured.size_bytes} in this model, so its peak would not be kept; make a plan "
+                "with rockplan.solve"
+            )
 
 
 def _mismatch(
@@ -388,3 +409,5 @@ def _check_promises(plan: Plan) -> None:
     certificate = plan.certificate
     if not certificate.bound_ns <= certificate.objective_ns == plan.time_ns:
         raise ValueError("the certificate does not belong to the schedule")
+    if (certificate.status is Status.OPTIMAL) != (certificate.bound_ns == plan.time_ns):
+        raise ValueError("the certificate's status does not belong to its bound")

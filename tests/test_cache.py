@@ -141,12 +141,14 @@ def test_without_cache_nothing_is_written(folder: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("name", ["cache", "a" * 300])
 def test_a_folder_that_cannot_be_written_costs_a_warning_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(file / "cache"))
+    if name == "cache":
+        file.write_text("")
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(file / name))
     with pytest.warns(UserWarning, match="ROCKPLAN_CACHE_DIR"):
         assert make_plan().peak_bytes > 0
 
@@ -257,6 +259,29 @@ def test_an_option_that_lies_is_not_used(folder: Path) -> None:
     with pytest.warns(UserWarning, match="not legal"):
         again = make_plan()
     assert again.peak_bytes == first.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda c: [c[0], c[1], 0, [min(size, 1) for size in c[3]], c[4]],
+        lambda c: [c[0], c[1], c[2], [], c[4]],
+        lambda c: [c[0], c[1], 2**62, c[3], c[4]],
+        lambda c: [2**62, c[1], c[2], c[3], c[4]],
+    ],
+    ids=["sizes", "number of results", "workspace", "time"],
+)
+def test_costs_that_cannot_be_are_measured_again(folder: Path, cost: Any) -> None:
+    first = make_plan()
+    (path,) = entries(folder, "profile")
+    costs = json.loads(path.read_text())["costs"]
+    rewrite(path, {"costs": {call: cost(c) for call, c in costs.items()}})
+    with pytest.warns(UserWarning, match="cannot be right"):
+        again = make_plan()
+    assert [d.size_bytes for d in again.graph.data] == [d.size_bytes for d in first.graph.data]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make_plan() == again
 
 
 @pytest.mark.parametrize(

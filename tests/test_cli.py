@@ -274,6 +274,9 @@ def no_model(): return 3, torch.randn(2, 4)
 def no_sample(): return linear, 3
 def takes(x): return linear, x
 def fails(): raise KeyError("lost")
+def says(): raise ValueError("A sentence.")
+def exhausts(): raise MemoryError
+def leaves(): raise SystemExit(3)
 def wrong_shape(): return linear, torch.randn(2, 5)
 class Branch(torch.nn.Module):
     def forward(self, x):
@@ -300,6 +303,10 @@ def branch(): return Branch(), torch.randn(3, requires_grad=True)
         ("f.py:no_sample", "sample_input is a int", ExitCode.USAGE),
         ("f.py:takes", "takes no arguments", ExitCode.USAGE),
         ("f.py:fails", "KeyError: 'lost'", ExitCode.USAGE),
+        ("f.py:says", "A sentence. A factory", ExitCode.USAGE),
+        ("f.py:exhausts", "raised MemoryError. A factory", ExitCode.USAGE),
+        ("f.py:leaves", "f.py:leaves called sys.exit(3)", ExitCode.USAGE),
+        ("script.py:make", "script.py called sys.exit(0) while it was imported", ExitCode.USAGE),
         ("f.py:wrong_shape", "does not run", ExitCode.MODEL),
         ("f.py:branch", "torch.where", ExitCode.MODEL),
     ],
@@ -309,9 +316,32 @@ def test_what_cannot_be_planned_is_said(
 ) -> None:
     write(own_folder, "f.py", FACTORIES)
     write(own_folder, "broken.py", "def make(:")
+    write(own_folder, "script.py", "import sys\ndef make(): pass\nsys.exit(0)")
     assert words in errors("profile", name, code=code)
     error = as_json("solve", name, "-b", "min", code=code)["error"]
     assert words in error["message"] and error["type"]
+
+
+PRINTING = """
+import torch
+print("of the file")
+class Printing(torch.nn.Linear):
+    def forward(self, x):
+        print("of the model")
+        return super().forward(x)
+def make():
+    print("of the factory")
+    return Printing(4, 4), torch.randn(2, 4)
+"""
+
+
+def test_what_the_users_code_prints_is_no_part_of_the_result(own_folder: Path) -> None:
+    write(own_folder, "printing.py", PRINTING)
+    for words in (["solve", "printing.py:make", "-b", "min"], ["solve", "printing.py:make"]):
+        result = CliRunner().invoke(app, [*words, "--json"])
+        assert json.loads(result.stdout)["model"] == "printing.py:make"
+        for place in ("file", "factory", "model"):
+            assert f"of the {place}\n" in result.stderr
 
 
 # Errors and exit codes
@@ -337,6 +367,11 @@ def test_an_infeasible_budget_has_its_own_exit_code_and_prints_the_minimum() -> 
         ["solve", MLP, "-b", "1", "-b", "2", "--save", "x.json"],
         ["solve", MLP, "-b", "50%", "--save", "absent/x.json"],
         ["solve", MLP, "-b", "50%", "--export", "absent/x.py"],
+        ["solve", MLP, "-b", "50%", "--save", ""],
+        ["solve", MLP, "-b", "50%", "--save", "/"],
+        ["solve", MLP, "-b", "50%", "--save", "."],
+        ["solve", f"{'a' * 300}.py:make", "-b", "50%"],
+        ["show", f"{'a' * 300}.json"],
         ["profile", MLP, "--top", "0"],
         ["profile", MLP, "--autocast", "float99"],
         ["show", MLP],

@@ -17,8 +17,11 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan import serial
+from rockplan import plan_file, serial
+from rockplan.graph import as_eager
 from rockplan.plan_file import dump_plans, outline, parse_plans
+from rockplan.schedule import keep_all
+from rockplan.simulate import simulate
 
 
 class Net(nn.Module):
@@ -255,6 +258,8 @@ def first_event(plan: dict[str, Any]) -> None:
         (lambda p: p.update(budget_bytes=1), "beyond the budget"),
         (lambda p: p["certificate"].update(bound_ns=2**60), "certificate"),
         (lambda p: p["certificate"].update(status="perfect"), "perfect"),
+        (lambda p: p["certificate"].update(status="optimal", bound_ns=0), "status"),
+        (lambda p: p["certificate"].update(status="feasible", bound_ns=p["time_ns"]), "status"),
         (lambda p: p["events"].append(["exec", 0]), "neither"),
         (lambda p: p["events"].append(["compute", 10**6]), "beyond the last"),
         (lambda p: p["graph"]["nodes"][0].update(reads=[-1]), "63 bits"),
@@ -275,6 +280,25 @@ def test_a_legal_plan_with_a_stolen_digest_is_refused(
     rockplan.save_plan(other, path)
     change(path, lambda plan: plan.update(graph_digest=planned.plans[0].graph_digest))
     with pytest.raises(rockplan.PlanMismatch):
+        rockplan.load(net(), sample(), path)
+
+
+def shrunk(plan: dict[str, Any]) -> None:
+    """No storage takes a byte, and all that is promised follows from that."""
+    for data in plan["graph"]["data"]:
+        data[2] = 0
+    graph = plan_file._read_graph(plan["graph"])
+    found = simulate(graph, plan_file._read_schedule(plan, graph))
+    executed = as_eager(graph)
+    kept = simulate(executed, keep_all(executed))
+    plan.update(peak_bytes=found.peak_bytes, saved_bytes=found.saved_bytes)
+    plan.update(eager_peak_bytes=kept.peak_bytes)
+
+
+def test_storages_smaller_than_those_of_the_model_are_refused(path: Path) -> None:
+    change(path, shrunk)
+    assert rockplan.read_plans(path)
+    with pytest.raises(rockplan.PlanFormatError, match=r"states 0 bytes for .*rockplan\.solve"):
         rockplan.load(net(), sample(), path)
 
 
@@ -336,3 +360,14 @@ def test_loading_is_quiet_where_all_agrees(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rockplan.load(net(), sample(), path)
+
+
+def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(
+    planned: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(rockplan.InvalidInput, match="names no file"):
+        rockplan.save_plan(planned, "")
+    with pytest.raises(IsADirectoryError) as caught:
+        rockplan.save_plan(planned, tmp_path)
+    assert caught.value.filename == str(tmp_path) and ".part" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ import platform
 import re
 import statistics
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -68,6 +69,9 @@ _SCRATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 # The caching allocator of CUDA hands out multiples of this.
 _CUDA_GRANULE_BYTES = 512
 
+# A pebibyte, or 13 days in nanoseconds: more than any operator takes.
+_MOST = 2**50
+
 # Rates for an operator that cannot be run: one core, or one accelerator, of ordinary speed.
 _CPU_RATES = (10e9, 50e9)
 _CUDA_RATES = (1e12, 50e12)
@@ -113,7 +117,8 @@ def measure(
 
     values: real tensors for some indices of `graph.values` (integer inputs and what is computed
     from them), used as arguments as they are. known: costs that need not be measured
-    again, if they hold for this device, this version of torch and this number of threads.
+    again, if they hold for this device, this version of torch and this number of threads; those
+    that no measurement can have given are named in a warning and measured again.
     Raises InvalidInput for a device that is neither CPU nor CUDA.
     """
     if torch.device(_device(graph)).type not in _SCRATCH_BYTES:
@@ -122,6 +127,7 @@ def measure(
         )
     calls = _unique_calls(graph)
     found = _still_valid(known, _device(graph))
+    found = _possible(graph, calls, found)
     missing = {key: call for key, call in calls.items() if key not in found}
     with _as_executed(graph):
         inputs = _inputs(graph, values)
@@ -318,6 +324,35 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
         return {}
     # What was estimated is tried again, so that what cannot run is refused every time.
     return {key: cost for key, cost in known.costs if cost.repeats}
+
+
+def _possible(
+    graph: CDGraph, calls: Mapping[str, Call], found: Mapping[str, OpCost]
+) -> dict[str, OpCost]:
+    """Costs of `found` for `calls`, without those that no measurement can have given."""
+    known = {key: found[key] for key in calls if key in found}
+    possible = {key: c for key, c in known.items() if _can_cost(graph, calls[key], c)}
+    broken = [calls[key].op for key in known if key not in possible]
+    if broken:
+        warnings.warn(
+            f"{len(broken)} costs that were measured before cannot be right, such as that of "
+            f"{broken[0]}: its results are larger than it says, or no operator takes as much; "
+            "they are measured again",
+            stacklevel=3,
+        )
+    return possible
+
+
+def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
+    """Whether sizes and times are possible: a result whose storage is its own (0: it is that of
+    an argument or of another result) holds at least the elements that it has."""
+    numbers = (cost.time_ns, cost.spread_ns, cost.workspace_bytes, *cost.result_bytes)
+    if not all(0 <= number <= _MOST for number in numbers):
+        return False
+    return len(cost.result_bytes) == len(call.results) and all(
+        value is None or not size_bytes or size_bytes >= _distinct_bytes(graph.values[value].spec)
+        for value, size_bytes in zip(call.results, cost.result_bytes, strict=True)
+    )
 
 
 def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
