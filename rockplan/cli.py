@@ -796,9 +796,30 @@ def main() -> None:
     """Run the command line; an interrupted one does not wait for solvers that are still busy."""
     try:
         app()
-    except SystemExit as end:
-        if end.code == ExitCode.INTERRUPTED:
-            sys.stdout.flush()
+    except (SystemExit, OSError) as end:
+        code = _flushed(end)
+        if code == ExitCode.INTERRUPTED:
             sys.stderr.flush()
             os._exit(ExitCode.INTERRUPTED)
-        raise
+        raise SystemExit(code) from None
+
+
+def _flushed(end: SystemExit | OSError) -> Any:
+    """The exit code, once stdout has what was printed: a reader that went away (`| head`) wanted
+    no more; a stdout that cannot be written is an error."""
+    error = end if isinstance(end, OSError) else None
+    if isinstance(end.__context__, BrokenPipeError):
+        error = end.__context__
+    try:
+        sys.stdout.flush()
+    except OSError as found:
+        error = found
+    if error is None:
+        assert isinstance(end, SystemExit)
+        return end.code
+    # What is left is not written at exit either.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0
+    typer.echo(f"rockplan: stdout cannot be written: {error.strerror}", err=True)
+    return ExitCode.USAGE

@@ -64,6 +64,29 @@ def process(*words: str, **settings: Any) -> subprocess.Popen[str]:
     )
 
 
+# Stdout
+
+
+@pytest.mark.parametrize("words", [("--help",), ("cache", "list")])
+def test_a_stdout_that_is_full_is_named(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rockplan", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith("rockplan: stdout cannot be written: No space left")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [("--help",), ("cache", "list"), ("solve", "--help")])
+def test_a_reader_that_goes_away_is_no_error(words: tuple[str, ...]) -> None:
+    gone, left = os.pipe()
+    os.close(gone)
+    command = [sys.executable, "-m", "rockplan", *words]
+    with open(left, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Help
 
 

@@ -550,9 +550,14 @@ def _call_module(
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
         raise CaptureError(
             "the sample does not run through the model's forward: "
-            f"{type(error).__name__}: {error}. Check the shapes, dtypes and devices of "
-            f"sample_input (and sample_kwargs) by calling the module on them{remedy}"
+            f"{_named(error)}. Check the shapes, dtypes and devices of sample_input (and "
+            f"sample_kwargs) by calling the module on them{remedy}"
         ) from error
+
+
+def _named(error: Exception) -> str:
+    """Its type and message, without the full stop."""
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 
 def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[int, ...]]:
@@ -701,7 +706,7 @@ def _backward(
             raise
         except Exception as error:
             raise CaptureError(
-                f"the backward pass of the module does not run: {type(error).__name__}: {error}. "
+                f"the backward pass of the module does not run: {_named(error)}. "
                 "Check that the original module's backward works on the sample"
             ) from error
     ignores = under_autocast == [c.call.op for c in recorder.calls[forward_calls:]]
