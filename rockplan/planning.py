@@ -262,11 +262,9 @@ def _settled(
     two is another one wanted."""
     while budget_bytes > smallest.budget_bytes:
         plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, common)
-        # With room for the caller's loss, which the peak of the plan leaves out.
-        needed_bytes = simulate(problem.constrained, plan.schedule).peak_bytes
-        if needed_bytes >= (1 - SPARE) * budget_bytes:
+        if plan.peak_bytes >= (1 - SPARE) * budget_bytes:
             return plan
-        budget_bytes = needed_bytes
+        budget_bytes = plan.peak_bytes
     return smallest
 
 
