@@ -797,6 +797,8 @@ def main() -> None:
     try:
         app()
     except (SystemExit, OSError) as end:
+        if getattr(end, "filename", None) is not None:
+            raise  # it is not stdout's
         code = _flushed(end)
         if code == ExitCode.INTERRUPTED:
             sys.stderr.flush()

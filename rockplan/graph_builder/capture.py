@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.contents import data_in
 from rockplan.errors import (
@@ -36,10 +31,10 @@ from rockplan.errors import (
     NothingToDifferentiate,
     RockplanError,
     UnsupportedModel,
-    ValueDependentControlFlow,
 )
-from rockplan.graph import Call, ValueRef, value_refs
-from rockplan.graph_builder import draws, evaluate, swap
+from rockplan.graph import ValueRef
+from rockplan.graph_builder import draws, swap
+from rockplan.graph_builder.reads import ValueReader
 from rockplan.graph_builder.record import (
     RecordedCall,
     RecordedValue,
@@ -49,7 +44,6 @@ from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
 # Of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
-_DISTRIBUTIONS = torch.distributions.__path__[0]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
 _PURE_HOOKS = ("torch.nn.utils.", "transformers.")
@@ -116,7 +110,7 @@ def capture(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Distinct calls are worked out once (`results`): what a second cache keeps is not asked for.
     fake_mode.cache_enabled = False
-    reader = _ValueReader()
+    reader = ValueReader()
     recorder = Recorder(fake_mode, reader.read)
     stand_ins = _StandIns(fake_mode, recorder)
     with swap.function_caches(fake_mode), swap.restored(module) as attributes:
@@ -131,32 +125,14 @@ def capture(
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
         recorder.begin_forward()
-        named = {v: f"leaf {i} of the arguments" for i, v in inputs}
-        named |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
-        named |= {v: f"the parameter '{name}'" for name, v in parameters}
-        reader.start({v: (i, real_leaves[i]) for i, v in inputs}, named)
+        reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
         registered = _registered_tensors(module)
-
-        def run(recorder: Recorder) -> _Forward:
-            fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, input_spec)
-            refuse = functools.partial(_refuse_here, recorder)
-            with (
-                recorder,
-                _module_paths(module, recorder),
-                _no_python_randomness(),
-                draws.refused(module, refuse),
-            ):
-                result = _call_module(
-                    forward or module.forward, fake_args, fake_kwargs, results_of_others
-                )
-            reader.refuse_writes()
-            leaves_of_result, spec = pytree.tree_flatten(result)
-            outputs = [_known_output(recorder, *found) for found in enumerate(leaves_of_result)]
-            return _Forward.of(recorder, outputs, spec, module)
-
+        call = _ForwardCall(
+            module, forward or module.forward, fake_leaves, input_spec, results_of_others, reader
+        )
         data_before = swap.plain_data(module)
         with _as_in_eager(recorder, reader), fake_mode:
-            first = run(recorder)
+            first = call.run(recorder)
             outputs = first.outputs
             starts = _starts(outputs, incoming)
             _refuse_gradients(recorder, [outputs[i] for i in starts])
@@ -167,10 +143,11 @@ def capture(
         _refuse_changes(first.data, swap.plain_data(module))
         written = _written_constants(recorder)
         if first.data != data_before or written:
+            # Only a second run tells whether the next call would do the same.
             another = Recorder(fake_mode, reader.read)
             stand_ins.make_known(another)
             with _as_in_eager(another, reader), fake_mode:
-                second = run(another)
+                second = call.run(another)
             _refuse_changes(first.data, second.data)
             _refuse_another_call(data_before, first, second)
             _refuse_fresh_constants(written, another)
@@ -212,6 +189,30 @@ class _Forward:
         constants = [id(tensor) for _, tensor in recorder.constants]
         done = (list(recorder.calls), constants, result, spec)
         return cls(outputs, spec, done, swap.plain_data(module))
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardCall:
+    """What is recorded: a forward with fake arguments. results_of_others: positions of those that
+    are no leaves of autograd's for the caller."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec
+    results_of_others: Sequence[int]
+    reader: ValueReader
+
+    def run(self, recorder: Recorder) -> _Forward:
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        refuse = functools.partial(_refuse_here, recorder)
+        paths = _module_paths(self.module, recorder)
+        with recorder, paths, draws.refused(self.module, refuse):
+            result = _call_module(self.forward, args, kwargs, self.results_of_others)
+        self.reader.refuse_writes()
+        leaves, spec = pytree.tree_flatten(result)
+        outputs = [_known_output(recorder, *found) for found in enumerate(leaves)]
+        return _Forward.of(recorder, outputs, spec, self.module)
 
 
 def _refuse_other_variants(recorder: Recorder) -> None:
@@ -273,226 +274,6 @@ class _StandIns:
         for fake in self.fakes:
             recorder.value(fake)
         recorder.begin_forward()
-
-
-@dataclass(frozen=True, slots=True)
-class _Handed:
-    """What Python was told of a tensor: a real copy, and the bits that it had."""
-
-    tensor: torch.Tensor
-    bits: torch.Tensor
-    module: str
-    source: str
-
-
-class _ValueReader:
-    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`)."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, torch.Tensor] = {}
-        self._positions: dict[int, int] = {}
-        self._integer_inputs: frozenset[int] = frozenset()
-        self._names: dict[int, str] = {}
-        self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
-        self._handed: list[_Handed] = []
-
-    def start(self, inputs: dict[int, tuple[int, torch.Tensor]], names: dict[int, str]) -> None:
-        """inputs: value -> (leaf position, real tensor); names: of the caller's values."""
-        for value, (position, tensor) in inputs.items():
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                self._known[value] = tensor
-                self._positions[value] = position
-        self._integer_inputs = frozenset(self._known)
-        self._names = names
-
-    def read(
-        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
-    ) -> object:
-        """What an operator gives that tells Python of values."""
-        wanted = [ref.index for ref in value_refs(call.args)]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
-        if not leaves and any(c.random for c in calls):
-            certain = _certain_comparison(calls, call)
-            if certain is not None:
-                return certain
-        environment = self._environment(recorder, calls, leaves, module, source)
-        expected = evaluate.execute(call, environment)
-        plain = tuple(c.call for c in calls)
-        self._guard(recorder, plain, call, expected, leaves, module, source)
-        return expected
-
-    def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-        """A real copy of `tensor`, all of which Python is told. Later calls must find the same
-        bits, of which a constant is kept."""
-        module, source = recorder.place()
-        value = recorder.value(recorder.known_tensor(tensor))
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        environment = self._environment(recorder, calls, leaves, module, source)
-        found = environment[value]
-        with _disable_current_modes(), torch.no_grad():
-            handed = _Handed(found, _bits(found).clone(), module, source)
-        self._handed.append(handed)
-        if leaves:
-            # The same object for a second recorder, which then has the same constants.
-            snapshot = self._snapshots.setdefault((value, len(calls)), handed.bits)
-            kept = recorder.value(recorder.known_tensor(snapshot))
-            as_bits = len(recorder.values)
-            plain = (
-                *(c.call for c in calls),
-                Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,)),
-            )
-            equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
-            self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
-        return found
-
-    def _environment(
-        self,
-        recorder: Recorder,
-        calls: Sequence[RecordedCall],
-        leaves: frozenset[int],
-        module: str,
-        source: str,
-    ) -> dict[int, torch.Tensor]:
-        """Every value that `calls` make from `leaves`, for real; refused where these are not the
-        same in every call, or cannot be compared before it."""
-        constants = dict(recorder.constants)
-        changed = {recorder.values[v].storage for c in calls for v in c.writes}
-        known = {v for v in leaves if recorder.values[v].storage not in changed}
-        unknown = leaves - (known & (self._integer_inputs | constants.keys()))
-        if unknown or any(c.random for c in calls):
-            names = [self._names[v] for v in sorted(unknown) if v in self._names]
-            raise _value_read_error(calls, names, module, source)
-        plain = [c.call for c in calls]
-        return evaluate.run(plain, _copies({**self._known, **constants}, leaves))
-
-    def _guard(
-        self,
-        recorder: Recorder,
-        calls: tuple[Call, ...],
-        read: Call,
-        expected: object,
-        leaves: frozenset[int],
-        module: str,
-        source: str,
-    ) -> None:
-        if not leaves:
-            return
-        inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
-        used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
-        guard = Guard(calls, read, expected, inputs, used, module, source)
-        if guard not in recorder.guards:
-            recorder.guards.append(guard)
-
-    def refuse_writes(self) -> None:
-        """Raise where the forward has written to what Python was told: the array of a tensor has
-        its memory in eager execution."""
-        for handed in self._handed:
-            with _disable_current_modes(), torch.no_grad():
-                same = torch.equal(_bits(handed.tensor), handed.bits)
-            if not same:
-                raise UnsupportedModel.at(
-                    handed.module,
-                    handed.source,
-                    "the forward writes into the memory of an array that it gets from a tensor "
-                    "(.numpy(), numpy.asarray), which a planned run would not do; write to a copy "
-                    "(array.copy()), or to the tensor",
-                )
-
-    def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
-        """Real tensors of integer inputs, constants, and what is computed from them alone."""
-        known = {**self._known, **dict(recorder.constants)}
-        known = _copies(known, frozenset(known))
-        computable: list[Call] = []
-        available = set(known)
-        poisoned: set[int] = set()
-        for recorded in recorder.calls:
-            read = set(recorded.reads)
-            storages = {recorder.values[v].storage for v in (*read, *recorded.writes)}
-            if recorded.random or not read <= available or storages & poisoned:
-                poisoned |= {recorder.values[v].storage for v in recorded.writes}
-                continue
-            computable.append(recorded.call)
-            available |= {r for r in recorded.call.results if r is not None}
-        return evaluate.run(computable, known)
-
-
-# torch.rand returns through a detach.
-_MONOTONE = {f"aten.{name}.Scalar" for name in ("lt", "le", "gt", "ge")} | {"aten.detach.default"}
-
-
-def _certain_comparison(calls: Sequence[RecordedCall], read: Call) -> bool | None:
-    """The outcome of `torch.rand([]) < p` where it is the same for every draw (a layer drop of
-    zero), else None: a comparison is monotone, so both ends of [0, 1) decide."""
-    draw, *rest = (c.call for c in calls)
-    if draw.op != "aten.rand.default" or any(c.op not in _MONOTONE for c in rest):
-        return None
-    drawn = draw.results[0]
-    assert drawn is not None
-    outcomes = set()
-    for end in (0.0, 1.0 - 2.0**-24):
-        with _disable_current_modes():
-            value = torch.tensor(end)
-        outcomes.add(bool(evaluate.execute(read, evaluate.run(rest, {drawn: value}))))
-    return outcomes.pop() if len(outcomes) == 1 else None
-
-
-def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-    """Clones with the same strides, because evaluated calls may write in place."""
-    with _disable_current_modes(), torch.no_grad():
-        return {
-            v: t.new_empty(0).set_(
-                t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride()
-            )
-            for v, t in known.items()
-            if v in wanted
-        }
-
-
-# Parts of a message that names what a value depends on: the kind of a buffer, how many are named.
-_BUFFER = "the buffer"
-_NAMED = 3
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as integers, where there are integers of that size: equal for equal NaNs, and other
-    ones for 0 and -0."""
-    return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
-
-
-def _value_read_error(
-    calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str
-) -> ValueDependentControlFlow:
-    """names: of parameters, buffers and inputs that the value depends on."""
-    more = ", ..." if names[_NAMED:] else ""
-    what = f"a value that depends on {', '.join(names[:_NAMED])}{more}"
-    if not names:
-        what = "a value that the forward has changed in place"
-    remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
-    if names and all(name.startswith(_BUFFER) for name in names):
-        remedy += (
-            "; a table that stays as it is can be a plain attribute of the module in place of a "
-            "buffer: its values are compared at every call"
-        )
-    if any(c.random for c in calls):
-        what = "a random draw"
-        remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
-    if _is_called_by(_DISTRIBUTIONS):
-        remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
-    return ValueDependentControlFlow.at(
-        module,
-        source,
-        f"Python (or a function of PyTorch) reads {what} (.item(), bool(), float(), .tolist(), "
-        ".numpy(), str(), print() or `if` on a tensor), so the operations may differ from call to "
-        f"call and cannot be planned. {remedy}",
-    )
-
-
-def _is_called_by(folder: str) -> bool:
-    frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(folder):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def _tensor_names(
@@ -855,25 +636,6 @@ def _changed(
 
 
 @contextlib.contextmanager
-def _no_python_randomness() -> Iterator[None]:
-    """Refuse a forward that draws from Python's or numpy's global generator: the draw would be
-    the same in every planned step. Both generators are put back."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        drawn = random.getstate() != python_state
-        drawn |= repr(numpy.random.get_state()) != repr(numpy_state)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-    if drawn:
-        raise UnsupportedModel(
-            "the forward draws random numbers from Python's `random` or from numpy, which a "
-            "planned step would repeat for ever; draw with torch, or before the call"
-        )
-
-
-@contextlib.contextmanager
 def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which submodule is running, in this thread: the hooks see all threads."""
     paths = {id(m): path for path, m in module.named_modules()}
@@ -904,7 +666,7 @@ def _refuse_here(recorder: Recorder, message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _as_in_eager(recorder: Recorder, reader: _ValueReader) -> Iterator[None]:
+def _as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
     """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
     libraries led to take the path that they take in eager execution."""
 

@@ -1,4 +1,4 @@
-"""Draws: random generators and iterators that a module holds, and that its forward would move on.
+"""Draws: random generators and iterators of Python and numpy that a forward would move on.
 
 takes: a module whose forward is about to be recorded. guarantees: a forward that draws from one of
 them is refused, since a planned step would repeat the draw for ever; all are left as they were.
@@ -24,6 +24,11 @@ _RANDOM = (
     numpy.random.BitGenerator,
     numpy.random.RandomState,
 )
+# Of the generators that functions of a module draw from, a method each.
+_EVERYBODYS: dict[str, Any] = {
+    "Python's `random`": random.getstate,
+    "numpy.random": numpy.random.get_state,
+}
 _REMEDY = "draw with torch, or before the call, and pass what was drawn in as a tensor"
 
 
@@ -78,7 +83,9 @@ def refused(module: nn.Module, refuse: Callable[[str], NoReturn]) -> Iterator[No
 
 def _held(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """(path of a submodule, name, what its attribute of that name is or holds, or what a global
-    variable is that its code names)."""
+    variable is that its code names); and the two generators that everybody draws from."""
+    for name, method in _EVERYBODYS.items():
+        yield "", name, method.__self__
     seen: set[type] = set()
     for path, m in module.named_modules():
         for name, value in m.__dict__.items():
