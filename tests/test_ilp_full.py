@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.graph import CDGraph, may_run_again
+from rockplan.graph import CDGraph, DataKind, may_run_again
+from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price, solve_stages
 from rockplan.ilp.formulate import formulate
 from rockplan.ilp.full import solve_full
@@ -18,7 +19,7 @@ from rockplan.ilp.solve import SolverStatus
 from rockplan.ilp.stages import find_stages
 from rockplan.ilp.units import UNLIMITED, in_units
 from tests.exhaustive import Exhaustive
-from tests.graphs import Ranges, cd_graphs, random_block, random_graph
+from tests.graphs import Ranges, cd_graphs, random_block, random_graph, with_more_held
 
 RANDOM_RANGES = Ranges(random_percent=50, max_rng_state_bytes=5)
 
@@ -95,6 +96,23 @@ def test_what_takes_no_time_and_no_memory_need_not_be_solved() -> None:
         expected = Exhaustive(graph, peak, UNLIMITED).fastest_ns()
         assert price(graph, found.orders).time_ns == expected
     assert weightless >= 10
+
+
+def test_what_the_caller_holds_counts_to_the_end() -> None:
+    """Tangents too: a search for the least peak asked for what did not fit again and again."""
+    held_tangents = 0
+    for seed in range(24):
+        graph = with_more_held(random.Random(seed), draw(seed, Ranges(), 3))
+        held_tangents += any(graph.data[d].kind is DataKind.TANGENT for d in graph.held)
+        family = option_family(graph, settings=Settings(effort=2_000, time_limit_s=5.0))
+        assert family.is_complete
+        budget = min(peak_bytes(o) for o in family.options)
+        for peak in (budget, budget + 3):
+            found = solve_full(in_units(graph), peak, UNLIMITED, time_limit_s=30, gap=0.0)
+            assert found.orders is not None
+            assert peak_bytes(price(graph, found.orders)) <= peak
+        assert Exhaustive(graph, budget - 1, UNLIMITED).fastest_ns() is None
+    assert held_tangents >= 6
 
 
 def test_it_takes_over_where_the_stage_formulation_finds_nothing() -> None:

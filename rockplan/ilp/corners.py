@@ -237,7 +237,7 @@ def _smallest(search: Search, axis: int, other: int) -> int:
     least = limit = _least(search, axis)
     while least < found:
         answer = search.solve(corner(limit), gap=1.0)
-        if answer is not None:
+        if answer is not None and answer.needs[axis] < found:
             found = answer.needs[axis]
             limit = (least + found) // 2
         elif search.is_infeasible(corner(limit)):

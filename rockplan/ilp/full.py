@@ -122,13 +122,14 @@ class _Model:
         return [
             d.index
             for d in self.graph.data
-            if d.index not in self.settled
-            and (
-                t >= self.n_forward
-                if d.kind is DataKind.TANGENT
-                else self.producer.get(d.index, t) < t
-            )
+            if d.index not in self.settled and self._is_made(d.index, t)
         ]
+
+    def _is_made(self, d: int, t: int) -> bool:
+        """Before stage t? Tangents are there when the backward phase starts."""
+        if self.graph.data[d].kind is DataKind.TANGENT:
+            return t >= self.n_forward
+        return self.producer.get(d, t) < t
 
     def _bytes(self, data: Iterable[int]) -> int:
         return sum(self.graph.data[d].size_bytes for d in data)
@@ -184,7 +185,7 @@ class _Model:
     def _limit_stage(self, t: int) -> None:
         """Memory while nodes run again at stage t, then while node t runs."""
         lives = {d: self._life(t, d) for d in self._countable(t)}
-        held_bytes = self._bytes(d for d in self.graph.held if self.producer.get(d, t) < t)
+        held_bytes = self._bytes(d for d in self.graph.held if self._is_made(d, t))
         for i in range(t):
             if (t, i) in self.rerun:
                 node = self.graph.nodes[i]
