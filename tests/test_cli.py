@@ -186,11 +186,21 @@ def test_solve_one_budget_prints_the_plan() -> None:
     assert text.startswith("budget ") and "recomputes  " in text
 
 
-def test_solve_without_a_budget_prints_the_curve() -> None:
-    points = as_json("solve", MLP)["curve"]
+SMALL = """
+import torch
+def make():
+    layers = [torch.nn.Linear(8, 8) if i % 2 else torch.nn.Tanh() for i in range(7)]
+    return torch.nn.Sequential(*layers), torch.randn(4, 8)
+"""
+
+
+def test_solve_without_a_budget_prints_the_curve(own_folder: Path) -> None:
+    write(own_folder, "small.py", SMALL)
+    points = as_json("solve", "small.py:make")["curve"]
     peaks = [p["peak_bytes"] for p in points]
-    assert peaks == sorted(peaks) and points[-1]["overhead"] == 0
-    assert run("solve", MLP).splitlines()[0].split()[0] == "peak"
+    assert len(peaks) > 1 and peaks == sorted(peaks) and points[-1]["overhead"] == 0
+    lines = run("solve", "small.py:make").splitlines()
+    assert lines[0].split()[0] == "peak" and len(lines) == len(points) + 2
 
 
 def test_compare() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 import rockplan
 from benchmarks.models import Case, encoder, mlp, resnet
-from rockplan import planning
+from rockplan import needs, planning
 from rockplan.api import plan_each
 
 CASES: list[Callable[[], Case]] = [
@@ -24,6 +24,14 @@ Found = tuple[Case, rockplan.Curve]
 OPTIONS = rockplan.Options(bound_time_limit_s=0.1, time_limit_s=60.0)
 OTHER_OPTIONS = replace(OPTIONS, bound_time_limit_s=0.05)
 """Of plans that are not those that the curve was made from: they are cached as others."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_long_searches() -> Iterator[None]:
+    """What is asked of a curve is to be so with any effort; with all of it, minutes go by."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(needs, "EFFORT", needs.FIRST)
+        yield
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["encoder", "resnet", "mlp"])
