@@ -1,4 +1,4 @@
-"""The pictures of README and docs/explain.md: a small decoder planned under 40 % of its peak.
+"""The pictures of docs/usage.md and docs/explain.md: a small decoder planned under 40 %.
 
 Measures memory over time of both modules and compares the plan with PyTorch's checkpointing, draws
 docs/memory.svg, docs/schedule.svg, docs/frontier.svg and docs/blocks.svg, writes report.html and

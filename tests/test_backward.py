@@ -286,7 +286,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
 @pytest.mark.parametrize("block", [Apart, Residual])
-def test_what_an_input_gets_from_inside_and_outside_is_added_as_the_readme_says(
+def test_what_an_input_gets_from_inside_and_outside_is_added_as_the_docs_say(
     block: type[nn.Module], budget: str
 ) -> None:
     """What a view's node gets is added before it is passed on."""
@@ -296,7 +296,7 @@ def test_what_an_input_gets_from_inside_and_outside_is_added_as_the_readme_says(
     planned.load_state_dict(eager.state_dict())
     planned.block = rockplan.solve(planned.block, torch.randn(32, 16, requires_grad=True), budget)
     x = torch.randn(32, 16)
-    both(planned, eager, lambda module: mean_square(module(x)).backward(), "as the README says")
+    both(planned, eager, lambda module: mean_square(module(x)).backward(), "as docs/limits.md says")
 
 
 @pytest.mark.parametrize("budget", ["100%", "min"])

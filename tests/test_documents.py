@@ -133,12 +133,12 @@ AROUND = {
     "lightning": (f"import pytorch_lightning as lightning\n{NET}", LIGHTNING),
     "accelerate": (NET + ACCELERATE, TRAINED),
 }
-"""What stands before and after the lines that README shows to people who have a script already."""
+"""What stands before and after the lines that are shown to people who have a script already."""
 
 
 @pytest.mark.parametrize("kind", AROUND)
 def test_lines_for_a_training_script(kind: str, tmp_path: Path) -> None:
-    (lines,) = blocks(ROOT / "README.md", f"python {kind}")
+    ((_, lines),) = examples(f"python {kind}")
     before, after = AROUND[kind]
     (tmp_path / "train.py").write_text(f"{before}\n{lines}\n{after}")
     done = subprocess.run(
