@@ -1,4 +1,5 @@
-"""README and docs are true: their Python and their commands run, their schema holds."""
+"""README and docs are true: their Python and their commands run, their schema holds, their links
+lead somewhere."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +192,36 @@ def test_the_schema_describes_the_example_and_real_plans() -> None:
     for wrong in ('"time_ns":-1', '"time_ns":1.5', '"time_ns":"1"', '"time":1'):
         with pytest.raises(jsonschema.ValidationError):
             check.validate(json.loads(re.sub(r'"time_ns":\d+', wrong, text, count=1)))
+
+
+def headings(path: Path) -> set[str]:
+    """What `#...` may name in a document: its headings in small letters, with dashes for spaces."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose, re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        assert plain not in found, f"{path.name} has two headings {heading!r}"
+        found.add(plain)
+    return found
+
+
+def links(path: Path) -> list[str]:
+    """Targets of links and pictures that lie in the repository."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    return [t for t in targets if not re.match(r"[a-z]+:", t)]
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *RESULTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in links(path):
+        name, _, heading = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.is_relative_to(ROOT.resolve()) and file.is_file(), target
+        if heading:
+            assert heading in headings(file), target
+
+
+def test_readme_lists_every_document() -> None:
+    listed = {ROOT / target.partition("#")[0] for target in links(ROOT / "README.md")}
+    assert set(DOCUMENTS[1:]) <= listed
