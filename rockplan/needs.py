@@ -8,8 +8,11 @@ strikes: effort is counted.
 
 A state is the next first execution and what is needed there: everything read later and not made
 before that. A step takes back what ran last, a first execution or a re-execution: what it makes is
-needed no more, what it reads is. Both must fit at once. Of states the one that takes least time
-from there on is followed next (Dijkstra 1959); none is where something less would do as well.
+needed no more, what it reads is. Both must fit at once. Of states the one is followed next that
+takes least time from there on, with what must be spent before it as far as that is known (A*); none
+is where something less would do as well. Before each first execution of the backward phase that is
+found by the same search, as far as it takes little: of the MLP below at 480, 534 and 595 kB 67,000,
+111,000 and 188,000 states prove what 169,000, 234,000 and 298,000 do without.
 
 What is needed holds nothing in vain, and nothing has to be dropped: forwards, by states of what is
 alive, each way to make room leads to a state of its own. Of 124 plans for small networks, that
@@ -26,18 +29,20 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from rockplan.graph import CDGraph
 from rockplan.schedule import Schedule
-from rockplan.windows import Mask, Step, View, bits, checked
+from rockplan.windows import Mask, Step, View, checked
 
 LARGEST = 96
 """Nodes of a graph that is searched. Of random networks of up to 64 all but some were within
 EFFORT, from 64 to 100 about half, at four budgets each; of larger ones few."""
 
-FIRST, EFFORT, OF_PEAK = 25_000, 250_000, 50_000
-"""States reached, in all: before anything else is tried, 0.3 s; when it is given up, about 3 s and
-100 MB with 53 operations; and for any schedule within a budget."""
+FIRST, EFFORT, OF_PEAK, OF_LEVEL = 25_000, 500_000, 50_000, 5_000
+"""States reached, in all: before anything else is tried, 0.3 s; when it is given up, about 5 s and
+110 MB with 53 operations; for any schedule within a budget; and to know what must be spent before
+one first execution."""
 
 CHECKED = 256
 """States after which the clock is looked at."""
@@ -56,95 +61,185 @@ def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
     return None if steps is None else checked(graph, steps, budget_bytes)
 
 
+class State(NamedTuple):
+    """What is needed at a position and its bytes, the time of re-executions from there on, state
+    after, node that runs between the two."""
+
+    position: int
+    needed: Mask
+    bytes: int
+    spent_ns: int
+    after: int
+    node: Step
+
+
+def certain(view: View, position: int) -> Mask:
+    """What every schedule needs at a position: what is read or held later and not made again."""
+    if position == len(view.times_ns):
+        return view.held
+    later = view.held
+    for reads in view.reads[position:]:
+        later |= reads
+    once = sum(1 << k for k, maker in enumerate(view.maker) if maker < 0)
+    return view.made[position] & (view.held | later & once)
+
+
 class Search:
-    """Of one graph within one budget. proven_ns: of every schedule, as far as it went."""
+    """Of one graph within one budget, from the end back or from before one first execution; then
+    only what is needed there counts. proven_ns: of every schedule, as far as it went."""
 
-    def __init__(self, graph: CDGraph, budget_bytes: int) -> None:
+    def __init__(
+        self, graph: CDGraph, budget_bytes: int, view: View | None = None, end: int | None = None
+    ) -> None:
+        view = self.view = view or View(graph)
         self.graph, self.budget_bytes = graph, budget_bytes
-        self.view = View(graph)
-        self.once_ns = self.proven_ns = self.view.rest_ns[0]
-        # Of states: position, what is needed there, state after, node that runs between the two;
-        # by position and what is needed, the least time of re-executions from there on.
-        self.states: list[tuple[int, Mask, int, Step]] = []
-        self.least: dict[tuple[int, Mask], int] = {}
-        self.followed: set[tuple[int, Mask]] = set()
+        self.end = len(view.times_ns) if end is None else end
+        self.once_ns = self.proven_ns = view.rest_ns[0]
+        # Of each step that runs again: what it makes, not needed before it, and what it needs.
+        self.makes = [writes & ~view.held for writes in view.writes]
+        self.inputs = [reads | saved for reads, saved in zip(view.reads, view.saved, strict=True)]
+        # On re-executions before each position at least, as far as it is known.
+        self.spent_ns = [0] * (self.end + 1)
+        self.states: list[State] = []
+        # By position and what is needed, the least time of re-executions from there on, and that
+        # with which a state was followed.
+        self.least: list[dict[Mask, int]] = [{} for _ in self.spent_ns]
+        self.followed: list[dict[Mask, int]] = [{} for _ in self.spent_ns]
         self.queue: list[tuple[int, int, int]] = []
-        self._reach(len(self.view.times_ns), self.view.held, 0, -1, -1)
+        self.limit_ns = math.inf
+        needed = certain(view, self.end)
+        self._reach(State(self.end, needed, view.bytes_of(needed), 0, -1, -1))
 
-    def fastest(self, effort: int, *, deadline: float) -> Schedule | None:
+    def fastest(
+        self, effort: int, *, deadline: float, below_ns: float = math.inf
+    ) -> Schedule | None:
         """None if there is none, or none is known when `effort` states are reached in all: then it
-        goes on when it is asked for more. deadline: as of time.monotonic."""
-        steps = self.steps_within(effort, deadline)
+        goes on when it is asked for more. below_ns: only of those that take less, which it is no
+        more than when it is asked again; deadline: as of time.monotonic."""
+        steps = self.steps_within(min(effort, OF_LEVEL), deadline, below_ns)
+        if steps is None and len(self.states) > OF_LEVEL and effort > OF_LEVEL:
+            if not self.spent_ns[-1]:
+                self._learn()
+            steps = self.steps_within(effort, deadline, below_ns)
         return None if steps is None else checked(self.graph, steps, self.budget_bytes)
 
-    def steps_within(self, effort: int, deadline: float) -> list[Step] | None:
+    def _learn(self) -> None:
+        """What must be spent before the first executions of the backward phase, where no more is
+        needed than in every schedule: one after the other, each from what is known of those before,
+        until one takes more than OF_LEVEL."""
+        known_ns, is_known = 0, True
+        for position in range(self.view.turn + 1, self.end + 1):
+            if is_known and position < self.end:
+                search = Search(self.graph, self.budget_bytes, self.view, position)
+                search.spent_ns = self.spent_ns[: position + 1]
+                is_known = search.steps_within(OF_LEVEL, math.inf) is not None
+                known_ns = max(known_ns, search.proven_ns - search.once_ns)
+            self.spent_ns[position] = known_ns
+
+    def steps_within(
+        self, effort: int, deadline: float, below_ns: float = math.inf
+    ) -> list[Step] | None:
         """Of the fastest schedule, from the start; else as above."""
+        self.limit_ns = below_ns - self.once_ns
         for popped in itertools.count():
-            if not self.queue:
+            if not self.queue or self.queue[0][0] >= self.limit_ns:
+                if below_ns < math.inf:
+                    self.proven_ns = int(below_ns)
                 return None
-            spent_ns, position, number = self.queue[0]
-            self.proven_ns = self.once_ns + spent_ns
+            least_ns, position, number = self.queue[0]
+            self.proven_ns = max(self.proven_ns, self.once_ns + least_ns)
             if position == 0:
                 return list(self._steps(number))
             is_late = popped % CHECKED == 0 and time.monotonic() >= deadline
             if is_late or len(self.states) > effort:
                 return None
             heapq.heappop(self.queue)
-            needed = self.states[number][1]
-            if self.least[position, needed] == spent_ns and not self._is_dominated(
-                position, needed
-            ):
-                self.followed.add((position, needed))
-                self._follow(number, spent_ns)
+            if not self._is_dominated(self.states[number]):
+                self._take_back_first(number)
+                self._take_back_again(number)
         raise AssertionError
 
     def _steps(self, number: int) -> Iterator[Step]:
         while True:
-            _, _, number, node = self.states[number]
+            *_, number, node = self.states[number]
             if node < 0:
                 return
             yield node
 
-    def _is_dominated(self, position: int, needed: Mask) -> bool:
-        """Was it followed, or something that needs one storage less, at no more time?"""
-        if (position, needed) in self.followed:
+    def _is_dominated(self, state: State) -> bool:
+        """Was another way to it shorter, or was it followed, or something that needs one storage
+        less, at no more time? Else it is followed now."""
+        position, needed, _, spent_ns, *_ = state
+        if self.least[position][needed] < spent_ns:
             return True
-        return any((position, needed ^ 1 << k) in self.followed for k in bits(needed))
+        followed, never = self.followed[position], spent_ns + 1
+        if followed.get(needed, never) <= spent_ns:
+            return True
+        rest = needed
+        while rest:
+            low = rest & -rest
+            if followed.get(needed ^ low, never) <= spent_ns:
+                return True
+            rest ^= low
+        followed[needed] = spent_ns
+        return False
 
-    def _reach(self, position: int, needed: Mask, spent_ns: int, after: int, node: Step) -> None:
-        key = position, needed
-        if spent_ns < self.least.get(key, spent_ns + 1):
-            self.least[key] = spent_ns
-            self.states.append((position, needed, after, node))
-            heapq.heappush(self.queue, (spent_ns, position, len(self.states) - 1))
+    def _reach(self, state: State) -> None:
+        """At less time than before."""
+        position, needed, _, spent_ns, *_ = state
+        self.least[position][needed] = spent_ns
+        self.states.append(state)
+        least_ns = spent_ns + self.spent_ns[position]
+        heapq.heappush(self.queue, (least_ns, position, len(self.states) - 1))
 
-    def _follow(self, number: int, spent_ns: int) -> None:
-        """All that may have run last."""
+    def _take_back_first(self, number: int) -> None:
+        """The first execution may have run last."""
         view = self.view
-        position, needed, _, _ = self.states[number]
+        position, needed, bytes_, spent_ns, *_ = self.states[number]
         first = position - 1
         saved = view.saved[first] & needed
         makes = view.writes[first] | saved
-        if not needed & view.gone[first] & ~makes:
-            before = needed & ~makes | view.reads[first]
-            if self._fits(first, before, needed, view.bytes_of(saved)):
-                self._reach(first, before, spent_ns, number, first)
-        tried: set[Step] = set()
-        for k in bits(needed & ~view.held):
-            i = view.maker[k]
-            if 0 <= i < position and i not in tried:
-                tried.add(i)
-                before = needed & ~(view.writes[i] & ~view.held) | view.reads[i] | view.saved[i]
-                if self._fits(i, before, needed, view.again_bytes(i, position)):
-                    self._reach(position, before, spent_ns + view.times_ns[i], number, i)
+        if needed & view.gone[first] & ~makes:
+            return
+        stays = needed & ~makes
+        before = stays | view.reads[first]
+        limit_ns = self.limit_ns - self.spent_ns[first]
+        if spent_ns >= self.least[first].get(before, limit_ns):
+            return
+        before_bytes = bytes_ - view.bytes_of(needed & makes)
+        before_bytes += view.bytes_of(view.reads[first] & ~stays)
+        over = before_bytes + view.extra_bytes[first] + view.bytes_of(saved) - self.budget_bytes
+        if over <= 0 or self._may_take_over(first, before, needed, over):
+            self._reach(State(first, before, before_bytes, spent_ns, number, first))
 
-    def _fits(self, node: Step, before: Mask, after: Mask, more_bytes: int) -> bool:
-        """Do what is needed before the node and what it makes fit? In the storage of an operand
-        that is needed no more, if need be, unless it makes another copy of something."""
+    def _take_back_again(self, number: int) -> None:
+        """All that may have run last for another time."""
+        view, makes, inputs = self.view, self.makes, self.inputs
+        maker, times_ns, extra_bytes = view.maker, view.times_ns, view.extra_bytes
+        position, needed, bytes_, spent_ns, *_ = self.states[number]
+        least, limit_ns = self.least[position], self.limit_ns - self.spent_ns[position]
+        rest = needed & ~view.held
+        while rest:
+            i = maker[(rest & -rest).bit_length() - 1]
+            if not 0 <= i < position:
+                rest &= rest - 1
+                continue
+            rest &= ~makes[i]
+            stays = needed & ~makes[i]
+            more = inputs[i] & ~stays
+            before = stays | more
+            before_ns = spent_ns + times_ns[i]
+            if before_ns >= least.get(before, limit_ns):
+                continue
+            before_bytes = bytes_ - view.bytes_of(needed & makes[i]) + view.bytes_of(more)
+            over = before_bytes + extra_bytes[i] + view.again_bytes(i, position) - self.budget_bytes
+            if over <= 0 or self._may_take_over(i, before, needed, over):
+                self._reach(State(position, before, before_bytes, before_ns, number, i))
+
+    def _may_take_over(self, node: Step, before: Mask, after: Mask, over: int) -> bool:
+        """Is there an operand of so many bytes, needed no more after the node, in whose storage it
+        may write? Not if it makes another copy of something."""
         view = self.view
-        over = view.bytes_of(before) + view.extra_bytes[node] + more_bytes - self.budget_bytes
-        if over <= 0:
-            return True
         if before & view.writes[node]:
             return False
         free = before & ~after

@@ -377,15 +377,16 @@ def plan_anew(
         return _finish(problem, found, budget_bytes, graph.time_ns)
     search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
 
-    def optimal(effort: int) -> Plan | None:
-        optimum = None
-        if search is not None:
-            report("searching the whole graph")
-            optimum = search.fastest(effort, deadline=deadline)
-        if search is None or optimum is None:
+    def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
+        """known: looked for is what is faster."""
+        if search is None:
             return None
-        found = Improved(optimum, is_complete=True)
-        return _finish(problem, found, budget_bytes, search.proven_ns)
+        report("searching the whole graph")
+        below_ns = math.inf if known is None else simulate(graph, known).time_ns
+        optimum = search.fastest(effort, deadline=deadline, below_ns=below_ns) or known
+        if optimum is None or search.proven_ns < simulate(graph, optimum).time_ns:
+            return None
+        return _finish(problem, Improved(optimum, is_complete=True), budget_bytes, search.proven_ns)
 
     if (plan := optimal(needs.FIRST)) is not None:
         return plan
@@ -399,7 +400,7 @@ def plan_anew(
         assert relaxed is not None
         proven_ns = max(relaxed.bound_ns, 0 if search is None else search.proven_ns)
         return _finish(problem, Improved(near, is_complete), budget_bytes, proven_ns)
-    if (plan := optimal(needs.EFFORT)) is not None:
+    if (plan := optimal(needs.EFFORT, near)) is not None:
         return plan
     # Of a small graph blocks lead to nothing where the relaxation does not.
     blocks = common.chain() if near is not None or not _is_small(graph) else None
