@@ -203,6 +203,48 @@ class Replaces(nn.Module):
         return self.b(self.a(x))
 
 
+class Backward(torch.autograd.Function):
+    """A checkpoint whose gradients of parameters do not come by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: nn.Module, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        ctx.inner = inner
+        ctx.save_for_backward(x)
+        y: torch.Tensor = inner(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.inner(x), gradient)
+        return None, x.grad, None, None
+
+
+class AsksForGradients(nn.Module):
+    """Has autograd do what its caller finds in `.grad`, beside the gradients of the result."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(4, 4), nn.Linear(4, 4), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.how == "function":
+            return Backward.apply(self.b, self.a(x), *self.b.parameters())
+        if self.how == "backward":
+            self.b(x).sum().backward()
+        if self.how == "input":
+            x.requires_grad_()
+        if self.how == "parameter":
+            self.b.requires_grad_(False)
+        if self.how == "detached":
+            return self.a(x).detach().requires_grad_().tanh()
+        x = x.detach().clone().requires_grad_() if self.how == "leaf" else self.a(x)
+        if self.how == "retained":
+            x.retain_grad()
+        return self.b(x), x
+
+
 def frozen() -> nn.Module:
     return nn.Linear(4, 4).requires_grad_(False)
 
@@ -418,6 +460,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.UnsupportedModel,
         ["affine_grid_generator", "enabled=False"],
     ),
+    **{
+        f"gradients of its own, {how}": (
+            functools.partial(AsksForGradients, how),
+            SAMPLE,
+            rockplan.NothingToDifferentiate if how == "detached" else rockplan.UnsupportedModel,
+            words,
+        )
+        for how, words in {
+            "function": ["`.grad` of the parameter 'b.weight'", "torch.autograd.grad"],
+            "backward": ["`.grad` of the parameter 'b.weight'", "torch.autograd.grad"],
+            "input": ["`requires_grad` of leaf 0 of the arguments", "detach()"],
+            "parameter": ["`requires_grad` of the parameter 'b.weight'", "before the call"],
+            "leaf": ["leaf 1", "requires_grad_()", "pass in"],
+            "retained": ["leaf 1", "retain_grad()", "on the result"],
+            "detached": ["detached"],
+        }.items()
+    },
     "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
     "lazy": (lambda: nn.LazyLinear(4), SAMPLE, rockplan.InvalidInput, ["lazy", "run"]),

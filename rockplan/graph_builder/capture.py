@@ -33,12 +33,13 @@ from rockplan.errors import (
     UnsupportedModel,
 )
 from rockplan.graph import ValueRef
-from rockplan.graph_builder import draws, swap
+from rockplan.graph_builder import draws, own_gradients, swap
 from rockplan.graph_builder.reads import ValueReader
 from rockplan.graph_builder.record import (
     RecordedCall,
     RecordedValue,
     Recorder,
+    node_name,
 )
 from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
 
@@ -124,6 +125,7 @@ def capture(
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
+        kept = own_gradients.kept(_named_stand_ins(stand_ins, real_leaves, *names))
         recorder.begin_forward()
         reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
         registered = _registered_tensors(module)
@@ -139,6 +141,8 @@ def capture(
             made_from = _made_from(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
+        own_gradients.refuse_changes(kept)
+        own_gradients.refuse_none(found)
         _refuse_side_effects(module, attributes, registered, stand_ins)
         _refuse_changes(first.data, swap.plain_data(module))
         written = _written_constants(recorder)
@@ -291,6 +295,19 @@ def _tensor_names(
     return parameters, buffers
 
 
+def _named_stand_ins(
+    stand_ins: _StandIns,
+    leaves: dict[int, torch.Tensor],
+    parameters: list[tuple[str, torch.Tensor]],
+    buffers: list[tuple[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """The stand-ins of arguments, parameters and buffers by what a message calls them."""
+    real = {f"leaf {i} of the arguments": leaf for i, leaf in leaves.items()}
+    real |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
+    real |= {f"the buffer '{name}'": tensor for name, tensor in buffers}
+    return {name: stand_ins.of(tensor) for name, tensor in real.items()}
+
+
 def _refuse_hooks(module: nn.Module) -> None:
     """Hooks of submodules would run during capture only. Those of the root run around the
     planned forward as always; those of libraries that compute weights are part of the graph."""
@@ -409,12 +426,13 @@ def _refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None
     reaches a tensor that requires a gradient and is neither a parameter of the module nor an
     argument: eager would accumulate into it, a plan would not."""
     for node in _nodes(roots):
-        fills_a_constant = node.name() == "MaskedFillBackward1" and not node.next_functions[-1][0]
-        if node.name() in _BY_VALUES and not fills_a_constant:
+        name = node_name(node)
+        fills_a_constant = name == "MaskedFillBackward1" and not node.next_functions[-1][0]
+        if name in _BY_VALUES and not fills_a_constant:
             raise UnsupportedModel.at(
                 *recorder.place_of(node),
                 "eager execution computes a gradient in a way that depends on values, which a plan "
-                f"cannot see. It is that of {_BY_VALUES[node.name()]}",
+                f"cannot see. It is that of {_BY_VALUES[name]}",
             )
     for leaf in _leaves(roots):
         if not isinstance(leaf, FakeTensor):
@@ -424,7 +442,7 @@ def _refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None
 def _leaves(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """What the backward pass from there reaches."""
     roots = list(outputs)
-    accumulating = (n for n in _nodes(roots) if n.name() == "torch::autograd::AccumulateGrad")
+    accumulating = (n for n in _nodes(roots) if node_name(n) == "torch::autograd::AccumulateGrad")
     leaves = {n.variable for n in accumulating}  # type: ignore[attr-defined]
     return leaves | {t for t in roots if t.grad_fn is None}
 
@@ -505,6 +523,7 @@ def _output_leaves(
     for position, (output, first) in enumerate(zip(outputs, _firsts(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
             _refuse_alias(recorder, output, position)
+            own_gradients.refuse_of_result(output, position)
             value, tangent = recorder.value(output), tangents.get(position)
             leaf = (value, None, first, made_from[position], tangent, output.requires_grad)
             found.append(OutputLeaf(*leaf))

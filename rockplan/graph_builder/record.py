@@ -72,6 +72,13 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     )
 
 
+def node_name(node: torch.autograd.graph.Node) -> str:
+    """What autograd calls `node`: of a custom function's, `name` may be an attribute that the
+    function has set."""
+    name: str = type(node).name(node)
+    return name
+
+
 ReadValue = Callable[["Recorder", OpOverload, Call, str, str], object]
 
 
@@ -92,7 +99,7 @@ def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...
     if func is not torch.ops.aten.mul.Tensor or args[0].dtype is not torch.bool:
         return func, args
     node = torch._C._current_autograd_node()
-    if args[0].device.type != "cpu" or node is None or node.name() not in _OF_ALL_ELEMENTS:
+    if args[0].device.type != "cpu" or node is None or node_name(node) not in _OF_ALL_ELEMENTS:
         return func, args
     return torch.ops.aten.where.ScalarOther, (*args, 0.0)
 

@@ -1,0 +1,81 @@
+"""Own gradients: what the forward asks of autograd beside the gradients that a plan hands back.
+
+A plan returns gradients of parameters and arguments to autograd. In eager execution the forward
+can also run backward itself, which adds to `.grad` at once, say which tensors get a gradient from
+now on, or return a tensor of its own that gets one. A planned step would do nothing of that, so
+each is refused.
+
+takes: tensors of a recorded run. guarantees: what is not refused gets its gradient by the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rockplan.errors import NothingToDifferentiate, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What autograd kept of a tensor, which a message calls `name`, before the run: does it get a
+    gradient, and which one has it got? (Where that is added to in place, its version says so.)"""
+
+    name: str
+    tensor: torch.Tensor
+    requires_grad: bool
+    gradient: torch.Tensor | None
+    version: int
+
+
+def kept(named: Mapping[str, torch.Tensor]) -> tuple[Kept, ...]:
+    """Of tensors by name, before a run."""
+    return tuple(_kept(name, tensor) for name, tensor in named.items())
+
+
+def _kept(name: str, tensor: torch.Tensor) -> Kept:
+    gradient = tensor.grad
+    version = -1 if gradient is None else gradient._version
+    return Kept(name, tensor, tensor.requires_grad, gradient, version)
+
+
+def refuse_changes(before: Iterable[Kept]) -> None:
+    """Raise where the run has changed what autograd keeps of a leaf."""
+    for one in before:
+        if not one.tensor.is_leaf:
+            continue
+        now = _kept(one.name, one.tensor)
+        if now.requires_grad != one.requires_grad:
+            raise UnsupportedModel(
+                f"the forward changes `requires_grad` of {one.name}, which a planned step would "
+                "not do; change it before the call, or take another tensor (x = x.detach())"
+            )
+        if now.gradient is not one.gradient or now.version != one.version:
+            raise UnsupportedModel(
+                f"the forward, or a backward of its own, adds to the `.grad` of {one.name} itself "
+                "(backward() in the forward or in a custom autograd.Function), which a planned "
+                "step would not do; use torch.autograd.grad and return the gradients. Where it is "
+                "a checkpoint, leave it out: a plan computes again by itself"
+            )
+
+
+def refuse_of_result(output: torch.Tensor, position: int) -> None:
+    """Raise where a result gets a gradient of its own, which the caller would find in `.grad`."""
+    if output.requires_grad and (output.is_leaf or output.retains_grad):
+        raise UnsupportedModel(
+            f"leaf {position} of the module's result is a tensor whose gradient the forward asks "
+            "for (requires_grad_() or retain_grad()), and would stay without it in a planned step; "
+            "detach it, call retain_grad() on the result, or pass in the tensor that requires a "
+            "gradient"
+        )
+
+
+def refuse_none(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise where the backward pass reaches nothing that is the caller's."""
+    if all(gradient is None for gradient in gradients):
+        raise NothingToDifferentiate(
+            "the result requires a gradient, but depends on no parameter and no input by autograd "
+            "(they are detached on the way to it), so there is no backward pass to plan"
+        )
