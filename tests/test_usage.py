@@ -1492,3 +1492,32 @@ def test_autocast_changed_between_calls() -> None:
 
     for step in range(2):
         both(planned, eager, use, f"step {step}")
+
+
+def test_autocast_without_its_cache_of_weights() -> None:
+    """A weight is cast, and its gradient cast back, at each use."""
+    torch.manual_seed(0)
+    case = Case("shared", Repeated(), (torch.randn(32, 16),), {}, mean_square)
+    planned, eager = pair(case, "100%")
+
+    def use(module: nn.Module) -> None:
+        for cache in (True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                result = module(SAMPLE)
+            mean_square(result.sum(1).float()).backward()
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+class Repeated(nn.Module):
+    """The same layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+        return x
