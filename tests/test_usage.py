@@ -1521,3 +1521,16 @@ class Repeated(nn.Module):
         for _ in range(3):
             x = torch.tanh(self.linear(x))
         return x
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.inference_mode, functools.partial(torch.autograd.set_detect_anomaly, True)],
+    ids=["inference_mode", "anomaly"],
+)
+def test_planning_under_a_mode(mode: Any) -> None:
+    case = net_case(32)
+    eager = twin(case)
+    with mode():
+        planned = solve_case(case, "100%", options=rockplan.Options(cache=False))
+    both(planned, eager, case.step, "afterwards")
