@@ -391,6 +391,24 @@ def test_frozen_parameters() -> None:
     both(planned, eager, case.step, "frozen after planning")
 
 
+@pytest.mark.parametrize("on_mismatch", ["replan", "error"])
+def test_nothing_requires_a_gradient_for_a_while(on_mismatch: Any) -> None:
+    """The generator of a GAN is frozen while the discriminator trains."""
+    options = rockplan.Options(on_mismatch=on_mismatch)
+    planned, eager = pair(net_case(32), "100%", options=options)
+
+    def use(module: nn.Module) -> torch.Tensor:
+        module.requires_grad_(False)
+        result: torch.Tensor = module(SAMPLE)
+        module.requires_grad_(True)
+        mean_square(module(SAMPLE)).backward()
+        return result
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+    assert len(planned.plans) == 1
+
+
 class LowRank(nn.Module):
     """LoRA: a frozen layer and a trained low-rank update beside it."""
 
