@@ -391,6 +391,24 @@ def test_frozen_parameters() -> None:
     both(planned, eager, case.step, "frozen after planning")
 
 
+@pytest.mark.parametrize("on_mismatch", ["replan", "error"])
+def test_nothing_requires_a_gradient_for_a_while(on_mismatch: Any) -> None:
+    """The generator of a GAN is frozen while the discriminator trains."""
+    options = rockplan.Options(on_mismatch=on_mismatch)
+    planned, eager = pair(net_case(32), "100%", options=options)
+
+    def use(module: nn.Module) -> torch.Tensor:
+        module.requires_grad_(False)
+        result: torch.Tensor = module(SAMPLE)
+        module.requires_grad_(True)
+        mean_square(module(SAMPLE)).backward()
+        return result
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+    assert len(planned.plans) == 1
+
+
 class LowRank(nn.Module):
     """LoRA: a frozen layer and a trained low-rank update beside it."""
 
@@ -1493,3 +1511,45 @@ def test_autocast_changed_between_calls() -> None:
 
     for step in range(2):
         both(planned, eager, use, f"step {step}")
+
+
+def test_autocast_without_its_cache_of_weights() -> None:
+    """A weight is cast, and its gradient cast back, at each use."""
+    torch.manual_seed(0)
+    case = Case("shared", Repeated(), (torch.randn(32, 16),), {}, mean_square)
+    planned, eager = pair(case, "100%")
+
+    def use(module: nn.Module) -> None:
+        for cache in (True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                result = module(SAMPLE)
+            mean_square(result.sum(1).float()).backward()
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+class Repeated(nn.Module):
+    """The same layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.inference_mode, functools.partial(torch.autograd.set_detect_anomaly, True)],
+    ids=["inference_mode", "anomaly"],
+)
+def test_planning_under_a_mode(mode: Any) -> None:
+    case = net_case(32)
+    eager = twin(case)
+    with mode():
+        planned = solve_case(case, "100%", options=rockplan.Options(cache=False))
+    both(planned, eager, case.step, "afterwards")

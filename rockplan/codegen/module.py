@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -246,7 +247,8 @@ class Planned:
             _bind_again(self, state.programs)
             bound = _matching(state.programs.get(key, ()), leaves)
         if bound is None:
-            if not self.training or state.on_mismatch == "original":
+            is_original = state.on_mismatch == "original" or not _has_gradients(self, leaves)
+            if is_original or not self.training:
                 return None
             _refuse_capture(self, leaves)
             if state.on_mismatch == "error":
@@ -389,6 +391,12 @@ def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
         return _run(bound, pytree.tree_leaves((args, kwargs)), _no_other_plan)
 
     return forward
+
+
+def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
+    """Does anything require a gradient? (Of a GAN one half does not while the other trains.)"""
+    arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return any(t.requires_grad for t in itertools.chain(module.parameters(), arguments))
 
 
 def _refuse_transforms() -> None:

@@ -269,34 +269,44 @@ def _memory(storages: Sequence[int], mutated: Sequence[int]) -> tuple[int | None
     return tuple(map(first.get, storages))
 
 
-Autocast = tuple[torch.dtype | None, ...]
-"""For each device type the dtype of autocast, None if it is off."""
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """dtypes: for each device type the dtype of autocast, None if it is off; cached: a weight that
+    is used several times is cast once."""
+
+    dtypes: tuple[torch.dtype | None, ...]
+    cached: bool
+
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
 def autocast_state() -> Autocast:
     """The autocast state of this thread."""
-    return tuple(
+    dtypes = tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in _DEVICE_TYPES
     )
+    return Autocast(dtypes, torch.is_autocast_cache_enabled())
 
 
 @contextlib.contextmanager
 def under_autocast(state: Autocast) -> Iterator[None]:
     """Run under the autocast state of another moment."""
     with contextlib.ExitStack() as stack:
-        for kind, dtype in zip(_DEVICE_TYPES, state, strict=True):
+        for kind, dtype in zip(_DEVICE_TYPES, state.dtypes, strict=True):
             if dtype is not None or torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
+                entered = torch.autocast(
+                    kind, dtype, enabled=dtype is not None, cache_enabled=state.cached
+                )
+                stack.enter_context(entered)
         yield
 
 
 def _global_key() -> tuple[Any, ...]:
     """Switches of PyTorch that decide which operators a module calls."""
     return (
-        *autocast_state(),
+        autocast_state(),
         torch.get_default_dtype(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -114,7 +114,8 @@ def capture(
     reader = ValueReader()
     recorder = Recorder(fake_mode, reader.read)
     stand_ins = _StandIns(fake_mode, recorder)
-    with swap.function_caches(fake_mode), swap.restored(module) as attributes:
+    modes = swap.without_modes()
+    with modes, swap.function_caches(fake_mode), swap.restored(module) as attributes:
         names = _tensor_names(module)
         real_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         fake_leaves = [

@@ -306,6 +306,14 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Leave modes of the caller in which autograd records nothing (inference mode), or looks at
+    the values of gradients (anomaly mode)."""
+    with torch.inference_mode(False), torch.autograd.set_detect_anomaly(False):
+        yield
+
+
+@contextlib.contextmanager
 def values_told(read: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
     """Methods that tell Python the values of a whole tensor, and call no operator for it, do so of
     the real tensor that `read` gives, where it gives one."""
