@@ -41,7 +41,13 @@ from rockplan.graph_builder.record import (
     Recorder,
     node_name,
 )
-from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
+from rockplan.interface import (
+    Guard,
+    Incoming,
+    OutputLeaf,
+    computed_attributes,
+    foreign_hooks,
+)
 
 # Of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
@@ -309,8 +315,16 @@ def _named_stand_ins(
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Hooks of submodules would run during capture only. Those of the root run around the
-    planned forward as always; those of libraries that compute weights are part of the graph."""
+    """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
+    around the planned forward as always; those of libraries that compute weights are part of the
+    graph."""
+    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in _HOOKS))
+    if of_all and any(True for _ in module.children()):
+        raise UnsupportedModel(
+            f"the hook {getattr(of_all[0], '__qualname__', of_all[0])} on all modules "
+            "(register_module_forward_hook and the like) would not run in the submodules of a "
+            "planned step; remove it, or use the original module while it is there"
+        )
     for path, m in module.named_modules():
         hooks = [h for name in _HOOKS for h in (m.__dict__.get(name) or {}).values()]
         foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
