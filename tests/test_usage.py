@@ -20,6 +20,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
@@ -842,6 +843,20 @@ def test_hook_on_a_submodule_after_planning_is_refused() -> None:
     planned.head.register_forward_hook(lambda m, a, r: None)
     with pytest.raises(rockplan.UnsupportedModel, match="head"):
         planned(*case.args)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+def test_quantization_aware_training() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    eager = quantization.prepare_qat(net.train())
+    eager(SAMPLE)
+    planned = rockplan.solve(copy.deepcopy(eager), SAMPLE, BUDGET)
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "observed")
+    for module in (planned, eager):
+        module.apply(quantization.disable_observer)
+    both(planned, eager, lambda m: mean_square(m(2 * SAMPLE)).backward(), "not observed")
 
 
 def test_hooks_on_all_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from rockplan.errors import (
     NothingToDifferentiate,
     RockplanError,
     UnsupportedModel,
+    ValueDependentControlFlow,
 )
 from rockplan.graph import ValueRef
 from rockplan.graph_builder import draws, own_gradients, swap
@@ -49,11 +50,14 @@ from rockplan.interface import (
     foreign_hooks,
 )
 
+# Fake tensors have no values that a kernel could look at.
+_NO_VALUES = "data is not allocated yet"
 # Of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
-_PURE_HOOKS = ("torch.nn.utils.", "transformers.")
+# weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
+# transformers collects outputs in hooks.
+_PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
@@ -270,6 +274,10 @@ class _StandIns:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._of.get(id(tensor))
         if found is None:
+            if tensor.is_nested:
+                raise UnsupportedModel(
+                    "nested tensors cannot be planned; pad them (to_padded_tensor) before the call"
+                )
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
             found = self._fake_mode.from_tensor(source, static_shapes=True)
             self._of[id(tensor)] = found
@@ -357,6 +365,12 @@ def _call_module(
                 "result of other operations, else eager would fail, too); autograd would not be "
                 "told of the change by a planned step. Change a clone of it (x = x.clone()), or "
                 "use the operator without the underscore"
+            ) from error
+        if _NO_VALUES in str(error):
+            raise ValueDependentControlFlow(
+                "a function of PyTorch reads values of a tensor while the forward runs, of which "
+                "a plan knows shapes alone (those of a PackedSequence, for instance). Pass padded "
+                "tensors, or leave that function outside of the module"
             ) from error
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
