@@ -27,6 +27,16 @@ def computed_attributes(module: Any) -> frozenset[str]:
     return names.union(_OF_RECURRENT_WEIGHTS) if names else names
 
 
+_TRACKERS = ("torch.", "rockplan.")
+
+
+def foreign_hooks(*registries: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Hooks on all modules of the process, without those by which PyTorch and we follow which
+    module runs: they change nothing."""
+    hooks = (hook for registry in registries for hook in registry.values())
+    return tuple(h for h in hooks if not str(h.__module__).startswith(_TRACKERS))
+
+
 @dataclass(frozen=True, slots=True)
 class OutputLeaf:
     """One leaf of the module's result: a tensor (`value`) or a literal.

@@ -477,6 +477,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
             "detached": ["detached"],
         }.items()
     },
+    "packed sequence": (
+        lambda: nn.GRU(4, 4),
+        (nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)]),),
+        rockplan.ValueDependentControlFlow,
+        ["PackedSequence", "padded"],
+    ),
+    **{
+        f"nested tensor, {layout}": (
+            lambda: nn.Linear(4, 4),
+            torch.nested.nested_tensor([SAMPLE, SAMPLE[1:]], layout=layout),
+            rockplan.UnsupportedModel,
+            ["nested", "to_padded_tensor"],
+        )
+        for layout in (torch.strided, torch.jagged)
+    },
     "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
     "lazy": (lambda: nn.LazyLinear(4), SAMPLE, rockplan.InvalidInput, ["lazy", "run"]),

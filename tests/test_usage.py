@@ -20,10 +20,13 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import rockplan
 from benchmarks.models import Case
@@ -860,6 +863,39 @@ def test_hook_on_a_submodule_after_planning_is_refused() -> None:
         planned(*case.args)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+def test_quantization_aware_training() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    eager = quantization.prepare_qat(net.train())
+    eager(SAMPLE)
+    planned = rockplan.solve(copy.deepcopy(eager), SAMPLE, BUDGET)
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "observed")
+    for module in (planned, eager):
+        module.apply(quantization.disable_observer)
+    both(planned, eager, lambda m: mean_square(m(2 * SAMPLE)).backward(), "not observed")
+
+
+def test_hooks_on_all_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+
+    def step(module: nn.Module) -> None:
+        mean_square(module(SAMPLE)).backward()
+
+    with register_module_forward_hook(lambda m, a, r: 2 * r if type(m) is nn.Linear else None):
+        for use in (planned, lambda x: rockplan.solve(model, x, BUDGET)):
+            with pytest.raises(rockplan.UnsupportedModel, match=r"on all modules.*remove it"):
+                use(SAMPLE)
+    both(planned, eager, step, "without the hook")
+    with FlopCounterMode(display=False):  # follows modules by hooks
+        both(planned, eager, step, "counted")
+    assert len(made) == 3  # the first, and those that were refused
+
+
 def test_threads() -> None:
     torch.manual_seed(0)
     cases = [encoder_without_dropout() for _ in range(4)]
@@ -1260,6 +1296,9 @@ def test_saved_tensors_hooks_of_the_caller() -> None:
     planned, eager = pair(net_case(32))
     with torch.autograd.graph.save_on_cpu():
         both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "save_on_cpu")
+    compressed = torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float())
+    with compressed, pytest.warns(UserWarning, match=r"saved tensors.*have no effect"):
+        planned(SAMPLE)
 
 
 def test_functional_call() -> None:

@@ -218,6 +218,7 @@ class Planned:
         if not torch.is_grad_enabled():
             return _run_original(self, args, kwargs)
         _refuse_transforms()
+        _warn_of_saved_tensor_hooks()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
         bound = _matching(state.programs.get(key, ()), leaves)
@@ -410,6 +411,18 @@ def _refuse_transforms() -> None:
             "a planned module has no forward-mode derivatives (torch.autograd.forward_ad, "
             "dual_level): tangents would be lost; use the original module there, or call the "
             "planned one outside of the dual level"
+        )
+
+
+def _warn_of_saved_tensor_hooks() -> None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and not str(hooks[0].__module__).startswith("torch."):
+        warnings.warn(
+            "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks) see nothing of what "
+            "a planned module keeps for its backward pass: those that change values (compression) "
+            "have no effect on it. Use the original module, or leave them out around the planned "
+            "one",
+            stacklevel=2,
         )
 
 

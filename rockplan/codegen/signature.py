@@ -15,10 +15,11 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from rockplan.codegen import parametrizations
 from rockplan.contents import Contents, contents_of, described, is_same
-from rockplan.interface import computed_attributes
+from rockplan.interface import computed_attributes, foreign_hooks
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -314,4 +315,17 @@ def _global_key() -> tuple[Any, ...]:
         torch.backends.mkldnn.enabled,
         torch.backends.cudnn.enabled,
         parametrizations.are_cached(),
+        *_hooks_on_all_modules(),
+    )
+
+
+def _hooks_on_all_modules() -> map[int]:
+    return map(
+        id,
+        foreign_hooks(
+            module_hooks._global_forward_hooks,
+            module_hooks._global_forward_pre_hooks,
+            module_hooks._global_backward_hooks,
+            module_hooks._global_backward_pre_hooks,
+        ),
     )

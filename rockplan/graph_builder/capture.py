@@ -31,6 +31,7 @@ from rockplan.errors import (
     NothingToDifferentiate,
     RockplanError,
     UnsupportedModel,
+    ValueDependentControlFlow,
 )
 from rockplan.graph import ValueRef
 from rockplan.graph_builder import draws, own_gradients, swap
@@ -41,13 +42,22 @@ from rockplan.graph_builder.record import (
     Recorder,
     node_name,
 )
-from rockplan.interface import Guard, Incoming, OutputLeaf, computed_attributes
+from rockplan.interface import (
+    Guard,
+    Incoming,
+    OutputLeaf,
+    computed_attributes,
+    foreign_hooks,
+)
 
+# Fake tensors have no values that a kernel could look at.
+_NO_VALUES = "data is not allocated yet"
 # Of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# weight_norm and spectral_norm compute weights in hooks; transformers collects outputs in hooks.
-_PURE_HOOKS = ("torch.nn.utils.", "transformers.")
+# weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
+# transformers collects outputs in hooks.
+_PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
@@ -265,6 +275,10 @@ class _StandIns:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._of.get(id(tensor))
         if found is None:
+            if tensor.is_nested:
+                raise UnsupportedModel(
+                    "nested tensors cannot be planned; pad them (to_padded_tensor) before the call"
+                )
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
             found = self._fake_mode.from_tensor(source, static_shapes=True)
             self._of[id(tensor)] = found
@@ -310,8 +324,16 @@ def _named_stand_ins(
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Hooks of submodules would run during capture only. Those of the root run around the
-    planned forward as always; those of libraries that compute weights are part of the graph."""
+    """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
+    around the planned forward as always; those of libraries that compute weights are part of the
+    graph."""
+    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in _HOOKS))
+    if of_all and any(True for _ in module.children()):
+        raise UnsupportedModel(
+            f"the hook {getattr(of_all[0], '__qualname__', of_all[0])} on all modules "
+            "(register_module_forward_hook and the like) would not run in the submodules of a "
+            "planned step; remove it, or use the original module while it is there"
+        )
     for path, m in module.named_modules():
         hooks = [h for name in _HOOKS for h in (m.__dict__.get(name) or {}).values()]
         foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
@@ -344,6 +366,12 @@ def _call_module(
                 "result of other operations, else eager would fail, too); autograd would not be "
                 "told of the change by a planned step. Change a clone of it (x = x.clone()), or "
                 "use the operator without the underscore"
+            ) from error
+        if _NO_VALUES in str(error):
+            raise ValueDependentControlFlow(
+                "a function of PyTorch reads values of a tensor while the forward runs, of which "
+                "a plan knows shapes alone (those of a PackedSequence, for instance). Pass padded "
+                "tensors, or leave that function outside of the module"
             ) from error
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
