@@ -31,6 +31,7 @@ from rockplan.errors import (
     CheckFailed,
     InfeasibleBudget,
     InvalidInput,
+    MissingLibrary,
     PlanFormatError,
     RockplanError,
 )
@@ -187,7 +188,7 @@ def _exit_code(error: Exception) -> ExitCode:
             return ExitCode.MODEL
         case CheckFailed():
             return ExitCode.FAILED
-        case InvalidInput() | OSError():
+        case InvalidInput() | MissingLibrary() | OSError():
             return ExitCode.USAGE
     raise error
 

@@ -604,3 +604,12 @@ def test_plot_a_model_beside_what_was_measured(measure: str) -> None:
 def test_plot_refuses_other_files(plan_file: Path, output: str) -> None:
     assert output in errors("plot", str(plan_file), "-o", output, code=ExitCode.USAGE)
     assert "--budget" in errors("plot", str(plan_file), "-b", "1MB", code=ExitCode.USAGE)
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = errors("plot", str(plan_file), "-o", "plan.svg", code=ExitCode.USAGE)
+    assert "pip install 'rockplan[plot]'" in found
