@@ -1110,7 +1110,11 @@ class DrawsFromGlobal(nn.Linear):
         return super().forward(x) * float(RANDOM.random())
 
 
-def test_draws_from_a_global_generator_are_refused() -> None:
+@pytest.mark.parametrize("package", ["tests", "torch_utils"])
+def test_draws_from_a_global_generator_are_refused(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrawsFromGlobal, "__module__", f"{package}.layers")
     before = copy.deepcopy(RANDOM)
     with pytest.raises(rockplan.UnsupportedModel, match="draws from RANDOM .a Generator"):
         rockplan.solve(DrawsFromGlobal(4, 4), SAMPLE, "100%")

@@ -92,7 +92,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
             for part in _parts(value):
                 yield path, f"self.{name}", part
         for base in type(m).__mro__:
-            if base not in seen and not str(base.__module__).startswith("torch"):
+            if base not in seen and str(base.__module__).partition(".")[0] != "torch":
                 seen.add(base)
                 for name, value in vars(base).items():
                     yield path, f"{base.__name__}.{name}", value
