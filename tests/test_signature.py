@@ -325,6 +325,11 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
         lambda held: float(held.sum()),
         lambda held: held.data.fill_(2.0),
     ),
+    "number in a tensor, none at first": (
+        lambda: torch.tensor(float("nan")),
+        lambda held: 3.0 if math.isnan(held.item()) else held.item(),
+        lambda held: held.fill_(2.0),
+    ),
     "decision on a tensor": (
         lambda: torch.tensor([True, False]),
         lambda held: 1.0 if held.all() else 2.0,

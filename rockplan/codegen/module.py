@@ -41,6 +41,7 @@ from rockplan.codegen.signature import (
     signature_holds,
     under_autocast,
 )
+from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
 from rockplan.interface import Incoming, Interface
 from rockplan.literals import picklable
@@ -474,7 +475,8 @@ def _bind_again(module: nn.Module, programs: dict[Any, list[_Bound]]) -> None:
 
 def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
     checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
-    return all(check(leaves, program.constants) == guard.expected for check, guard in checks)
+    # NaN is what it was, too.
+    return all(is_same(check(leaves, program.constants), guard.expected) for check, guard in checks)
 
 
 def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
