@@ -115,9 +115,11 @@ def described(argument: object) -> Any:
     """An argument of a call that is no tensor, as a hashable value that equals what reads the same:
     by content, and by identity as far as that cannot be looked into."""
     try:
-        return _hashable(_read(argument))
+        found = _hashable(_read(argument))
+        hash(found)  # a class of the user's may define == alone
     except _ERRORS:
         return _Held(argument)
+    return found
 
 
 def _hashable(frozen: Any) -> Any:
@@ -328,6 +330,9 @@ def _leaf(value: Any) -> Any:
         return kind, float.hex(value)
     if isinstance(value, complex):
         return kind, (value.real.hex(), value.imag.hex())
+    if isinstance(value, slice):  # has no hash before Python 3.12, and may hold anything
+        parts = value.start, value.stop, value.step
+        return kind, [_leaf(v) if isinstance(v, _PLAIN) else _Identity(v) for v in parts]
     return kind, value
 
 

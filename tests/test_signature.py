@@ -547,3 +547,38 @@ def test_what_changes_from_call_to_call_is_named() -> None:
     with pytest.warns(UserWarning, match=r"the 5th time, because '0\.held'.*outside of the module"):
         planned(SAMPLE)
     planned(SAMPLE)
+
+
+class EqualAlone:
+    """Has no hash, since its class says what is equal and nothing else."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EqualAlone)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, what: Any) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y[:, what] * 2 if isinstance(what, slice) else y
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "others"),
+    [(slice(0, 3), slice(1, None), 1), (slice(0, 3), slice(0, 3), 0), (EqualAlone(), 1, 1)],
+    ids=["slices", "the same slice", "without a hash"],
+)
+def test_arguments_without_a_hash(
+    first: Any, second: Any, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Part()
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, (SAMPLE, first), "100%")
+    for what in (first, second, first):
+        both(planned, eager, lambda m, what=what: mean_square(m(SAMPLE, what)).backward(), "part")
+    assert len(made) == 1 + others
