@@ -45,6 +45,7 @@ from benchmarks.timing import where
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest
 from rockplan.ilp.refine import lower_bound_ns
+from rockplan.needs import certain
 from rockplan.options import Options
 from rockplan.windows import Mask, Step, View, bits
 
@@ -132,14 +133,8 @@ class Relaxation:
         return None if found == -2 else int(found)
 
     def certain(self, level: int) -> Mask:
-        """What every schedule needs at a level: what is read or held later and not made again."""
-        if level == self.levels:
-            return self.held
-        later = 0
-        for reads in self.reads[level:]:
-            later |= reads
-        once = sum(1 << b for b, k in enumerate(self._large) if self.view.maker[k] < 0)
-        return self.made[level] & (self.held | later & once)
+        """What every schedule needs at a level."""
+        return self._of(certain(self.view, level))
 
     def _of(self, mask: Mask) -> Mask:
         return sum(1 << self._bit[k] for k in bits(mask) if k in self._bit)

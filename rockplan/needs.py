@@ -36,8 +36,9 @@ from rockplan.schedule import Schedule
 from rockplan.windows import Mask, Step, View, checked
 
 LARGEST = 96
-"""Nodes of a graph that is searched. Of random networks of up to 64 all but some were within
-EFFORT, from 64 to 100 about half, at four budgets each; of larger ones few."""
+"""Nodes of a graph that is searched. Of random networks of up to 64 all but some were within 250,000
+states of a search without bounds on what comes before, from 64 to 100 about half, at four budgets
+each; of larger ones few."""
 
 FIRST, EFFORT, OF_PEAK, OF_LEVEL = 25_000, 500_000, 50_000, 5_000
 """States reached, in all: before anything else is tried, 0.3 s; when it is given up, about 5 s and
@@ -85,8 +86,11 @@ def certain(view: View, position: int) -> Mask:
 
 
 class Search:
-    """Of one graph within one budget, from the end back or from before one first execution; then
-    only what is needed there counts. proven_ns: of every schedule, as far as it went."""
+    """Of one graph within one budget. proven_ns: of every schedule, as far as it went.
+
+    end: the position from which it goes back, if not from the end: then the time is that before the
+    position, with no more needed there than in every schedule.
+    """
 
     def __init__(
         self, graph: CDGraph, budget_bytes: int, view: View | None = None, end: int | None = None
@@ -98,8 +102,9 @@ class Search:
         # Of each step that runs again: what it makes, not needed before it, and what it needs.
         self.makes = [writes & ~view.held for writes in view.writes]
         self.inputs = [reads | saved for reads, saved in zip(view.reads, view.saved, strict=True)]
-        # On re-executions before each position at least, as far as it is known.
+        # What re-executions before each position take at least, as far as it is known.
         self.spent_ns = [0] * (self.end + 1)
+        self.is_learned = False
         self.states: list[State] = []
         # By position and what is needed, the least time of re-executions from there on, and that
         # with which a state was followed.
@@ -114,25 +119,26 @@ class Search:
         self, effort: int, *, deadline: float, below_ns: float = math.inf
     ) -> Schedule | None:
         """None if there is none, or none is known when `effort` states are reached in all: then it
-        goes on when it is asked for more. below_ns: only of those that take less, which it is no
-        more than when it is asked again; deadline: as of time.monotonic."""
+        goes on when it is asked for more. below_ns: only what takes less is looked for, then and
+        later; if there is none, that much is proven. deadline: as of time.monotonic."""
         steps = self.steps_within(min(effort, OF_LEVEL), deadline, below_ns)
-        if steps is None and len(self.states) > OF_LEVEL and effort > OF_LEVEL:
-            if not self.spent_ns[-1]:
-                self._learn()
+        if steps is None and effort > OF_LEVEL:
+            if not self.is_learned and len(self.states) > OF_LEVEL:
+                self._learn(deadline)
             steps = self.steps_within(effort, deadline, below_ns)
         return None if steps is None else checked(self.graph, steps, self.budget_bytes)
 
-    def _learn(self) -> None:
+    def _learn(self, deadline: float) -> None:
         """What must be spent before the first executions of the backward phase, where no more is
         needed than in every schedule: one after the other, each from what is known of those before,
         until one takes more than OF_LEVEL."""
+        self.is_learned = True
         known_ns, is_known = 0, True
         for position in range(self.view.turn + 1, self.end + 1):
             if is_known and position < self.end:
                 search = Search(self.graph, self.budget_bytes, self.view, position)
                 search.spent_ns = self.spent_ns[: position + 1]
-                is_known = search.steps_within(OF_LEVEL, math.inf) is not None
+                is_known = search.steps_within(OF_LEVEL, deadline) is not None
                 known_ns = max(known_ns, search.proven_ns - search.once_ns)
             self.spent_ns[position] = known_ns
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from rockplan import Options, examples, planning
+from rockplan import Options, examples, needs, planning
 from rockplan.budget import Budget
 from rockplan.codegen import random_state
 from rockplan.eviction import thriftiest
@@ -17,6 +17,7 @@ from rockplan.graph_builder.lower import lower
 from rockplan.graph_builder.measure import roofline
 from rockplan.needs import EFFORT, Search, within
 from rockplan.plan import Status
+from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive
 from tests.test_windows import draw, with_room, without_room
@@ -42,6 +43,72 @@ def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
         assert simulate(graph, best).time_ns == search.proven_ns == optimum_ns, seed
         costly += search.proven_ns > graph.time_ns
     assert costly >= 20 and impossible >= 5
+
+
+@pytest.mark.parametrize("of_level", [20, 60])
+def test_what_must_be_spent_before_changes_no_optimum(
+    of_level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known of all first executions, or of some, at a few states each."""
+    monkeypatch.setattr(needs, "OF_LEVEL", of_level)
+    learned = impossible = 0
+    for seed in range(120):
+        graph = draw(seed)
+        graph = with_room(graph, 20) if seed % 3 == 0 else without_room(graph)
+        least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
+        budget_bytes = max(least_bytes + random.Random(seed).choice((-1, 0, 1, 3)), 0)
+        plain = Search(graph, budget_bytes)
+        steps = plain.steps_within(EFFORT, math.inf)
+        if steps is None and plain.queue:
+            continue
+        search = Search(graph, budget_bytes)
+        best = search.fastest(EFFORT, deadline=math.inf)
+        learned += any(search.spent_ns)
+        if steps is None:
+            assert best is None, seed
+            impossible += 1
+            continue
+        assert best is not None and simulate(graph, best).peak_bytes <= budget_bytes
+        assert simulate(graph, best).time_ns == search.proven_ns == plain.proven_ns, seed
+        # From the end on no less is known of positions than before them, and no more than is so.
+        assert search.spent_ns == sorted(search.spent_ns)
+        assert search.spent_ns[-1] <= plain.proven_ns - plain.once_ns
+    assert learned >= 15 and impossible >= 10
+
+
+def test_nothing_is_found_that_is_no_faster_than_what_is_known() -> None:
+    costly = 0
+    for graph in map(draw, range(60)):
+        budget_bytes = simulate(graph, thriftiest(graph)).peak_bytes
+        best = Search(graph, budget_bytes).fastest(EFFORT, deadline=math.inf)
+        if best is None:
+            continue
+        best_ns = simulate(graph, best).time_ns
+        for effort in (10, EFFORT):
+            search = Search(graph, budget_bytes)
+            for more_ns in (5, 0):
+                found = search.fastest(effort, deadline=math.inf, below_ns=best_ns + more_ns)
+                assert search.proven_ns <= best_ns
+                if effort == EFFORT:
+                    assert search.proven_ns == best_ns
+                    assert (found is None) == (more_ns == 0)
+                if found is not None:
+                    assert simulate(graph, found).time_ns == best_ns
+        costly += best_ns > graph.time_ns
+    assert costly >= 10
+
+
+def test_what_must_be_spent_before_is_looked_for_within_the_time_limit() -> None:
+    """Of an MLP it takes a tenth of a second."""
+    graph = mlp_problem().constrained
+    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes // 2
+    search = Search(graph, budget_bytes)
+    assert search.steps_within(needs.OF_LEVEL, math.inf) is None
+    assert search.fastest(EFFORT, deadline=0.0) is None
+    assert not any(search.spent_ns)
+    in_time = Search(graph, budget_bytes)
+    assert in_time.fastest(needs.FIRST, deadline=math.inf) is None
+    assert any(in_time.spent_ns)
 
 
 @pytest.mark.parametrize("effort", [1, 10, 30])
@@ -91,12 +158,16 @@ def test_what_runs_again_before_the_turn_leaves_the_loss_its_room(seed: int) -> 
     assert simulate(graph, found).saved_bytes + room_bytes <= budget_bytes
 
 
-def test_the_smallest_budget_of_an_mlp_is_planned_at_the_proven_optimum() -> None:
-    """53 operations; programs of moments left 76 % of an iteration open at the smallest budget."""
+def mlp_problem() -> planning.Problem:
+    """53 operations, roofline prices."""
     model, args, kwargs = examples.mlp()
     lowered = lower(capture(model, args, kwargs), random_state.state_bytes(torch.device("cpu")))
-    options = Options(cache=False)
-    problem = planning.problem_of(lowered.graph, roofline(lowered.graph, 1e11, 2e12), options)
+    return planning.problem_of(lowered.graph, roofline(lowered.graph, 1e11, 2e12), Options())
+
+
+def test_the_smallest_budget_of_an_mlp_is_planned_at_the_proven_optimum() -> None:
+    """Programs of moments left 76 % of an iteration open at the smallest budget."""
+    options, problem = Options(cache=False), mlp_problem()
     smallest = planning.plan_anew(problem, Budget(is_minimum=True), options)
     more = Budget(size_bytes=smallest.budget_bytes * 7 // 6)
     for plan in (smallest, planning.plan_anew(problem, more, options)):
