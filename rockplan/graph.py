@@ -24,7 +24,7 @@ class Phase(Enum):
 
 
 class DataKind(Enum):
-    """Who owns a storage, hence who pays for it (DESIGN, 'The ruler')."""
+    """Who owns a storage, hence who pays for it (docs/usage.md, The budget)."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

@@ -1,4 +1,4 @@
-"""The layers of DESIGN: imports point down only, heavy libraries stay where they belong."""
+"""The layers of docs/model.md: imports point down only, heavy libraries stay where they belong."""
 
 from __future__ import annotations
 

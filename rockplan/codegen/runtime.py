@@ -4,7 +4,7 @@ One `_Seam` for each backward slice, chained by tokens of zero elements, one `_O
 results, and a `_Result` for each of several: the engine runs the slices in order and hands the
 gradients of each slice on at once. Activations and inner gradients never travel through autograd:
 they live in the Call, so several calls can be in flight, and dropping the outputs frees everything.
-source: DESIGN, section 4.
+See docs/model.md, Execution.
 """
 
 from __future__ import annotations

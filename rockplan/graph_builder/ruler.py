@@ -1,4 +1,4 @@
-"""The ruler: how many bytes are alive while a step runs (DESIGN, 'The ruler').
+"""The ruler: how many bytes are alive while a step runs (docs/usage.md, The budget).
 
 takes: a function that runs one step. returns: its peak of live bytes, beyond what is alive when
 it starts. guarantees: on CPU every allocation of PyTorch counts with the bytes asked for, as the

@@ -12,8 +12,7 @@ fits, and its time bounds every tighter corner from below. So a sweep at one pea
 limit on saved bytes; each corner is answered by a schedule in hand, if that is within eps of the
 bound, else by the solver; and the next corner is just below what the answer saves. The first
 sweeps have no limit on the peak, for it is these options that a chain mostly uses; those at
-limited peaks follow, the extremes and the middle first, as long as the effort lasts (DESIGN,
-section 6; the order is ours).
+limited peaks follow, the extremes and the middle first, as long as the effort lasts.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ class Settings:
     time_limit_s: for the whole call.
 
     eps 0.5 % with delta 2 % lose at most 0.1 % of iteration time in the final schedule, 1 % with
-    5 % lose up to 1.6 % (DESIGN, section 6). effort: three times as much was best for the chain
-    alone. It is one of several starts now: of 54 plans of nine models, from the smallest budget on,
-    one was 0.7 % faster with that, and they took 3 to 32 % more CPU time (those of a UNet 79 %);
-    with a third of today's effort two on 12 layers of GPT-2 were 1.6 and 2.6 % slower.
+    5 % lose up to 1.6 % (in the prototype of the chain). effort: three times as much was best for
+    the chain alone. It is one of several starts now: of 54 plans of nine models, from the smallest
+    budget on, one was 0.7 % faster with that, and they took 3 to 32 % more CPU time (those of a
+    UNet 79 %); with a third of today's effort two on 12 layers of GPT-2 were 1.6 and 2.6 % slower.
     """
 
     eps: float = 0.005

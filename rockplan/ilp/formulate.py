@@ -1,7 +1,7 @@
 """The stage formulation: which storages to keep and which nodes to run again, as an ILP.
 
 takes: Stages. returns: StageModel, an integer program whose solutions are the schedules of the
-class described in `stages` (DESIGN, section 6; a liveness refinement of Checkmate, MLSys 2020,
+class described in `stages` (a liveness refinement of Checkmate, MLSys 2020,
 equations 1-7, and of Rockmate, ICML 2023, section 3.2).
 
 Columns, for stage s, storage d, node i:

@@ -69,7 +69,7 @@ class Stages:
 
 
 def find_stages(units: Units) -> Stages:
-    """The sets and constants of section 6 of DESIGN; every result has a storage of its own."""
+    """Sets and constants for `formulate`; every result has a storage of its own."""
     graph = without_takes(units.graph)
     free = _free(units)
     order = range(len(graph.nodes))
