@@ -443,6 +443,13 @@ def test_names_in_a_file_do_not_command_the_terminal(own_folder: Path) -> None:
 # Interrupts and progress
 
 
+@pytest.fixture
+def without_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may prove the plan, as prices are, before there are options of blocks."""
+    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
+
+
+@pytest.mark.usefixtures("without_exact_search")
 def test_an_interrupt_leaves_nothing_half_written(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,13 +533,12 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
 # The cache
 
 
+@pytest.mark.usefixtures("without_exact_search")
 def test_the_cache_is_listed_shown_verified_and_cleared(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = own_folder / "cache"
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
-    # Exact search may prove the plan, as prices are, before there are options of blocks.
-    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
     assert as_json("cache", "list")["entries"] == []
     assert "0 entries" in run("cache", "list")
     run("solve", MLP, "-b", "50%")
