@@ -37,6 +37,12 @@ def foreign_hooks(*registries: Mapping[int, Any]) -> tuple[Any, ...]:
     return tuple(h for h in hooks if not str(h.__module__).startswith(_TRACKERS))
 
 
+def is_default_device(mode: object) -> bool:
+    """Is it the TorchFunctionMode by which PyTorch keeps the default device? What it does is
+    recorded; others replace functions, which a plan does not call."""
+    return type(mode).__module__ == "torch.utils._device"
+
+
 @dataclass(frozen=True, slots=True)
 class OutputLeaf:
     """One leaf of the module's result: a tensor (`value`) or a literal.

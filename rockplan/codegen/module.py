@@ -36,10 +36,12 @@ from rockplan.codegen.signature import (
     autocast_state,
     call_key,
     changed_attribute,
+    function_modes,
     holds_for_others,
     module_signature,
     signature_holds,
     under_autocast,
+    under_default_device,
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
@@ -230,8 +232,8 @@ class Planned:
             return _run_original(self, args, kwargs)
         parametrizations.claim(self)
         state.latest = bound.program
-        cached = parametrizations.are_cached()
-        situation = _Situation(self, key, bound, args, kwargs, autocast_state(), cached)
+        state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
+        situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
         return _run(bound, leaves, situation.replan)
 
     def _bound_program(
@@ -273,7 +275,7 @@ class Planned:
 class _Situation:
     """What a call was made under, to plan it again from its backward pass.
 
-    cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    modes: as `function_modes` says; cached: in a block of `torch.nn.utils.parametrize.cached()`.
     """
 
     planned: Planned
@@ -282,6 +284,7 @@ class _Situation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Autocast
+    modes: tuple[torch.device | int, ...]
     cached: bool
 
     def replan(self, pattern: Pattern) -> Executable:
@@ -319,7 +322,11 @@ class _Situation:
             )
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
-        with under_autocast(self.autocast), parametrizations.cached_as(self.cached):
+        with (
+            under_autocast(self.autocast),
+            under_default_device(self.modes),
+            parametrizations.cached_as(self.cached),
+        ):
             return state.make_program(module, self.args, self.kwargs, incoming)
 
     def _is_preferred(self, pattern: Pattern) -> bool:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from rockplan.contents import data_in
@@ -48,6 +49,7 @@ from rockplan.interface import (
     OutputLeaf,
     computed_attributes,
     foreign_hooks,
+    is_default_device,
 )
 
 # Fake tensors have no values that a kernel could look at.
@@ -116,6 +118,7 @@ def capture(
     loss) where they reach whatever the other outputs reach, otherwise every output that does.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
+    _refuse_function_modes()
     _refuse_hooks(module)
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -321,6 +324,21 @@ def _named_stand_ins(
     real |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
     real |= {f"the buffer '{name}'": tensor for name, tensor in buffers}
     return {name: stand_ins.of(tensor) for name, tensor in real.items()}
+
+
+def _refuse_function_modes() -> None:
+    """What such a mode does to a function depends on more than can be looked at: its state, and the
+    functions themselves, of which a plan has the operators that they call."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return
+    for mode in _get_current_function_mode_stack():
+        if not is_default_device(mode):
+            raise UnsupportedModel(
+                f"{type(mode).__qualname__} is a TorchFunctionMode, and what it does to functions "
+                "of PyTorch would not be done in a planned step, which calls operators. Plan and "
+                "call the module outside of it; or use the original module there, which calls of "
+                "a planned one do with Options(on_mismatch='original')"
+            )
 
 
 def _refuse_hooks(module: nn.Module) -> None:

@@ -1,0 +1,114 @@
+"""Modes of PyTorch around planning, calls and backward passes: function modes, among them the
+default device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import rockplan
+from tests.training import assert_same_state, assert_same_tensor
+from tests.usage import BUDGET, SAMPLE, both, count_programs, mean_square
+
+
+class Doubled(TorchFunctionMode):
+    """GELU returns twice what it does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is nn.functional.gelu else result
+
+
+class MakesTensors(nn.Module):
+    """Where its forward makes a tensor, the default device decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x) + torch.ones(16))
+
+
+def step(module: nn.Module) -> None:
+    mean_square(module(SAMPLE)).backward()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def test_function_modes_are_refused_by_name() -> None:
+    model = network()
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    with Doubled():
+        for use in (planned, lambda x: rockplan.solve(model, x, BUDGET)):
+            with pytest.raises(rockplan.UnsupportedModel, match=r"Doubled .*outside of it"):
+                use(SAMPLE)
+        with torch.no_grad():
+            assert_same_tensor(planned(SAMPLE), eager(SAMPLE), "the original")
+    both(planned, eager, step, "outside of it")
+
+
+def test_function_modes_around_the_original() -> None:
+    options = rockplan.Options(on_mismatch="original")
+    model = network()
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%", options=options)
+    with Doubled():
+        both(planned, eager, step, "with the mode")
+    both(planned, eager, step, "without")
+    with Doubled(), torch._C.DisableTorchFunction():
+        both(planned, eager, step, "a mode that does nothing")
+
+
+def test_the_default_device_belongs_to_the_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned_model = MakesTensors()
+    eager = copy.deepcopy(planned_model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(planned_model, SAMPLE, "100%")
+    for _ in range(2):
+        with torch.device("cpu"):
+            both(planned, eager, step, "on the device")
+    assert len(made) == 2
+    both(planned, eager, step, "without one")
+    assert len(made) == 2
+    with torch.device("meta"), pytest.raises(RuntimeError):
+        eager(SAMPLE)
+    with torch.device("meta"), pytest.raises(rockplan.RockplanError):
+        planned(SAMPLE)
+
+
+def test_planning_under_a_default_device() -> None:
+    planned_model = MakesTensors()
+    eager = copy.deepcopy(planned_model)
+    torch.set_default_device("cpu")
+    try:
+        planned = rockplan.solve(planned_model, SAMPLE, "100%")
+        both(planned, eager, step, "with a default device")
+        both(copy.deepcopy(planned), copy.deepcopy(eager), step, "a copy")
+    finally:
+        torch.set_default_device(None)  # type: ignore[arg-type]
+    both(planned, eager, step, "without")
+
+
+@pytest.mark.parametrize("mode", [Doubled(), torch.device("meta")], ids=str)
+def test_a_backward_pass_is_planned_under_the_modes_of_its_call(mode: Any) -> None:
+    model = MakesTensors()
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    for module in (planned, eager):
+        result = module(SAMPLE).sum()  # a gradient in other strides
+        with mode:
+            result.backward()
+    assert_same_state(planned, eager, "a mode around the backward pass")
+    with mode:
+        left = torch.overrides._get_current_function_mode_stack()
+    assert len(left) == 1 and not torch.overrides._get_current_function_mode_stack()
