@@ -1,19 +1,22 @@
 """Modes of PyTorch around planning, calls and backward passes: function modes, among them the
-default device."""
+default device, and dispatch modes."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import rockplan
 from tests.training import assert_same_state, assert_same_tensor
-from tests.usage import BUDGET, SAMPLE, both, count_programs, mean_square
+from tests.usage import BUDGET, SAMPLE, both, count_programs, mean_square, net_case, pair
 
 
 class Doubled(TorchFunctionMode):
@@ -22,6 +25,18 @@ class Doubled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return 2 * result if func is nn.functional.gelu else result
+
+
+class Listed(TorchDispatchMode):
+    """Keeps the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class MakesTensors(nn.Module):
@@ -112,3 +127,44 @@ def test_a_backward_pass_is_planned_under_the_modes_of_its_call(mode: Any) -> No
     with mode:
         left = torch.overrides._get_current_function_mode_stack()
     assert len(left) == 1 and not torch.overrides._get_current_function_mode_stack()
+
+
+def test_operations_of_planned_steps_are_counted() -> None:
+    model = network()
+    eager = copy.deepcopy(model)
+
+    def count(module: nn.Module) -> int:
+        with FlopCounterMode(display=False) as counter:
+            step(module)
+        return int(counter.get_total_flops())
+
+    with FlopCounterMode(display=False) as counter:
+        planned = rockplan.solve(model, SAMPLE, BUDGET)
+    assert counter.get_total_flops() == 0, "planning is not counted"
+    runs = [planned.plan.graph.nodes[i] for i in planned.plan.schedule.computes]
+    products = [n for n in runs if {c.op.split(".")[1] for c in n.calls} & {"addmm", "mm"}]
+    assert len(products) > 5, "some of them run again"
+    assert count(eager) == 5 * 2 * 32 * 16 * 64
+    assert count(planned) == len(products) * 2 * 32 * 16 * 64
+    assert_same_state(planned, eager, "counted")
+
+
+def test_dispatch_modes_see_the_operators_of_steps_and_none_of_planning() -> None:
+    case = net_case()
+    planned, eager = pair(case)
+    seen = Listed()
+
+    def watched(module: nn.Module) -> None:
+        with seen:
+            case.step(module)
+
+    with pytest.warns(UserWarning, match=r"TorchDispatchMode Listed .*run again"):
+        both(planned, eager, watched, "watched")
+    assert seen.operators.count("aten.native_batch_norm.default") >= 4
+    seen.operators.clear()
+    with seen:
+        assert rockplan.solve(case.model, case.args, BUDGET).plan.overhead > 0
+    assert not seen.operators
+    with warnings.catch_warnings(), FlopCounterMode(display=False):
+        warnings.simplefilter("error")
+        planned(*case.args)

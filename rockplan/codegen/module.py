@@ -24,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rockplan.codegen import parametrizations, runtime
 from rockplan.codegen.call import Replan
@@ -222,6 +223,7 @@ class Planned:
             return _run_original(self, args, kwargs)
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
+        _warn_of_dispatch_modes()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
         bound = _matching(state.programs.get(key, ()), leaves)
@@ -430,6 +432,21 @@ def _warn_of_saved_tensor_hooks() -> None:
             "a planned module keeps for its backward pass: those that change values (compression) "
             "have no effect on it. Use the original module, or leave them out around the planned "
             "one",
+            stacklevel=2,
+        )
+
+
+def _warn_of_dispatch_modes() -> None:
+    if not torch._C._len_torch_dispatch_stack():
+        return
+    kinds = {type(mode) for mode in _get_current_dispatch_mode_stack()}
+    foreign = sorted(k.__qualname__ for k in kinds if not k.__module__.startswith("torch."))
+    if foreign:
+        warnings.warn(
+            f"the TorchDispatchMode {', '.join(foreign)} sees the operators of a plan: those that "
+            "run again among them, and those that write into memory which is there already "
+            "(aten.add.out). If it changes results, these may be others than those of the "
+            "original module; use that one there",
             stacklevel=2,
         )
 

@@ -56,7 +56,6 @@ from rockplan.interface import (
 _NO_VALUES = "data is not allocated yet"
 # Of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
 # transformers collects outputs in hooks.
 _PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
@@ -345,7 +344,7 @@ def _refuse_hooks(module: nn.Module) -> None:
     """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
     around the planned forward as always; those of libraries that compute weights are part of the
     graph."""
-    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in _HOOKS))
+    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in swap.HOOKS))
     if of_all and any(True for _ in module.children()):
         raise UnsupportedModel(
             f"the hook {getattr(of_all[0], '__qualname__', of_all[0])} on all modules "
@@ -353,7 +352,7 @@ def _refuse_hooks(module: nn.Module) -> None:
             "planned step; remove it, or use the original module while it is there"
         )
     for path, m in module.named_modules():
-        hooks = [h for name in _HOOKS for h in (m.__dict__.get(name) or {}).values()]
+        hooks = [h for name in swap.HOOKS for h in (m.__dict__.get(name) or {}).values()]
         foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
         if path and foreign:
             raise UnsupportedModel(
@@ -747,6 +746,7 @@ def _as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         swap.max_pool1d_as_unwatched(),
         swap.without_checkpointing(),
         swap.without_compiling(),
+        swap.without_hooks_on_all_modules(),
         swap.empty_cache_of_parametrizations(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
