@@ -27,14 +27,15 @@ def computed_attributes(module: Any) -> frozenset[str]:
     return names.union(_OF_RECURRENT_WEIGHTS) if names else names
 
 
-_TRACKERS = ("torch.", "rockplan.")
+TRACKERS = ("torch.", "rockplan.")
+"""Modules whose hooks and dispatch modes follow what runs, and change nothing."""
 
 
 def foreign_hooks(*registries: Mapping[int, Any]) -> tuple[Any, ...]:
     """Hooks on all modules of the process, without those by which PyTorch and we follow which
     module runs: they change nothing."""
     hooks = (hook for registry in registries for hook in registry.values())
-    return tuple(h for h in hooks if not str(h.__module__).startswith(_TRACKERS))
+    return tuple(h for h in hooks if not str(h.__module__).startswith(TRACKERS))
 
 
 def is_default_device(mode: object) -> bool:

@@ -221,7 +221,7 @@ def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    where = (tensor.layout, tensor.storage_offset())
+    where = (type(tensor), tensor.layout, tensor.storage_offset())
     return (*_parameter_key(tensor), *where, tensor.is_conj(), tensor.is_neg())
 
 

@@ -42,6 +42,7 @@ from rockplan.graph_builder.record import (
     RecordedValue,
     Recorder,
     node_name,
+    why_not_planned,
 )
 from rockplan.interface import (
     Guard,
@@ -60,6 +61,12 @@ _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-pla
 # transformers collects outputs in hooks.
 _PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
+
+# FullyShardedDataParallel keeps the parameters of a module in one.
+WITHOUT_FLAT_PARAMETERS = (
+    "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it in "
+    "DistributedDataParallel"
+)
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
 # masked_fill_backward in PyTorch) -> the operator, and what to do.
@@ -130,6 +137,8 @@ def capture(
     with modes, swap.function_caches(fake_mode), swap.restored(module) as attributes:
         names = _tensor_names(module)
         real_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        given = _given(real_leaves, *names)
+        _refuse_kinds(given)
         fake_leaves = [
             stand_ins.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -138,7 +147,7 @@ def capture(
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-        kept = own_gradients.kept(_named_stand_ins(stand_ins, real_leaves, *names))
+        kept = own_gradients.kept({name: stand_ins.of(t) for name, t in given.items()})
         recorder.begin_forward()
         reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
         registered = _registered_tensors(module)
@@ -277,10 +286,6 @@ class _StandIns:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._of.get(id(tensor))
         if found is None:
-            if tensor.is_nested:
-                raise UnsupportedModel(
-                    "nested tensors cannot be planned; pad them (to_padded_tensor) before the call"
-                )
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
             found = self._fake_mode.from_tensor(source, static_shapes=True)
             self._of[id(tensor)] = found
@@ -312,17 +317,22 @@ def _tensor_names(
     return parameters, buffers
 
 
-def _named_stand_ins(
-    stand_ins: _StandIns,
+def _given(
     leaves: dict[int, torch.Tensor],
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """The stand-ins of arguments, parameters and buffers by what a message calls them."""
-    real = {f"leaf {i} of the arguments": leaf for i, leaf in leaves.items()}
-    real |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
-    real |= {f"the buffer '{name}'": tensor for name, tensor in buffers}
-    return {name: stand_ins.of(tensor) for name, tensor in real.items()}
+    """Arguments, parameters and buffers by what a message calls them."""
+    given = {f"leaf {i} of the arguments": leaf for i, leaf in leaves.items()}
+    given |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
+    return given | {f"the buffer '{name}'": tensor for name, tensor in buffers}
+
+
+def _refuse_kinds(given: dict[str, torch.Tensor]) -> None:
+    for name, tensor in given.items():
+        reason = why_not_planned(tensor)
+        if reason is not None:
+            raise UnsupportedModel(f"{name} {reason}")
 
 
 def _refuse_function_modes() -> None:
@@ -506,6 +516,11 @@ def _nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
 
 
 def _foreign_gradient(tensor: torch.Tensor) -> UnsupportedModel:
+    if getattr(tensor, "_is_flat_param", False):
+        return UnsupportedModel(
+            "the module's parameters are parts of one of FullyShardedDataParallel, where a planned "
+            f"module cannot be; {WITHOUT_FLAT_PARAMETERS}"
+        )
     return UnsupportedModel(
         f"the result depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient "
         "and is neither a parameter of the module nor an argument, so a planned step would not "
@@ -753,6 +768,7 @@ def _as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         swap.values_told(read_all),
         swap.without_tensor_hooks(refuse),
         swap.without_other_memory(refuse),
+        swap.without_nested_tensors(refuse),
         swap.without_autocast_inside(refuse),
         swap.without_seeding(refuse),
     ):

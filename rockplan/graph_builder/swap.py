@@ -20,12 +20,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.contents import can_be_put_back, data_in, elements_of, parts_of, put_back
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.record import PADDED
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
@@ -371,6 +373,18 @@ def without_tensor_hooks(
         )
 
     return _exchanged(torch.Tensor, {"register_hook": register_hook})
+
+
+def without_nested_tensors(
+    refuse: Callable[[str], NoReturn],
+) -> contextlib.AbstractContextManager[None]:
+    """Refuse nested tensors (of jagged layout) that the forward makes: PyTorch fails to make them
+    of fake tensors before it calls an operator."""
+
+    def new(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"the forward makes a nested tensor, {PADDED}")
+
+    return _exchanged(NestedTensor, {"__new__": new})
 
 
 @contextlib.contextmanager
