@@ -129,6 +129,22 @@ def test_a_backward_pass_is_planned_under_the_modes_of_its_call(mode: Any) -> No
     assert len(left) == 1 and not torch.overrides._get_current_function_mode_stack()
 
 
+def test_a_backward_pass_under_another_default_dtype_is_refused() -> None:
+    model = MakesTensors()
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "min")
+    loss = mean_square(planned(SAMPLE))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(rockplan.BackwardError, match=r"set_default_dtype"):
+            loss.backward(retain_graph=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loss.backward()
+    mean_square(eager(SAMPLE)).backward()
+    assert_same_state(planned, eager, "under the same")
+
+
 def test_operations_of_planned_steps_are_counted() -> None:
     model = network()
     eager = copy.deepcopy(model)
