@@ -90,8 +90,8 @@ class Program:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = (self.plan, self.interface, self.constants, self.output_spec, self.hooked)
-        return build_program, made
+        spec = picklable(self.output_spec)
+        return build_program, (self.plan, self.interface, self.constants, spec, self.hooked)
 
 
 def build_program(
@@ -212,6 +212,7 @@ class Planned:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
+        memo |= {id(key): key for key in self._rockplan.programs}  # values, which stay as they are
         copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
         return copied
 
