@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -70,6 +71,8 @@ def test_function_modes_are_refused_by_name() -> None:
         with torch.no_grad():
             assert_same_tensor(planned(SAMPLE), eager(SAMPLE), "the original")
     both(planned, eager, step, "outside of it")
+    traced = make_fx(planned)(SAMPLE)  # under modes that change nothing
+    assert_same_tensor(traced(SAMPLE), eager(SAMPLE).detach(), "traced")
 
 
 def test_function_modes_around_the_original() -> None:

@@ -46,7 +46,7 @@ from rockplan.codegen.signature import (
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
-from rockplan.interface import TRACKERS, Incoming, Interface
+from rockplan.interface import Incoming, Interface, is_foreign
 from rockplan.literals import picklable
 from rockplan.plan import Plan
 
@@ -440,8 +440,7 @@ def _warn_of_saved_tensor_hooks() -> None:
 def _warn_of_dispatch_modes() -> None:
     if not torch._C._len_torch_dispatch_stack():
         return
-    kinds = {type(mode) for mode in _get_current_dispatch_mode_stack()}
-    foreign = sorted(k.__qualname__ for k in kinds if not k.__module__.startswith(TRACKERS))
+    foreign = [type(m).__qualname__ for m in filter(is_foreign, _get_current_dispatch_mode_stack())]
     if foreign:
         warnings.warn(
             f"the TorchDispatchMode {', '.join(foreign)} sees the operators of a plan: those that "

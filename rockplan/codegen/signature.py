@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 from rockplan.codegen import parametrizations
 from rockplan.contents import Contents, contents_of, described, is_same
-from rockplan.interface import computed_attributes, foreign_hooks, is_default_device
+from rockplan.interface import computed_attributes, foreign_hooks, is_foreign
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -307,11 +308,15 @@ def under_autocast(state: Autocast) -> Iterator[None]:
 
 def function_modes() -> tuple[torch.device | int, ...]:
     """The modes of this thread that replace functions of PyTorch: the default device, which decides
-    where tensors are made, is described by itself, others by which they are."""
+    where tensors are made, and others than PyTorch's own, by which they are."""
     if not torch._C._is_torch_function_mode_enabled():
         return ()
     modes: list[Any] = _get_current_function_mode_stack()
-    return tuple(mode.device if is_default_device(mode) else id(mode) for mode in modes)
+    return tuple(
+        id(mode) if is_foreign(mode) else mode.device
+        for mode in modes
+        if isinstance(mode, DeviceContext) or is_foreign(mode)
+    )
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ from rockplan.interface import (
     OutputLeaf,
     computed_attributes,
     foreign_hooks,
-    is_default_device,
+    is_foreign,
 )
 
 # Fake tensors have no values that a kernel could look at.
@@ -341,7 +341,7 @@ def _refuse_function_modes() -> None:
     if not torch._C._is_torch_function_mode_enabled():
         return
     for mode in _get_current_function_mode_stack():
-        if not is_default_device(mode):
+        if is_foreign(mode):
             raise UnsupportedModel(
                 f"{type(mode).__qualname__} is a TorchFunctionMode, and what it does to functions "
                 "of PyTorch would not be done in a planned step, which calls operators. Plan and "
