@@ -3,6 +3,7 @@ default device, and dispatch modes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -117,19 +118,34 @@ def test_planning_under_a_default_device() -> None:
     both(planned, eager, step, "without")
 
 
-@pytest.mark.parametrize("mode", [Doubled(), torch.device("meta")], ids=str)
-def test_a_backward_pass_is_planned_under_the_modes_of_its_call(mode: Any) -> None:
-    model = MakesTensors()
+class CountsModes(nn.Module):
+    """What its forward computes depends on the modes around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)) * (1 + len(_get_current_function_mode_stack()))
+
+
+@pytest.mark.parametrize("around", ["the forward pass", "the backward pass"])
+def test_a_backward_pass_is_planned_under_the_default_device_of_its_call(
+    around: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = CountsModes()
     eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
     planned = rockplan.solve(model, SAMPLE, "100%")
+    device = torch.device("cpu")
     for module in (planned, eager):
-        result = module(SAMPLE).sum()  # a gradient in other strides
-        with mode:
+        with device if around == "the forward pass" else contextlib.nullcontext():
+            result = module(SAMPLE).sum()  # a gradient in other strides
+        with device if around == "the backward pass" else contextlib.nullcontext():
             result.backward()
-    assert_same_state(planned, eager, "a mode around the backward pass")
-    with mode:
-        left = torch.overrides._get_current_function_mode_stack()
-    assert len(left) == 1 and not torch.overrides._get_current_function_mode_stack()
+    assert_same_state(planned, eager, around)
+    assert len(made) == (3 if around == "the forward pass" else 2)
+    assert not _get_current_function_mode_stack()
 
 
 def test_a_backward_pass_under_another_default_dtype_is_refused() -> None:

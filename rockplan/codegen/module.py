@@ -261,9 +261,10 @@ class Planned:
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
-                    "which arguments are one tensor or a tensor of the module, autocast, training "
-                    "flags, attributes or hooks of submodules, hooks on parameters, or values that "
-                    "the forward reads have changed. Plan again with this sample, or pass "
+                    "which arguments are one tensor or a tensor of the module, autocast, the "
+                    "default device or another TorchFunctionMode, training flags, attributes or "
+                    "hooks of submodules, hooks on parameters, or values that the forward reads "
+                    "have changed. Plan again with this sample, or pass "
                     "Options(on_mismatch='replan')"
                 )
             known = state.programs.setdefault(key, [])
