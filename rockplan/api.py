@@ -22,7 +22,7 @@ from rockplan.collection import paused_collection
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.capture import Capture, capture
+from rockplan.graph_builder.capture import WITHOUT_FLAT_PARAMETERS, Capture, capture
 from rockplan.graph_builder.lower import Lowered, lower
 from rockplan.graph_builder.measure import check_layouts
 from rockplan.interface import Incoming
@@ -193,7 +193,7 @@ def arguments(
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.jit.ScriptModule)
+    wrappers = (nn.DataParallel, torch.jit.ScriptModule)
     if hasattr(model, "_orig_mod"):
         raise InvalidInput(
             "model is compiled by torch.compile, and a plan runs without a compiler; plan the "
@@ -204,6 +204,25 @@ def _refuse_wrappers(model: nn.Module) -> None:
             f"model is a {type(model).__name__}; plan the module inside it, then wrap the "
             "planned module"
         )
+    for path, module in model.named_modules():
+        # By name: what is not in use need not be imported, which takes a second.
+        kind = next((k.__name__ for k in type(module).__mro__ if k.__name__ in _DISTRIBUTED), None)
+        if kind is not None:
+            part = f"submodule '{path}'" if path else "model"
+            raise InvalidInput(f"{part} is a {kind}, {_DISTRIBUTED[kind]}")
+
+
+# What works on a whole planned module, and not inside of one -> why, and what to do.
+_DISTRIBUTED = {
+    "DistributedDataParallel": (
+        "which sums gradients over processes when autograd has them; plan the module without it, "
+        "then wrap the whole planned module"
+    ),
+    "FullyShardedDataParallel": (
+        "which exchanges the memory of parameters while they are used; plan the module without it, "
+        f"and {WITHOUT_FLAT_PARAMETERS}"
+    ),
+}
 
 
 def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:

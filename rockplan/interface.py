@@ -30,11 +30,18 @@ def computed_attributes(module: Any) -> frozenset[str]:
 _TRACKERS = ("torch.", "rockplan.")
 
 
+def is_foreign(tracker: Any) -> bool:
+    """Is a hook or a mode of others than PyTorch and us? Those follow what runs, and change
+    nothing."""
+    return not str(tracker.__module__).startswith(_TRACKERS)
+
+
 def foreign_hooks(*registries: Mapping[int, Any]) -> tuple[Any, ...]:
     """Hooks on all modules of the process, without those by which PyTorch and we follow which
-    module runs: they change nothing."""
-    hooks = (hook for registry in registries for hook in registry.values())
-    return tuple(h for h in hooks if not str(h.__module__).startswith(_TRACKERS))
+    module runs."""
+    return tuple(
+        filter(is_foreign, (hook for registry in registries for hook in registry.values()))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Run by torchrun on two processes: DistributedDataParallel of a planned and of the original
-module, compared. Exits with an error where they differ."""
+"""Run by torchrun on two processes: DistributedDataParallel and fully_shard of a planned and of
+the original module, compared. Exits with an error where they differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
@@ -94,12 +96,48 @@ def check_overlap() -> None:
     assert weights == sorted(weights, reverse=True), "gradients arrive in backward order"
 
 
+def compare_sharded() -> None:
+    """A planned module may be sharded as a whole. Where its parameters are shards, or parts of
+    one, they are refused by what they are."""
+    model, mesh = network(), init_device_mesh("cpu", (dist.get_world_size(),))
+    batch = torch.randn(64, 32) + dist.get_rank()
+    planned, eager = rockplan.solve(copy.deepcopy(model), batch, "min"), copy.deepcopy(model)
+    fully_shard([planned], mesh=mesh)
+    fully_shard([eager], mesh=mesh)
+    refused(eager, batch, "'0.0.weight' is a DTensor")
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (planned, eager)]
+    for _ in range(2):
+        for module, optimizer in zip((planned, eager), optimizers, strict=True):
+            step(module, batch)
+            optimizer.step()
+        assert_same_gradients(planned, eager, "sharded")
+    assert len(planned.plans) == 1
+    part = nn.Sequential(DistributedDataParallel(copy.deepcopy(model)))
+    refused(part, batch, "submodule '0' is a DistributedDataParallel")
+    cpu = torch.device("cpu")
+    refused(FullyShardedDataParallel(copy.deepcopy(model), device_id=cpu), batch, "fully_shard")
+    wrapped = FullyShardedDataParallel(rockplan.solve(model, batch, "min"), device_id=cpu)
+    with contextlib.suppress(rockplan.UnsupportedModel):
+        wrapped(batch)
+        raise AssertionError("a planned module inside")
+
+
+def refused(module: nn.Module, batch: torch.Tensor, words: str) -> None:
+    try:
+        rockplan.solve(module, batch, "min")
+    except rockplan.RockplanError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     compare(unused=False)
     compare(unused=True)
     check_overlap()
+    compare_sharded()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import rockplan
 from benchmarks.models import Case
@@ -304,6 +305,33 @@ class Classified(nn.Module):
 
 WEIGHTS = torch.tensor([0.1, 0.7, 0.3, 0.9, 0.2])
 
+
+class Nests(nn.Module):
+    """Makes a nested tensor of its input."""
+
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.make(x)).sum()
+
+
+class Scaled(torch.Tensor):
+    """Linear layers return twice of what they return for others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * result if func is nn.functional.linear else result
+
+
+def with_two() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(model.weight.detach(), model.weight.detach()))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str]]] = {
     "reads an activation": (
         ReadsActivation,
@@ -491,6 +519,46 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
             ["nested", "to_padded_tensor"],
         )
         for layout in (torch.strided, torch.jagged)
+    },
+    **{
+        f"nested tensor inside, {name}": (
+            functools.partial(Nests, make),
+            SAMPLE,
+            rockplan.UnsupportedModel,
+            ["test_bad_input.py:", "nested tensor", "pad_sequence"],
+        )
+        for name, make in {
+            "jagged": lambda x: torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged),
+            "of offsets": lambda x: torch.nested.nested_tensor_from_jagged(
+                x, torch.tensor([0, 1, 3])
+            ),
+            "strided": lambda x: torch.nested.nested_tensor([x[:1], x[1:]]),
+        }.items()
+    },
+    **{
+        f"tensor of another class, {name}": (
+            make,
+            sample,
+            rockplan.UnsupportedModel,
+            [f"{where} is a {kind.__name__}", "as_subclass"],
+        )
+        for name, make, sample, where, kind in (
+            (
+                "argument",
+                lambda: nn.Linear(4, 4),
+                Scaled(SAMPLE),
+                "leaf 0 of the arguments",
+                Scaled,
+            ),
+            (
+                "of two",
+                lambda: nn.Linear(4, 4),
+                TwoTensor(SAMPLE, SAMPLE),
+                "leaf 0 of the arguments",
+                TwoTensor,
+            ),
+            ("parameter", with_two, SAMPLE, "'weight'", TwoTensor),
+        )
     },
     "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
@@ -703,6 +771,13 @@ def test_options_that_are_written_otherwise() -> None:
 def test_wrapped_modules_are_refused() -> None:
     with pytest.raises(rockplan.InvalidInput, match="inside"):
         rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
+
+
+def test_an_argument_of_another_class_of_tensors_is_noticed() -> None:
+    planned = rockplan.solve(nn.Linear(4, 4), SAMPLE, "100%")
+    planned(SAMPLE)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"leaf 0 .* is a Scaled.*as_subclass"):
+        planned(SAMPLE.as_subclass(Scaled))
 
 
 def test_compiled_modules_are_refused_by_name() -> None:

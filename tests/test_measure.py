@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,6 +310,40 @@ def test_literals_of_torch_are_part_of_the_key() -> None:
     assert keys[0] == keys[2] != keys[1]
     with pytest.raises(TypeError, match="no canonical form"):
         call_key(graph, call("aten.bernoulli.default", torch.Generator(), results=(0,)))
+
+
+def test_results_in_the_default_dtype_have_costs_of_their_own() -> None:
+    """What an operator returns in the default dtype, which no argument says."""
+    specs = [spec(50, dtype="torch.int64"), spec(50), spec(50, dtype="torch.float64")]
+    graph = graph_of(specs, 1)
+    for name, *args in (("aten.ones.default", (50,)), ("aten.div.Scalar", ref(0), 3)):
+        keys = {call_key(graph, call(name, *args, results=(i,))) for i in (1, 2)}
+        assert len(keys) == 2
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * (torch.arange(16) / 16 + torch.ones(16))).sum()
+
+
+def test_costs_that_are_known_for_another_default_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    sample = torch.randn(8, 16)
+    model = Averages()
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                rockplan.solve(model, sample, "100%")
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_measuring_leaves_no_trace() -> None:

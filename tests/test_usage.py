@@ -98,6 +98,7 @@ def copies() -> dict[str, Callable[[nn.Module], nn.Module]]:
     return {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_save}
 
 
+@pytest.mark.filterwarnings("error:.*LeafSpec")
 @pytest.mark.parametrize("way", copies())
 def test_copies_are_planned_and_independent(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = net_case()

@@ -43,6 +43,7 @@ class Call:
         self._is_used = False
         self._next_slice = 0
         self._waiting: dict[int, list[torch.Tensor]] = {}
+        self._default_dtype = torch.get_default_dtype()
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The forward phase; returns the outputs."""
@@ -57,8 +58,15 @@ class Call:
     def begin_backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Take in the incoming gradients of the outputs.
 
-        Raises BackwardError where what the backward pass needs was modified since the forward.
+        Raises BackwardError where what the backward pass needs was modified since the forward, or
+        where operators would return other dtypes than they did.
         """
+        if torch.get_default_dtype() != self._default_dtype:
+            raise BackwardError(
+                f"the default dtype was {self._default_dtype} in the forward pass, and what runs "
+                f"again would be computed in {torch.get_default_dtype()}; call backward under the "
+                "same (torch.set_default_dtype)"
+            )
         pattern = _pattern(gradients)
         if self._is_used or pattern != self.executable.pattern:
             self._forward_again(pattern)

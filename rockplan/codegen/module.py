@@ -24,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rockplan.codegen import parametrizations, runtime
 from rockplan.codegen.call import Replan
@@ -36,14 +37,16 @@ from rockplan.codegen.signature import (
     autocast_state,
     call_key,
     changed_attribute,
+    function_modes,
     holds_for_others,
     module_signature,
     signature_holds,
     under_autocast,
+    under_default_device,
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
-from rockplan.interface import Incoming, Interface
+from rockplan.interface import Incoming, Interface, is_foreign
 from rockplan.literals import picklable
 from rockplan.plan import Plan
 
@@ -87,8 +90,8 @@ class Program:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = (self.plan, self.interface, self.constants, self.output_spec, self.hooked)
-        return build_program, made
+        spec = picklable(self.output_spec)
+        return build_program, (self.plan, self.interface, self.constants, spec, self.hooked)
 
 
 def build_program(
@@ -209,6 +212,7 @@ class Planned:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
+        memo |= {id(key): key for key in self._rockplan.programs}  # values, which stay as they are
         copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
         return copied
 
@@ -220,6 +224,7 @@ class Planned:
             return _run_original(self, args, kwargs)
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
+        _warn_of_dispatch_modes()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
         bound = _matching(state.programs.get(key, ()), leaves)
@@ -230,8 +235,8 @@ class Planned:
             return _run_original(self, args, kwargs)
         parametrizations.claim(self)
         state.latest = bound.program
-        cached = parametrizations.are_cached()
-        situation = _Situation(self, key, bound, args, kwargs, autocast_state(), cached)
+        state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
+        situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
         return _run(bound, leaves, situation.replan)
 
     def _bound_program(
@@ -256,9 +261,10 @@ class Planned:
             if state.on_mismatch == "error":
                 raise StalePlan(
                     "this call does not match what was planned: shapes, dtypes, requires_grad, "
-                    "which arguments are one tensor or a tensor of the module, autocast, training "
-                    "flags, attributes or hooks of submodules, hooks on parameters, or values that "
-                    "the forward reads have changed. Plan again with this sample, or pass "
+                    "which arguments are one tensor or a tensor of the module, autocast, the "
+                    "default device or another TorchFunctionMode, training flags, attributes or "
+                    "hooks of submodules, hooks on parameters, or values that the forward reads "
+                    "have changed. Plan again with this sample, or pass "
                     "Options(on_mismatch='replan')"
                 )
             known = state.programs.setdefault(key, [])
@@ -273,7 +279,7 @@ class Planned:
 class _Situation:
     """What a call was made under, to plan it again from its backward pass.
 
-    cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    modes: as `function_modes` says; cached: in a block of `torch.nn.utils.parametrize.cached()`.
     """
 
     planned: Planned
@@ -282,6 +288,7 @@ class _Situation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Autocast
+    modes: tuple[torch.device | int, ...]
     cached: bool
 
     def replan(self, pattern: Pattern) -> Executable:
@@ -319,7 +326,11 @@ class _Situation:
             )
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
-        with under_autocast(self.autocast), parametrizations.cached_as(self.cached):
+        with (
+            under_autocast(self.autocast),
+            under_default_device(self.modes),
+            parametrizations.cached_as(self.cached),
+        ):
             return state.make_program(module, self.args, self.kwargs, incoming)
 
     def _is_preferred(self, pattern: Pattern) -> bool:
@@ -423,6 +434,20 @@ def _warn_of_saved_tensor_hooks() -> None:
             "a planned module keeps for its backward pass: those that change values (compression) "
             "have no effect on it. Use the original module, or leave them out around the planned "
             "one",
+            stacklevel=2,
+        )
+
+
+def _warn_of_dispatch_modes() -> None:
+    if not torch._C._len_torch_dispatch_stack():
+        return
+    foreign = [type(m).__qualname__ for m in filter(is_foreign, _get_current_dispatch_mode_stack())]
+    if foreign:
+        warnings.warn(
+            f"the TorchDispatchMode {', '.join(foreign)} sees the operators of a plan: those that "
+            "run again among them, and those that write into memory which is there already "
+            "(aten.add.out). If it changes results, these may be others than those of the "
+            "original module; use that one there",
             stacklevel=2,
         )
 

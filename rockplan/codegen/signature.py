@@ -16,10 +16,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 from rockplan.codegen import parametrizations
 from rockplan.contents import Contents, contents_of, described, is_same
-from rockplan.interface import computed_attributes, foreign_hooks
+from rockplan.interface import computed_attributes, foreign_hooks, is_foreign
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -220,7 +222,7 @@ def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    where = (tensor.layout, tensor.storage_offset())
+    where = (type(tensor), tensor.layout, tensor.storage_offset())
     return (*_parameter_key(tensor), *where, tensor.is_conj(), tensor.is_neg())
 
 
@@ -304,10 +306,39 @@ def under_autocast(state: Autocast) -> Iterator[None]:
         yield
 
 
+def function_modes() -> tuple[torch.device | int, ...]:
+    """The modes of this thread that replace functions of PyTorch: the default device, which decides
+    where tensors are made, and others than PyTorch's own, by which they are."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return ()
+    modes: list[Any] = _get_current_function_mode_stack()
+    return tuple(
+        id(mode) if is_foreign(mode) else mode.device
+        for mode in modes
+        if isinstance(mode, DeviceContext) or is_foreign(mode)
+    )
+
+
+@contextlib.contextmanager
+def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
+    """Run under the default device of another moment, and no other mode. modes: those of then."""
+    aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        with contextlib.ExitStack() as stack:
+            for device in modes:
+                if isinstance(device, torch.device):
+                    stack.enter_context(device)
+            yield
+    finally:
+        for mode in reversed(aside):
+            _push_mode(mode)
+
+
 def _global_key() -> tuple[Any, ...]:
     """Switches of PyTorch that decide which operators a module calls."""
     return (
         autocast_state(),
+        function_modes(),
         torch.get_default_dtype(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from rockplan.contents import data_in
@@ -41,6 +42,7 @@ from rockplan.graph_builder.record import (
     RecordedValue,
     Recorder,
     node_name,
+    why_not_planned,
 )
 from rockplan.interface import (
     Guard,
@@ -48,17 +50,23 @@ from rockplan.interface import (
     OutputLeaf,
     computed_attributes,
     foreign_hooks,
+    is_foreign,
 )
 
 # Fake tensors have no values that a kernel could look at.
 _NO_VALUES = "data is not allocated yet"
 # Of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
 # transformers collects outputs in hooks.
 _PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
+
+# FullyShardedDataParallel keeps the parameters of a module in one.
+WITHOUT_FLAT_PARAMETERS = (
+    "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it in "
+    "DistributedDataParallel"
+)
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
 # masked_fill_backward in PyTorch) -> the operator, and what to do.
@@ -116,6 +124,7 @@ def capture(
     loss) where they reach whatever the other outputs reach, otherwise every output that does.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
+    _refuse_function_modes()
     _refuse_hooks(module)
     leaves, input_spec = pytree.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -128,6 +137,8 @@ def capture(
     with modes, swap.function_caches(fake_mode), swap.restored(module) as attributes:
         names = _tensor_names(module)
         real_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        given = _given(real_leaves, *names)
+        _refuse_kinds(given)
         fake_leaves = [
             stand_ins.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -136,7 +147,7 @@ def capture(
         swap.exchange_tensors(module, stand_ins.of)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-        kept = own_gradients.kept(_named_stand_ins(stand_ins, real_leaves, *names))
+        kept = own_gradients.kept({name: stand_ins.of(t) for name, t in given.items()})
         recorder.begin_forward()
         reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
         registered = _registered_tensors(module)
@@ -275,10 +286,6 @@ class _StandIns:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self._of.get(id(tensor))
         if found is None:
-            if tensor.is_nested:
-                raise UnsupportedModel(
-                    "nested tensors cannot be planned; pad them (to_padded_tensor) before the call"
-                )
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
             found = self._fake_mode.from_tensor(source, static_shapes=True)
             self._of[id(tensor)] = found
@@ -310,24 +317,44 @@ def _tensor_names(
     return parameters, buffers
 
 
-def _named_stand_ins(
-    stand_ins: _StandIns,
+def _given(
     leaves: dict[int, torch.Tensor],
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """The stand-ins of arguments, parameters and buffers by what a message calls them."""
-    real = {f"leaf {i} of the arguments": leaf for i, leaf in leaves.items()}
-    real |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
-    real |= {f"the buffer '{name}'": tensor for name, tensor in buffers}
-    return {name: stand_ins.of(tensor) for name, tensor in real.items()}
+    """Arguments, parameters and buffers by what a message calls them."""
+    given = {f"leaf {i} of the arguments": leaf for i, leaf in leaves.items()}
+    given |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
+    return given | {f"the buffer '{name}'": tensor for name, tensor in buffers}
+
+
+def _refuse_kinds(given: dict[str, torch.Tensor]) -> None:
+    for name, tensor in given.items():
+        reason = why_not_planned(tensor)
+        if reason is not None:
+            raise UnsupportedModel(f"{name} {reason}")
+
+
+def _refuse_function_modes() -> None:
+    """What such a mode does to a function depends on more than can be looked at: its state, and the
+    functions themselves, of which a plan has the operators that they call."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return
+    for mode in _get_current_function_mode_stack():
+        if is_foreign(mode):
+            raise UnsupportedModel(
+                f"{type(mode).__qualname__} is a TorchFunctionMode, and what it does to functions "
+                "of PyTorch would not be done in a planned step, which calls operators. Plan and "
+                "call the module outside of it; or use the original module there, which calls of "
+                "a planned one do with Options(on_mismatch='original')"
+            )
 
 
 def _refuse_hooks(module: nn.Module) -> None:
     """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
     around the planned forward as always; those of libraries that compute weights are part of the
     graph."""
-    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in _HOOKS))
+    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in swap.HOOKS))
     if of_all and any(True for _ in module.children()):
         raise UnsupportedModel(
             f"the hook {getattr(of_all[0], '__qualname__', of_all[0])} on all modules "
@@ -335,7 +362,7 @@ def _refuse_hooks(module: nn.Module) -> None:
             "planned step; remove it, or use the original module while it is there"
         )
     for path, m in module.named_modules():
-        hooks = [h for name in _HOOKS for h in (m.__dict__.get(name) or {}).values()]
+        hooks = [h for name in swap.HOOKS for h in (m.__dict__.get(name) or {}).values()]
         foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
         if path and foreign:
             raise UnsupportedModel(
@@ -489,6 +516,11 @@ def _nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
 
 
 def _foreign_gradient(tensor: torch.Tensor) -> UnsupportedModel:
+    if getattr(tensor, "_is_flat_param", False):
+        return UnsupportedModel(
+            "the module's parameters are parts of one of FullyShardedDataParallel, where a planned "
+            f"module cannot be; {WITHOUT_FLAT_PARAMETERS}"
+        )
     return UnsupportedModel(
         f"the result depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient "
         "and is neither a parameter of the module nor an argument, so a planned step would not "
@@ -729,12 +761,14 @@ def _as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         swap.max_pool1d_as_unwatched(),
         swap.without_checkpointing(),
         swap.without_compiling(),
+        swap.without_hooks_on_all_modules(),
         swap.empty_cache_of_parametrizations(),
         swap.without_saved_tensor_hooks(),
         swap.without_logs_of_fake_tensors(),
         swap.values_told(read_all),
         swap.without_tensor_hooks(refuse),
         swap.without_other_memory(refuse),
+        swap.without_nested_tensors(refuse),
         swap.without_autocast_inside(refuse),
         swap.without_seeding(refuse),
     ):

@@ -93,8 +93,8 @@ _SAME_FLOPS = {
 
 
 def call_key(graph: CDGraph, call: Call) -> str:
-    """Digest of operator, argument specs (shape, strides, dtype, device) and literals: equal for
-    calls that cost the same."""
+    """Digest of operator, argument specs (shape, strides, dtype, device), literals and dtypes of
+    results, which may be the default one: equal for calls that cost the same."""
 
     def described(argument: object) -> object:
         if isinstance(argument, ValueRef):
@@ -104,7 +104,8 @@ def call_key(graph: CDGraph, call: Call) -> str:
         return canonical_literal(argument)
 
     arguments = [[name, described(value)] for name, value in call.kwargs]
-    return digest([call.op, described(call.args), arguments])
+    dtypes = [None if v is None else graph.values[v].spec.dtype for v in call.results]
+    return digest([call.op, described(call.args), arguments, dtypes])
 
 
 def measure(

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -77,6 +84,44 @@ def node_name(node: torch.autograd.graph.Node) -> str:
     function has set."""
     name: str = type(node).name(node)
     return name
+
+
+# Classes of tensors whose operations are recorded.
+_PLAIN_KINDS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+_OPERATIONS = {
+    "__torch_function__": torch._C._disabled_torch_function_impl,
+    "__torch_dispatch__": torch._C._disabled_torch_dispatch_impl,
+}
+
+
+def why_not_planned(tensor: torch.Tensor) -> str | None:
+    """What `tensor` is that a plan cannot have, and what to do; None: a plan can."""
+    kind = type(tensor)
+    if tensor.is_nested:
+        return f"is a nested tensor, {PADDED}"
+    if tensor.layout is not torch.strided:
+        return (
+            f"is a tensor with layout {tensor.layout}, which cannot be planned; use dense tensors "
+            "(for nn.Embedding: sparse=False)"
+        )
+    if _has_operations(kind):
+        return (
+            f"is a {kind.__qualname__}, a class of tensors that says itself what operators do, "
+            "which a plan would not ask; use plain tensors (plan a module before it is sharded or "
+            "quantized, pass `tensor.as_subclass(torch.Tensor)`)"
+        )
+    return None
+
+
+PADDED = "whose sizes a plan cannot follow; use padded tensors (to_padded_tensor, pad_sequence)"
+"""Of nested tensors."""
+
+
+@functools.cache
+def _has_operations(kind: type) -> bool:
+    """Does a class of tensors say what functions or operators do, as PyTorch's own do not?"""
+    own = (vars(k) for k in kind.__mro__ if k not in _PLAIN_KINDS)
+    return any(o.get(name, no) is not no for o in own for name, no in _OPERATIONS.items())
 
 
 ReadValue = Callable[["Recorder", OpOverload, Call, str, str], object]
@@ -153,14 +198,7 @@ class Recorder(TorchDispatchMode):
         self.given_values = len(self.values)
 
     def _describe(self, tensor: torch.Tensor) -> RecordedValue:
-        if tensor.layout is not torch.strided:
-            module, source = self.place()
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"a tensor with layout {tensor.layout} cannot be planned; use dense tensors (for "
-                "nn.Embedding: sparse=False)",
-            )
+        self._refuse_kind(tensor)
         storage = tensor.untyped_storage()
         ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
         self._alive.append(storage)
@@ -207,6 +245,13 @@ class Recorder(TorchDispatchMode):
                 f"the shape of the result of {func} depends on the values of its input; a plan "
                 "needs static shapes. Replace it by a masked operation (torch.where, "
                 "multiplication by the mask)",
+            ) from error
+        except UnsupportedOperatorException as error:
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"what {func} returns is not known before it runs, so it cannot be planned; leave "
+                "it outside of the module",
             ) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
@@ -304,6 +349,10 @@ class Recorder(TorchDispatchMode):
                 source,
                 f"the higher-order operator {func} cannot be planned; call its parts directly",
             )
+        if "nested" in operators.operator_name(func):
+            raise UnsupportedModel.at(
+                module, source, f"{func} makes or reads a nested tensor, {PADDED}"
+            )
         if operators.changes_storage(func):
             raise UnsupportedModel.at(
                 module,
@@ -333,11 +382,17 @@ class Recorder(TorchDispatchMode):
         for index, constant in self.constants:
             if constant is tensor:
                 return self._alive_value(index)
+        self._refuse_kind(tensor)
         with torch._C._DisableTorchDispatch():
             plain = tensor.detach()
         fake = self.fake_mode.from_tensor(plain, static_shapes=True)
         self.constants.append((self.value(fake), tensor))
         return fake
+
+    def _refuse_kind(self, tensor: torch.Tensor) -> None:
+        reason = why_not_planned(tensor)
+        if reason is not None:
+            raise UnsupportedModel.at(*self.place(), f"what the forward computes with {reason}")
 
     def _alive_value(self, index: int) -> torch.Tensor:
         for candidate in self._alive:

@@ -20,13 +20,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.contents import can_be_put_back, data_in, elements_of, parts_of, put_back
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.record import PADDED
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_DICTIONARIES = ("_parameters", "_buffers")
 # Of 446 operators of PyTorch's own database and those of its modules, these.
 _CAST_INSIDE = (
@@ -307,10 +310,33 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave modes of the caller in which autograd records nothing (inference mode), or looks at
-    the values of gradients (anomaly mode)."""
-    with torch.inference_mode(False), torch.autograd.set_detect_anomaly(False):
+    """Leave modes of the caller in which autograd records nothing (inference mode), looks at the
+    values of gradients (anomaly mode), or calls of operators go through Python (dispatch modes):
+    these see the calls of planned steps, and of planning nothing."""
+    anomaly = torch.autograd.set_detect_anomaly(False)
+    with torch.inference_mode(False), anomaly, _disable_current_modes():
         yield
+
+
+@contextlib.contextmanager
+def without_hooks_on_all_modules() -> Iterator[None]:
+    """Keep from this thread's calls those hooks that may be there while a module is planned: they
+    follow which module runs (FlopCounterMode does so), and would follow what is not run."""
+    registries: list[dict[int, Any]] = [
+        getattr(nn.modules.module, f"_global{name}") for name in HOOKS
+    ]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry |= {key: _here(_nothing, hook) for key, hook in registry.items()}
+    try:
+        yield
+    finally:
+        for registry, hooks in zip(registries, before, strict=True):
+            registry |= {key: hook for key, hook in hooks.items() if key in registry}
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a hook."""
 
 
 @contextlib.contextmanager
@@ -347,6 +373,18 @@ def without_tensor_hooks(
         )
 
     return _exchanged(torch.Tensor, {"register_hook": register_hook})
+
+
+def without_nested_tensors(
+    refuse: Callable[[str], NoReturn],
+) -> contextlib.AbstractContextManager[None]:
+    """Refuse nested tensors (of jagged layout) that the forward makes: PyTorch fails to make them
+    of fake tensors before it calls an operator."""
+
+    def new(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(f"the forward makes a nested tensor, {PADDED}")
+
+    return _exchanged(NestedTensor, {"__new__": new})
 
 
 @contextlib.contextmanager
