@@ -33,18 +33,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rockplan.graph import CDGraph
-from rockplan.schedule import Schedule
+from rockplan.ilp.moments import Facts
+from rockplan.schedule import Schedule, keep_all
+from rockplan.simulate import simulate
 from rockplan.windows import Mask, Step, View, checked
 
-LARGEST = 96
-"""Nodes of a graph that is searched. Of random networks of up to 64 all but some took at most
-250,000 states without bounds on what comes before, from 64 to 100 about half, at four budgets each;
-of larger ones few."""
+LARGEST = 800
+"""Nodes of a graph that is searched: a state takes about as long in all of them, and at smallest
+budgets few fit. Of larger ones the first search was not seen to prove anything."""
 
-FIRST, EFFORT, OF_PEAK, OF_LEVEL = 25_000, 500_000, 50_000, 5_000
+FIRST, EFFORT, OF_PEAK, OF_LEVEL = 25_000, 1_000_000, 50_000, 10_000
 """States reached, in all: before anything else is tried, 0.3 s; when it is given up, about 5 s and
 110 MB with 53 operations; for any schedule within a budget; and to know what must be spent before
 one first execution."""
+
+STEPS = 128
+LEARNING = 250_000
+GROWTH = 1.8
 
 CHECKED = 256
 """States after which the clock is looked at."""
@@ -57,10 +62,37 @@ def is_searched(graph: CDGraph) -> bool:
 def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
     """Any schedule, None if there is none or the search is given up. Nothing takes time in it: of
     states that differ in it alone one is followed, nearest to the start first."""
-    nodes = tuple(replace(node, time_ns=0) for node in graph.nodes)
-    search = Search(replace(graph, nodes=nodes), budget_bytes)
-    steps = search.steps_within(OF_PEAK, math.inf)
+    steps = _in_no_time(graph, budget_bytes).steps_within(OF_PEAK, math.inf)
     return None if steps is None else checked(graph, steps, budget_bytes)
+
+
+def thriftiest(graph: CDGraph) -> Schedule | None:
+    """A schedule of the least peak that there is; None if a search is given up. From below, where
+    few states fit and it is soon known that nothing does, in longer and longer steps."""
+    found: Schedule | None = None
+    least_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    less_bytes = max(Facts(graph).forced_bytes, default=0) - 1
+    step_bytes = 1
+    while less_bytes + 1 < least_bytes:
+        asked_bytes = (less_bytes + least_bytes) // 2
+        if found is None:
+            asked_bytes = min(asked_bytes, less_bytes + step_bytes)
+        search = _in_no_time(graph, asked_bytes)
+        steps = search.steps_within(OF_PEAK, math.inf)
+        if steps is not None:
+            found = checked(graph, steps, asked_bytes)
+            least_bytes = simulate(graph, found).peak_bytes
+        elif search.queue:
+            return None
+        else:
+            less_bytes = asked_bytes
+            step_bytes = max(2 * step_bytes, (least_bytes - less_bytes) // STEPS)
+    return keep_all(graph) if found is None else found
+
+
+def _in_no_time(graph: CDGraph, budget_bytes: int) -> Search:
+    nodes = tuple(replace(node, time_ns=0) for node in graph.nodes)
+    return Search(replace(graph, nodes=nodes), budget_bytes)
 
 
 class State(NamedTuple):
@@ -119,29 +151,53 @@ class Search:
     def fastest(
         self, effort: int, *, deadline: float, below_ns: float = math.inf
     ) -> Schedule | None:
-        """None if there is none, or none is known when `effort` states are reached in all: then it
-        goes on when it is asked for more. below_ns: only what takes less is looked for, then and
-        later; if there is none, that much is proven. deadline: as of time.monotonic."""
+        """None if there is none, or none is known when `effort` states are reached in all, or would
+        be: then it goes on when it is asked for more. below_ns: only what takes less is looked for,
+        then and later; if there is none, that much is proven. deadline: as of time.monotonic."""
         steps = self.steps_within(min(effort, OF_LEVEL), deadline, below_ns)
         if steps is None and effort > OF_LEVEL:
             if not self.is_learned and len(self.states) > OF_LEVEL:
                 self._learn(deadline)
-            steps = self.steps_within(effort, deadline, below_ns)
+            steps = self._steps_if_hopeful(effort, deadline, below_ns)
         return None if steps is None else checked(self.graph, steps, self.budget_bytes)
+
+    def _steps_if_hopeful(self, effort: int, deadline: float, below_ns: float) -> list[Step] | None:
+        """Twice as many states each time, until what that proves more says that all of `effort`
+        would not prove enough, even if it were GROWTH times as much each time."""
+        while True:
+            reach, before_ns = min(2 * len(self.states), effort), self.proven_ns
+            steps = self.steps_within(reach, deadline, below_ns)
+            if steps is not None or len(self.states) <= reach or reach == effort:
+                return steps
+            gain_ns: float = self.proven_ns - before_ns
+            hoped_ns: float = self.proven_ns
+            for _ in range(math.ceil(math.log2(effort / reach))):
+                gain_ns *= GROWTH
+                hoped_ns += gain_ns
+            if hoped_ns < below_ns < math.inf:
+                return None
 
     def _learn(self, deadline: float) -> None:
         """What must be spent before the first executions of the backward phase, where no more is
         needed than in every schedule: one after the other, each from what is known of those before,
         until one takes more than OF_LEVEL."""
         self.is_learned = True
-        known_ns, is_known = 0, True
+        known_ns, left, is_known = 0, LEARNING, True
         for position in range(self.view.turn + 1, self.end + 1):
             if is_known and position < self.end:
                 search = Search(self.graph, self.budget_bytes, self.view, position)
                 search.spent_ns = self.spent_ns[: position + 1]
-                is_known = search.steps_within(OF_LEVEL, deadline) is not None
+                is_known = search.steps_within(min(OF_LEVEL, left), deadline) is not None
+                left = max(left - len(search.states), 0)
                 known_ns = max(known_ns, search.proven_ns - search.once_ns)
             self.spent_ns[position] = known_ns
+        self.queue = [self._queued(number) for _, _, number in self.queue]
+        heapq.heapify(self.queue)
+
+    def _queued(self, number: int) -> tuple[int, int, int]:
+        """What every schedule takes at least that ends as from this state on."""
+        position, _, _, spent_ns, *_ = self.states[number]
+        return spent_ns + self.spent_ns[position], position, number
 
     def steps_within(
         self, effort: int, deadline: float, below_ns: float = math.inf
@@ -193,11 +249,9 @@ class Search:
 
     def _reach(self, state: State) -> None:
         """At less time than before."""
-        position, needed, _, spent_ns, *_ = state
-        self.least[position][needed] = spent_ns
+        self.least[state.position][state.needed] = state.spent_ns
         self.states.append(state)
-        least_ns = spent_ns + self.spent_ns[position]
-        heapq.heappush(self.queue, (least_ns, position, len(self.states) - 1))
+        heapq.heappush(self.queue, self._queued(len(self.states) - 1))
 
     def _take_back_first(self, number: int) -> None:
         """The first execution may have run last."""

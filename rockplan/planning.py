@@ -378,13 +378,8 @@ def plan_anew(
     search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
 
     def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
-        """known: looked for is what is faster."""
-        if search is None:
-            return None
-        report("searching the whole graph")
-        below_ns = math.inf if known is None else simulate(graph, known).time_ns
-        optimum = search.fastest(effort, deadline=deadline, below_ns=below_ns) or known
-        if optimum is None or search.proven_ns < simulate(graph, optimum).time_ns:
+        optimum = _optimum(search, effort, known, deadline)
+        if search is None or optimum is None:
             return None
         return _finish(problem, Improved(optimum, is_complete=True), budget_bytes, search.proven_ns)
 
@@ -394,22 +389,29 @@ def plan_anew(
     now = time.monotonic()
     relaxing_until = now + (deadline - now) * SHARE
     relaxed, near = _relaxed(graph, budget_bytes, relaxing_until, fitting_until=deadline)
+    if near is not None and relaxed is not None:
+        if not _is_accepted(relaxed, near) and (plan := optimal(needs.EFFORT, near)) is not None:
+            return plan
+        if _is_tried(relaxed, near):
+            near = improve(relaxed, near, deadline=relaxing_until)
+        is_complete = time.monotonic() < relaxing_until
+        # Without time for anything else it is taken as it is.
+        if not is_complete or _is_accepted(relaxed, near):
+            proven_ns = max(relaxed.bound_ns, 0 if search is None else search.proven_ns)
+            return _finish(problem, Improved(near, is_complete), budget_bytes, proven_ns)
     is_complete = time.monotonic() < relaxing_until
-    # Without time for anything else it is taken as it is.
-    if near is not None and (not is_complete or _is_accepted(relaxed, near)):
-        assert relaxed is not None
-        proven_ns = max(relaxed.bound_ns, 0 if search is None else search.proven_ns)
-        return _finish(problem, Improved(near, is_complete), budget_bytes, proven_ns)
-    if (plan := optimal(needs.EFFORT, near)) is not None:
-        return plan
     # Of a small graph blocks lead to nothing where the relaxation does not.
     blocks = common.chain() if near is not None or not _is_small(graph) else None
     starts = _starts(graph, blocks, near, common.smallest, budget_bytes, options)
+    best = _exchanged(graph, starts, budget_bytes, deadline)
+    if (plan := optimal(needs.EFFORT, best)) is not None:
+        return plan
     bound_s = options.bound_time_limit_s
-    found, bound_ns = _improved(graph, relaxed, near, starts, budget_bytes, deadline, bound_s)
-    if not is_complete or (blocks is not None and not blocks.is_complete):
-        found = replace(found, is_complete=False)
+    found, bound_ns = _improved(graph, relaxed, near, best, budget_bytes, deadline, bound_s)
     proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
+    is_cut = not is_complete or (blocks is not None and not blocks.is_complete)
+    if is_cut and simulate(graph, found.schedule).time_ns > _accepted_ns(graph, proven_ns):
+        found = replace(found, is_complete=False)
     return _finish(problem, found, budget_bytes, proven_ns)
 
 
@@ -447,13 +449,16 @@ def _relaxed(
     relaxed, near = _fitted(graph, budget_bytes, deadline, fitting_until)
     if relaxed is None or near is None:
         return relaxed, near
-    near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
-    if _is_small(graph) or simulate(graph, near).time_ns > near_ns:
+    if _is_tried(relaxed, near):
         near = annealed(graph, near, budget_bytes, deadline=deadline)
-        # A small graph is searched as a whole before integer programs are solved.
-        if not needs.is_searched(graph):
-            near = improve(relaxed, near, deadline=deadline)
     return relaxed, near
+
+
+def _is_tried(relaxed: Refined, near: Schedule) -> bool:
+    """Is it tried to improve what the relaxation leads to?"""
+    graph = relaxed.program.facts.graph
+    near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
+    return _is_small(graph) or simulate(graph, near).time_ns > near_ns
 
 
 def _fitted(
@@ -466,10 +471,8 @@ def _fitted(
     return relaxed, fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
 
 
-def _is_accepted(relaxed: Refined | None, near: Schedule) -> bool:
+def _is_accepted(relaxed: Refined, near: Schedule) -> bool:
     """Is it known to be so near the fastest schedule that no other is looked for?"""
-    if relaxed is None:
-        return False
     graph = relaxed.program.facts.graph
     return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed.bound_ns)
 
@@ -477,6 +480,21 @@ def _is_accepted(relaxed: Refined | None, near: Schedule) -> bool:
 def _accepted_ns(graph: CDGraph, bound_ns: int) -> int:
     """Nothing faster is looked for, where that bound is proven."""
     return bound_ns + int((NEAR if _is_small(graph) else ENOUGH_IF_LARGE) * graph.time_ns)
+
+
+def _optimum(
+    search: needs.Search | None, effort: int, known: Schedule | None, deadline: float
+) -> Schedule | None:
+    """The fastest schedule, if the search finds it, or that nothing is faster than the known one.
+    """
+    if search is None:
+        return None
+    report("searching the whole graph")
+    below_ns = math.inf if known is None else simulate(search.graph, known).time_ns
+    optimum = search.fastest(effort, deadline=deadline, below_ns=below_ns) or known
+    if optimum is None or search.proven_ns < simulate(search.graph, optimum).time_ns:
+        return None
+    return optimum
 
 
 def _is_small(graph: CDGraph) -> bool:
@@ -494,6 +512,8 @@ def _smallest(graph: CDGraph, chain: Chain | None) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget. It does not
     depend on the clock. chain: of a large graph; of a small one it does not come so far."""
     report("looking for the smallest peak")
+    if needs.is_searched(graph) and (least := needs.thriftiest(graph)) is not None:
+        return least
     found = min(
         (_smallest_of(_as_on(graph, flops_per_s), chain) for flops_per_s in FLOPS_PER_S),
         key=lambda schedule: simulate(graph, schedule).peak_bytes,
@@ -570,21 +590,15 @@ def _improved(
     graph: CDGraph,
     relaxed: Refined | None,
     near: Schedule | None,
-    starts: list[Schedule],
+    best: Schedule,
     budget_bytes: int,
     deadline: float,
     bound_s: float,
 ) -> tuple[Improved, int]:
-    """The fastest of what becomes of the starts, since which one leads further is not known before;
-    and the time that is proven of every schedule, in ns."""
-    report("improving the plan")
-    if needs.is_searched(graph):
-        # Without integer programs as yet.
-        near = None
+    """What becomes of the best schedule, and the time that is proven of every one, in ns."""
     with ThreadPoolExecutor(max_workers=1) as beside:
         latest = min(deadline, time.monotonic() + bound_s)
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
-        best = _exchanged(graph, starts, budget_bytes, deadline)
         # What was improved already is not again: it would end where it is.
         if relaxed is not None and best != near:
             best = improve(relaxed, best, deadline=deadline)
@@ -602,6 +616,9 @@ def _improved(
 def _exchanged(
     graph: CDGraph, starts: list[Schedule], budget_bytes: int, deadline: float
 ) -> Schedule:
+    """The fastest of what becomes of the starts, since which one leads further is not known before.
+    """
+    report("improving the plan")
     found = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
     return _fastest_first(graph, found)[0]
 
