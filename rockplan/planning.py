@@ -27,11 +27,13 @@ from rockplan.curve import Curve, CurvePoint, useful
 from rockplan.dp.search import ChainSolver
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
 from rockplan.graph import CDGraph, as_eager
-from rockplan.graph_builder.canonical import graph_digest, profile_digest
+from rockplan.graph_builder.canonical import graph_digest, problem_digest, profile_digest
 from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key, roofline
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.corners import Settings
+from rockplan.ilp.decode import Orders
+from rockplan.ilp.decode import price as option_of
 from rockplan.ilp.options import option_families
 from rockplan.ilp.refine import Refined, proved_ns, refined
 from rockplan.improve import improve
@@ -114,7 +116,7 @@ def common_of(
 
     @functools.cache
     def smallest() -> Schedule:
-        return _smallest(graph, None if _is_small(graph) else chain())
+        return _smallest(graph, None if _is_small(graph) else chain(), _cache(options))
 
     return Common(chain, smallest)
 
@@ -311,8 +313,8 @@ def _families(
     return [known[b.digest] for b in blocks]
 
 
-def _family_key(digest: str, settings: Settings) -> dict[str, str]:
-    return {"block": digest, "settings": repr(settings), "planner": planner()}
+def _family_key(digest: str, settings: Settings | str) -> dict[str, str]:
+    return {"block": digest, "settings": str(settings), "planner": planner()}
 
 
 def _is_legal(problem: CDGraph, option: BlockOption) -> bool:
@@ -485,8 +487,7 @@ def _accepted_ns(graph: CDGraph, bound_ns: int) -> int:
 def _optimum(
     search: needs.Search | None, effort: int, known: Schedule | None, deadline: float
 ) -> Schedule | None:
-    """The fastest schedule, if the search finds it, or that nothing is faster than the known one.
-    """
+    """The fastest schedule, if the search finds it or proves that it is the known one."""
     if search is None:
         return None
     report("searching the whole graph")
@@ -508,22 +509,38 @@ ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend 
 measured, or it differs from run to run."""
 
 
-def _smallest(graph: CDGraph, chain: Chain | None) -> Schedule:
+def _smallest(graph: CDGraph, chain: Chain | None, cache: Cache | None) -> Schedule:
     """The schedule with the least peak that is found; its peak is the smallest budget. It does not
     depend on the clock. chain: of a large graph; of a small one it does not come so far."""
     report("looking for the smallest peak")
     if needs.is_searched(graph) and (least := needs.thriftiest(graph)) is not None:
         return least
+    # The relaxation is asked first when a plan is made: what it leads to with less would be
+    # accepted below the smallest budget.
+    return _smallest_relaxed(graph, _smallest_on_machines(graph, chain, cache))
+
+
+def _smallest_on_machines(graph: CDGraph, chain: Chain | None, cache: Cache | None) -> Schedule:
+    """In the cache it is the one option of the graph as a block."""
+    machines = [_as_on(graph, flops_per_s) for flops_per_s in FLOPS_PER_S]
+    block = machines[0]
+    key = _family_key(problem_digest(block), "the least peak")
+    known = cache.family(key, functools.partial(_is_legal, block)) if cache else None
+    if known is not None:
+        return with_frees(graph, known.options[0].forward, known.options[0].backward)
+    # Where nothing but memory takes time the machines are one.
+    different = [m for k, m in enumerate(machines) if m not in machines[:k]]
     found = min(
-        (_smallest_of(_as_on(graph, flops_per_s), chain) for flops_per_s in FLOPS_PER_S),
+        (_smallest_of(machine, chain) for machine in different),
         key=lambda schedule: simulate(graph, schedule).peak_bytes,
     )
     if needs.is_searched(graph):
         while (less := needs.within(graph, simulate(graph, found).peak_bytes - 1)) is not None:
             found = less
-    # The relaxation is asked first when a plan is made: what it leads to with less would be
-    # accepted below the smallest budget.
-    return _smallest_relaxed(graph, found)
+    if cache:
+        option = option_of(block, Orders(*found.phases))
+        cache.put_family(key, OptionFamily((option,), gap_ns=None, solves=0))
+    return found
 
 
 def _as_on(graph: CDGraph, flops_per_s: float) -> CDGraph:
@@ -616,8 +633,7 @@ def _improved(
 def _exchanged(
     graph: CDGraph, starts: list[Schedule], budget_bytes: int, deadline: float
 ) -> Schedule:
-    """The fastest of what becomes of the starts, since which one leads further is not known before.
-    """
+    """The fastest of what becomes of the starts: which one leads further is not known before."""
     report("improving the plan")
     found = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
     return _fastest_first(graph, found)[0]
