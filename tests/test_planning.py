@@ -175,7 +175,7 @@ def test_the_smallest_budget_does_not_depend_on_what_was_measured(
     noise = random.Random(2)
     nodes = (replace(n, time_ns=int(n.time_ns * noise.uniform(0.7, 1.4))) for n in graph.nodes)
     graphs = [graph, replace(graph, nodes=tuple(nodes))]
-    found = {simulate(g, planning._smallest(g, None)).peak_bytes for g in graphs}
+    found = {simulate(g, planning._smallest(g, None, None)).peak_bytes for g in graphs}
     assert len(found) == 1
 
 
