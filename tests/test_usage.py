@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import pickle
 import threading
@@ -181,6 +182,47 @@ def test_planned_module_is_an_instance_of_the_original_class() -> None:
     assert type(planned).__name__ == "Net"
     assert all(a is b for a, b in zip(planned.parameters(), case.model.parameters(), strict=True))
     assert [n for n, _ in planned.named_modules()] == [n for n, _ in case.model.named_modules()]
+
+
+class Sized(nn.Sequential):
+    """Makes others of its class."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.size = len(layers)
+
+    def reversed(self) -> nn.Module:
+        return type(self)(*reversed(list(self)))
+
+    @classmethod
+    def empty(cls) -> nn.Module:
+        return cls()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda m: m[:-1], lambda m: m[1:][:2], lambda m: m.reversed(), lambda m: type(m).empty()],
+    ids=["slice", "slice of a slice", "method", "class method"],
+)
+def test_what_is_made_of_the_class_of_a_planned_module_is_not_planned(
+    make: Callable[[Any], nn.Module],
+) -> None:
+    model = Sized(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    part, expected = make(planned), make(eager)
+    assert type(part) is Sized and part.size == expected.size
+    assert_same_tensor(part(SAMPLE), expected(SAMPLE), "made")
+    assert_same_tensor(planned(SAMPLE), eager(SAMPLE), "the planned module")
+
+
+def test_a_planned_module_is_initialized_anew() -> None:
+    """As some do to draw new weights; it stays planned."""
+    planned = rockplan.solve(nn.Linear(16, 4), SAMPLE, "100%")
+    assert inspect.signature(type(planned)) == inspect.signature(nn.Linear)
+    planned.__init__(16, 8)  # type: ignore[misc]
+    planned(SAMPLE).sum().backward()
+    assert "aten.t" in str(rockplan.plan_of(planned).graph) and planned(SAMPLE).shape[1] == 8
 
 
 def test_a_planned_module_is_planned_again_from_its_original(tmp_path: Path) -> None:
@@ -1397,6 +1439,18 @@ def test_forward_mode_derivatives_are_refused(of: str) -> None:
         with torch.no_grad():
             assert forward_ad.unpack_dual(planned(x)).tangent is not None
     eager.load_state_dict(planned.state_dict())
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "afterwards")
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_tracing_sees_the_original() -> None:
+    """As TensorBoard's `add_graph` traces."""
+    planned, eager = pair(Case("net", Net().eval(), (SAMPLE,), {}, mean_square), "100%")
+    traced = torch.jit.trace(planned, SAMPLE)
+    assert traced.code == torch.jit.trace(eager, SAMPLE).code
+    assert_same_tensor(traced(SAMPLE), eager(SAMPLE), "traced")
+    whole = torch.jit.trace(nn.Sequential(planned, nn.Tanh()), SAMPLE)
+    assert_same_tensor(whole(SAMPLE), eager(SAMPLE).tanh(), "a part of what is traced")
     both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "afterwards")
 
 

@@ -220,7 +220,7 @@ class Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
         assert isinstance(self, nn.Module)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():
             return _run_original(self, args, kwargs)
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
@@ -469,11 +469,11 @@ def _warn_of_changes(known: Sequence[_Bound]) -> None:
 
 
 def _refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
-    """Raise where `planned` runs as a part of a module that is being planned."""
+    """Raise where `planned` runs as a part of a module that is being planned, or exported."""
     if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
         raise UnsupportedModel(
-            f"a submodule, {type(planned).__qualname__}, is planned already; plan the whole with "
-            "the original module in its place"
+            f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
+            "torch.export) the whole with the original module in its place"
         )
 
 
@@ -598,10 +598,18 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
 
     Its forward has the signature of the original's, by which trainers decide what to pass, but
     not `__wrapped__`: accelerate unwraps a forward as far as it can and calls what it finds.
+    What is made by calling the class (the slice of a Sequential, `type(self)(...)` in a method) is
+    no drop-in for anything, and so becomes an instance of the original's class.
     """
 
     def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
         return Planned.forward(self, *args, **kwargs)
+
+    @functools.wraps(original.__init__)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "_rockplan" not in self.__dict__:
+            self.__class__ = original
+        original.__init__(self, *args, **kwargs)
 
     functools.update_wrapper(forward, original.forward)
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
@@ -609,6 +617,7 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
+        "__init__": initialize,
         "forward": forward,
     }
     return type(original.__name__, (Planned, original), body)
