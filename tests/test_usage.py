@@ -1386,6 +1386,51 @@ def test_parameters_that_are_replaced_are_let_go(
     assert len(planned.plans) == 1
 
 
+def scaled(module: nn.Module, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a hypernetwork makes of one tensor: parameters that are no leaves."""
+    return {n: p.detach() * scale for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["leaves", "results of others", "frozen", "buffers too"])
+def test_a_backward_pass_of_functional_call_is_planned_with_its_parameters(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module has its own back when the gradients come, whose strides need another plan."""
+    planned, eager = pair(net_case(32))
+    made = count_programs(monkeypatch)
+
+    def use(module: nn.Module) -> Any:
+        scale = torch.tensor(1.1, requires_grad=kind != "frozen")
+        values = replaced(module) if kind != "results of others" else scaled(module, scale)
+        if kind == "frozen":
+            values = {n: v.detach() for n, v in values.items()}
+        if kind == "buffers too":
+            values |= {n: b.clone() for n, b in module.named_buffers()}
+        x = SAMPLE.clone().requires_grad_(kind == "frozen")
+        own = [*module.parameters()]
+        first = torch.func.functional_call(module, values, x)
+        second = torch.func.functional_call(module, {**values, "head.bias": own[-1]}, x)
+        for result in (first, second, first):
+            result.sum().backward(retain_graph=True)
+        assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
+        return [t.grad for t in (x, scale, *values.values()) if t.is_leaf]
+
+    for step in range(3):
+        both(planned, eager, use, f"step {step}")
+        both(planned, eager, lambda m: m(SAMPLE).sum().backward(), f"its own, {step}")
+        assert len(made) <= 3
+
+
+def test_a_module_that_is_another_one_when_its_backward_pass_is_planned() -> None:
+    planned, _ = pair(net_case(32))
+    result = planned(SAMPLE)
+    planned.eval()
+    with pytest.raises(rockplan.BackwardError, match=r"changed between forward and backward"):
+        result.sum().backward()
+    planned.train()
+    result.sum().backward()
+
+
 @pytest.mark.parametrize("change", ["tied", "strides", "frozen", "view"])
 def test_parameters_of_another_kind_are_planned_for(
     change: str, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ from rockplan.codegen.signature import (
     signature_holds,
     under_autocast,
     under_default_device,
+    with_tensors_of,
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
@@ -293,8 +294,11 @@ class _Situation:
 
     def replan(self, pattern: Pattern) -> Executable:
         """The plan for incoming gradients of `pattern`; later calls like this one start with it,
-        unless the outputs to differentiate were chosen by the user."""
-        with PLANNING:
+        unless the outputs to differentiate were chosen by the user.
+
+        It is planned with the parameters and buffers that the call had, which eager's graph keeps:
+        `functional_call` has put the module's own back when backward begins."""
+        with PLANNING, with_tensors_of(self.bound.signature):
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:
@@ -305,6 +309,7 @@ class _Situation:
                 "the module was changed between forward and backward, and this backward pass "
                 "needs another plan; change modules before the forward"
             )
+        _bind_again(module, {self.key: state.programs[self.key]})
         bounds = state.programs[self.key]
         known = [b for b in bounds if b.program.executable.pattern == pattern]
         found = _matching(known, pytree.tree_leaves((self.args, self.kwargs)))

@@ -136,6 +136,24 @@ def holds_for_others(signature: ModuleSignature) -> bool:
     return _layout(tensors) == signature.layout and _others_hold(signature)
 
 
+@contextlib.contextmanager
+def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
+    """The module tree has the parameters and buffers of that moment meanwhile, and then its own."""
+    registries = [entry.module.__dict__[kind] for entry in signature.entries for kind in _TENSORS]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry.clear()
+    for entry in signature.entries:
+        for kind, name, tensor, _ in entry.tensors:
+            entry.module.__dict__[kind][name] = tensor
+    try:
+        yield
+    finally:
+        for registry, tensors in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(tensors)
+
+
 def changed_attribute(signature: ModuleSignature) -> str | None:
     """The first attribute of the module tree that is not what it was, if one is not."""
     root = signature.entries[0].module
