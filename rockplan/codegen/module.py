@@ -221,7 +221,7 @@ class Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
         assert isinstance(self, nn.Module)
-        if not torch.is_grad_enabled() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
