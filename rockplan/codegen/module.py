@@ -44,6 +44,7 @@ from rockplan.codegen.signature import (
     under_autocast,
     under_default_device,
     with_tensors_of,
+    without_default_device,
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
@@ -228,7 +229,8 @@ class Planned:
         _warn_of_dispatch_modes()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
-        bound = _matching(state.programs.get(key, ()), leaves)
+        with without_default_device():
+            bound = _matching(state.programs.get(key, ()), leaves)
         if bound is None:
             with PLANNING:
                 bound = self._bound_program(key, leaves, args, kwargs)
@@ -511,7 +513,8 @@ def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
 
 def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     program = bound.program
-    tensors = runtime.call(program.executable, bound.residents(leaves), replan)
+    with without_default_device():
+        tensors = runtime.call(program.executable, bound.residents(leaves), replan)
     of = dict(zip(program.interface.results, tensors, strict=True))
     leaves = [
         leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs

@@ -352,6 +352,21 @@ def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
             _push_mode(mode)
 
 
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """Leave the default device where it is the only mode, through which Python would call each
+    function and read each property of a tensor: for what says itself where it makes tensors.
+    Hooks and dispatch modes that are called meanwhile are without it in eager execution, too."""
+    is_default_device = any(isinstance(mode, torch.device) for mode in function_modes())
+    is_alone = is_default_device and torch._C._len_torch_function_stack() == 1
+    aside = _pop_mode() if is_alone else None
+    try:
+        yield
+    finally:
+        if aside is not None:
+            _push_mode(aside)
+
+
 def _global_key() -> tuple[Any, ...]:
     """Switches of PyTorch that decide which operators a module calls."""
     return (
