@@ -920,6 +920,21 @@ def test_quantization_aware_training() -> None:
     both(planned, eager, lambda m: mean_square(m(2 * SAMPLE)).backward(), "not observed")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+@pytest.mark.parametrize("has_run", [True, False])
+def test_quantization_aware_training_is_planned_after_a_first_step(has_run: bool) -> None:
+    net = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16))
+    net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    model = quantization.prepare_qat(net.train())
+    if has_run:
+        model(SAMPLE)
+    options = rockplan.Options(on_mismatch="error")
+    planned = rockplan.solve(model, SAMPLE, "100%", options=options)
+    mean_square(planned(SAMPLE)).backward()
+    with contextlib.nullcontext() if has_run else pytest.raises(rockplan.StalePlan):
+        planned(SAMPLE)
+
+
 def test_hooks_on_all_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     eager = copy.deepcopy(model)
