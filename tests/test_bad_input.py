@@ -24,7 +24,7 @@ import rockplan
 from benchmarks.models import Case
 from rockplan.graph_builder.operators import Layouts
 from tests.training import solve_case, train_side_by_side, twin
-from tests.usage import NormOfTransposed
+from tests.usage import NormOfTransposed, count_programs
 
 
 class ReadsActivation(nn.Module):
@@ -306,6 +306,28 @@ class Classified(nn.Module):
 WEIGHTS = torch.tensor([0.1, 0.7, 0.3, 0.9, 0.2])
 
 
+class Aligned(nn.Module):
+    """A loss over alignments inside the module; `lengths` makes those of the targets."""
+
+    def __init__(self, lengths: Callable[[torch.Tensor, torch.Tensor], Any], **settings: Any):
+        super().__init__()
+        self.layer, self.lengths = nn.Linear(4, 5), lengths
+        self.loss = nn.CTCLoss(**settings)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).log_softmax(-1)
+        lengths = self.lengths(y, valid)
+        steps = torch.full((2,), 12) if isinstance(lengths, torch.Tensor) else (12, 12)
+        found: torch.Tensor = self.loss(y, targets, steps, lengths)
+        return found
+
+
+def aligned(valid: tuple[int, int] = (3, 2)) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    rows = [torch.arange(4) < n for n in valid]
+    return torch.randn(12, 2, 4), torch.randint(1, 5, (2, 4)), torch.stack(rows)
+
+
 class Nests(nn.Module):
     """Makes a nested tensor of its input."""
 
@@ -356,6 +378,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         SAMPLE,
         rockplan.DataDependentShape,
         ["loss", "ignored", "outside"],
+    ),
+    "lengths of activations": (
+        lambda: Aligned(lambda y, valid: y.detach()[0, :, 0].abs().long() + 1),
+        aligned(),
+        rockplan.ValueDependentControlFlow,
+        ["test_bad_input.py:", "torch.nn.functional.ctc_loss reads", "outside of the planned"],
+    ),
+    "a loss that looks at values": (
+        lambda: Followed(lambda y: nn.functional.gaussian_nll_loss(y, y + 1, y.exp())),
+        SAMPLE,
+        rockplan.ValueDependentControlFlow,
+        ["test_bad_input.py:", "torch.nn.functional.gaussian_nll_loss reads", "outside of the"],
+    ),
+    "a count of batches": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
+        SAMPLE,
+        rockplan.ValueDependentControlFlow,
+        ["module '1'", "_BatchNorm.forward reads", "give it a momentum"],
+    ),
+    "a packed sequence": (
+        lambda: Followed(lambda y: nn.utils.rnn.pack_padded_sequence(y[None], [3], True).data),
+        SAMPLE,
+        rockplan.DataDependentShape,
+        ["torch.nn.utils.rnn.pack_padded_sequence", "outside of the planned"],
     ),
     "nothing to differentiate": (
         frozen,
@@ -697,6 +743,38 @@ def test_other_cross_entropies_are_planned(settings: dict[str, Any]) -> None:
     for found, expected in zip(planned.parameters(), model.parameters(), strict=True):
         assert found.grad is not None and expected.grad is not None
         assert torch.equal(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        lambda y, valid: valid.sum(-1),
+        lambda y, valid: valid.sum(-1).int(),
+        lambda y, valid: valid.sum(-1).tolist(),
+        lambda y, valid: (3, 2),
+    ],
+    ids=["tensor", "small integers", "read", "constant"],
+)
+@pytest.mark.parametrize(
+    "settings", [{}, {"reduction": "sum", "zero_infinity": True}, {"reduction": "none", "blank": 4}]
+)
+def test_losses_over_alignments_are_planned(lengths: Any, settings: dict[str, Any]) -> None:
+    case = Case("ctc", Aligned(lengths, **settings), aligned(), {}, lambda y: y.sum())
+    train_side_by_side(case, solve_case(case, "100%"), twin(case), steps=2)
+
+
+@pytest.mark.filterwarnings("error:.*costs that were measured")
+def test_a_loss_over_alignments_is_planned_for_each_longest_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where lengths are tensors, the plan takes them as such."""
+    made = count_programs(monkeypatch)
+    case = Case("ctc", Aligned(lambda y, valid: valid.sum(-1)), aligned(), {}, lambda y: y.sum())
+    planned, eager = solve_case(case, "100%"), twin(case)
+    for valid, plans in [((3, 2), 1), ((1, 3), 1), ((4, 1), 2), ((2, 4), 2), ((3, 3), 2)]:
+        other = Case("ctc", case.model, aligned(valid), {}, case.loss)
+        train_side_by_side(other, planned, eager, steps=1)
+        assert len(made) == plans
 
 
 def test_views_of_results_in_other_strides_than_captured_are_refused(

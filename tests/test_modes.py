@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -116,6 +117,30 @@ def test_planning_under_a_default_device() -> None:
     finally:
         torch.set_default_device(None)  # type: ignore[arg-type]
     both(planned, eager, step, "without")
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_the_default_device_does_not_slow_planned_calls_down(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python asks its mode about each function and property of a tensor."""
+    planned = rockplan.solve(nn.Sequential(*(nn.Linear(16, 16),) * layers), SAMPLE, "100%")
+    asked: list[Any] = []
+    original = DeviceContext.__torch_function__
+
+    def ask(self: Any, func: Any, *args: Any) -> Any:
+        asked.append(func)
+        return original(self, func, *args)
+
+    with torch.device("cpu"):
+        step(planned)
+        monkeypatch.setattr(DeviceContext, "__torch_function__", ask)
+        planned(SAMPLE)
+        assert 0 < len(asked) < 40
+        with pytest.raises(RuntimeError), torch.device("cpu"):
+            planned(SAMPLE[:, :3])
+        assert torch.get_default_device() == torch.device("cpu")
+    assert not _get_current_function_mode_stack()
 
 
 class CountsModes(nn.Module):

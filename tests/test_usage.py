@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import pickle
 import threading
@@ -181,6 +182,47 @@ def test_planned_module_is_an_instance_of_the_original_class() -> None:
     assert type(planned).__name__ == "Net"
     assert all(a is b for a, b in zip(planned.parameters(), case.model.parameters(), strict=True))
     assert [n for n, _ in planned.named_modules()] == [n for n, _ in case.model.named_modules()]
+
+
+class Sized(nn.Sequential):
+    """Makes others of its class."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.size = len(layers)
+
+    def reversed(self) -> nn.Module:
+        return type(self)(*reversed(list(self)))
+
+    @classmethod
+    def empty(cls) -> nn.Module:
+        return cls()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda m: m[:-1], lambda m: m[1:][:2], lambda m: m.reversed(), lambda m: type(m).empty()],
+    ids=["slice", "slice of a slice", "method", "class method"],
+)
+def test_what_is_made_of_the_class_of_a_planned_module_is_not_planned(
+    make: Callable[[Any], nn.Module],
+) -> None:
+    model = Sized(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, SAMPLE, "100%")
+    part, expected = make(planned), make(eager)
+    assert type(part) is Sized and part.size == expected.size
+    assert_same_tensor(part(SAMPLE), expected(SAMPLE), "made")
+    assert_same_tensor(planned(SAMPLE), eager(SAMPLE), "the planned module")
+
+
+def test_a_planned_module_is_initialized_anew() -> None:
+    """As some do to draw new weights; it stays planned."""
+    planned = rockplan.solve(nn.Linear(16, 4), SAMPLE, "100%")
+    assert inspect.signature(type(planned)) == inspect.signature(nn.Linear)
+    planned.__init__(16, 8)  # type: ignore[misc]
+    planned(SAMPLE).sum().backward()
+    assert "aten.t" in str(rockplan.plan_of(planned).graph) and planned(SAMPLE).shape[1] == 8
 
 
 def test_a_planned_module_is_planned_again_from_its_original(tmp_path: Path) -> None:
@@ -878,6 +920,21 @@ def test_quantization_aware_training() -> None:
     both(planned, eager, lambda m: mean_square(m(2 * SAMPLE)).backward(), "not observed")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+@pytest.mark.parametrize("has_run", [True, False])
+def test_quantization_aware_training_is_planned_after_a_first_step(has_run: bool) -> None:
+    net = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16))
+    net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    model = quantization.prepare_qat(net.train())
+    if has_run:
+        model(SAMPLE)
+    options = rockplan.Options(on_mismatch="error")
+    planned = rockplan.solve(model, SAMPLE, "100%", options=options)
+    mean_square(planned(SAMPLE)).backward()
+    with contextlib.nullcontext() if has_run else pytest.raises(rockplan.StalePlan):
+        planned(SAMPLE)
+
+
 def test_hooks_on_all_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     eager = copy.deepcopy(model)
@@ -1344,6 +1401,51 @@ def test_parameters_that_are_replaced_are_let_go(
     assert len(planned.plans) == 1
 
 
+def scaled(module: nn.Module, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a hypernetwork makes of one tensor: parameters that are no leaves."""
+    return {n: p.detach() * scale for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["leaves", "results of others", "frozen", "buffers too"])
+def test_a_backward_pass_of_functional_call_is_planned_with_its_parameters(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module has its own back when the gradients come, whose strides need another plan."""
+    planned, eager = pair(net_case(32))
+    made = count_programs(monkeypatch)
+
+    def use(module: nn.Module) -> Any:
+        scale = torch.tensor(1.1, requires_grad=kind != "frozen")
+        values = replaced(module) if kind != "results of others" else scaled(module, scale)
+        if kind == "frozen":
+            values = {n: v.detach() for n, v in values.items()}
+        if kind == "buffers too":
+            values |= {n: b.clone() for n, b in module.named_buffers()}
+        x = SAMPLE.clone().requires_grad_(kind == "frozen")
+        own = [*module.parameters()]
+        first = torch.func.functional_call(module, values, x)
+        second = torch.func.functional_call(module, {**values, "head.bias": own[-1]}, x)
+        for result in (first, second, first):
+            result.sum().backward(retain_graph=True)
+        assert all(a is b for a, b in zip(module.parameters(), own, strict=True))
+        return [t.grad for t in (x, scale, *values.values()) if t.is_leaf]
+
+    for step in range(3):
+        both(planned, eager, use, f"step {step}")
+        both(planned, eager, lambda m: m(SAMPLE).sum().backward(), f"its own, {step}")
+        assert len(made) <= 3
+
+
+def test_a_module_that_is_another_one_when_its_backward_pass_is_planned() -> None:
+    planned, _ = pair(net_case(32))
+    result = planned(SAMPLE)
+    planned.eval()
+    with pytest.raises(rockplan.BackwardError, match=r"changed between forward and backward"):
+        result.sum().backward()
+    planned.train()
+    result.sum().backward()
+
+
 @pytest.mark.parametrize("change", ["tied", "strides", "frozen", "view"])
 def test_parameters_of_another_kind_are_planned_for(
     change: str, monkeypatch: pytest.MonkeyPatch
@@ -1397,6 +1499,18 @@ def test_forward_mode_derivatives_are_refused(of: str) -> None:
         with torch.no_grad():
             assert forward_ad.unpack_dual(planned(x)).tangent is not None
     eager.load_state_dict(planned.state_dict())
+    both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "afterwards")
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_tracing_sees_the_original() -> None:
+    """As TensorBoard's `add_graph` traces."""
+    planned, eager = pair(Case("net", Net().eval(), (SAMPLE,), {}, mean_square), "100%")
+    traced = torch.jit.trace(planned, SAMPLE)
+    assert traced.code == torch.jit.trace(eager, SAMPLE).code
+    assert_same_tensor(traced(SAMPLE), eager(SAMPLE), "traced")
+    whole = torch.jit.trace(nn.Sequential(planned, nn.Tanh()), SAMPLE)
+    assert_same_tensor(whole(SAMPLE), eager(SAMPLE).tanh(), "a part of what is traced")
     both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "afterwards")
 
 

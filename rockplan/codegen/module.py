@@ -43,6 +43,8 @@ from rockplan.codegen.signature import (
     signature_holds,
     under_autocast,
     under_default_device,
+    with_tensors_of,
+    without_default_device,
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
@@ -220,14 +222,15 @@ class Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
         assert isinstance(self, nn.Module)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
         _warn_of_dispatch_modes()
         leaves, input_spec = pytree.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
-        bound = _matching(state.programs.get(key, ()), leaves)
+        with without_default_device():
+            bound = _matching(state.programs.get(key, ()), leaves)
         if bound is None:
             with PLANNING:
                 bound = self._bound_program(key, leaves, args, kwargs)
@@ -293,8 +296,11 @@ class _Situation:
 
     def replan(self, pattern: Pattern) -> Executable:
         """The plan for incoming gradients of `pattern`; later calls like this one start with it,
-        unless the outputs to differentiate were chosen by the user."""
-        with PLANNING:
+        unless the outputs to differentiate were chosen by the user.
+
+        It is planned with the parameters and buffers that the call had, which eager's graph keeps:
+        `functional_call` has put the module's own back when backward begins."""
+        with PLANNING, with_tensors_of(self.bound.signature):
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:
@@ -305,6 +311,7 @@ class _Situation:
                 "the module was changed between forward and backward, and this backward pass "
                 "needs another plan; change modules before the forward"
             )
+        _bind_again(module, {self.key: state.programs[self.key]})
         bounds = state.programs[self.key]
         known = [b for b in bounds if b.program.executable.pattern == pattern]
         found = _matching(known, pytree.tree_leaves((self.args, self.kwargs)))
@@ -469,11 +476,11 @@ def _warn_of_changes(known: Sequence[_Bound]) -> None:
 
 
 def _refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
-    """Raise where `planned` runs as a part of a module that is being planned."""
+    """Raise where `planned` runs as a part of a module that is being planned, or exported."""
     if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
         raise UnsupportedModel(
-            f"a submodule, {type(planned).__qualname__}, is planned already; plan the whole with "
-            "the original module in its place"
+            f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
+            "torch.export) the whole with the original module in its place"
         )
 
 
@@ -506,7 +513,8 @@ def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
 
 def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     program = bound.program
-    tensors = runtime.call(program.executable, bound.residents(leaves), replan)
+    with without_default_device():
+        tensors = runtime.call(program.executable, bound.residents(leaves), replan)
     of = dict(zip(program.interface.results, tensors, strict=True))
     leaves = [
         leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs
@@ -598,10 +606,18 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
 
     Its forward has the signature of the original's, by which trainers decide what to pass, but
     not `__wrapped__`: accelerate unwraps a forward as far as it can and calls what it finds.
+    What is made by calling the class (the slice of a Sequential, `type(self)(...)` in a method) is
+    no drop-in for anything, and so becomes an instance of the original's class.
     """
 
     def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
         return Planned.forward(self, *args, **kwargs)
+
+    @functools.wraps(original.__init__)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "_rockplan" not in self.__dict__:
+            self.__class__ = original
+        original.__init__(self, *args, **kwargs)
 
     functools.update_wrapper(forward, original.forward)
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
@@ -609,6 +625,7 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
+        "__init__": initialize,
         "forward": forward,
     }
     return type(original.__name__, (Planned, original), body)

@@ -136,6 +136,24 @@ def holds_for_others(signature: ModuleSignature) -> bool:
     return _layout(tensors) == signature.layout and _others_hold(signature)
 
 
+@contextlib.contextmanager
+def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
+    """The module tree has the parameters and buffers of that moment meanwhile, and then its own."""
+    registries = [entry.module.__dict__[kind] for entry in signature.entries for kind in _TENSORS]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry.clear()
+    for entry in signature.entries:
+        for kind, name, tensor, _ in entry.tensors:
+            entry.module.__dict__[kind][name] = tensor
+    try:
+        yield
+    finally:
+        for registry, tensors in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(tensors)
+
+
 def changed_attribute(signature: ModuleSignature) -> str | None:
     """The first attribute of the module tree that is not what it was, if one is not."""
     root = signature.entries[0].module
@@ -332,6 +350,21 @@ def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
     finally:
         for mode in reversed(aside):
             _push_mode(mode)
+
+
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """Leave the default device where it is the only mode, through which Python would call each
+    function and read each property of a tensor: for what says itself where it makes tensors.
+    Hooks and dispatch modes that are called meanwhile are without it in eager execution, too."""
+    is_default_device = any(isinstance(mode, torch.device) for mode in function_modes())
+    is_alone = is_default_device and torch._C._len_torch_function_stack() == 1
+    aside = _pop_mode() if is_alone else None
+    try:
+        yield
+    finally:
+        if aside is not None:
+            _push_mode(aside)
 
 
 def _global_key() -> tuple[Any, ...]:

@@ -759,6 +759,7 @@ def _as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         torch.enable_grad(),
         swap.transformers_sees_real_tensors(),
         swap.max_pool1d_as_unwatched(),
+        swap.ctc_loss_of_tensors(),
         swap.without_checkpointing(),
         swap.without_compiling(),
         swap.without_hooks_on_all_modules(),

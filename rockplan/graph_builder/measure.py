@@ -94,7 +94,8 @@ _SAME_FLOPS = {
 
 def call_key(graph: CDGraph, call: Call) -> str:
     """Digest of operator, argument specs (shape, strides, dtype, device), literals and dtypes of
-    results, which may be the default one: equal for calls that cost the same."""
+    results, which may be the default one (of results whose shapes depend on values, their specs):
+    equal for calls that cost the same."""
 
     def described(argument: object) -> object:
         if isinstance(argument, ValueRef):
@@ -104,8 +105,12 @@ def call_key(graph: CDGraph, call: Call) -> str:
         return canonical_literal(argument)
 
     arguments = [[name, described(value)] for name, value in call.kwargs]
-    dtypes = [None if v is None else graph.values[v].spec.dtype for v in call.results]
-    return digest([call.op, described(call.args), arguments, dtypes])
+    results: list[object] = [
+        None if v is None else graph.values[v].spec.dtype for v in call.results
+    ]
+    if operators.shapes_depend_on_values(call.op):
+        results = [None if v is None else described(ValueRef(v)) for v in call.results]
+    return digest([call.op, described(call.args), arguments, results])
 
 
 def measure(

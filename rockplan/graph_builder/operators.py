@@ -235,6 +235,12 @@ def follows_shapes(operator: OpOverload) -> bool:
     return operator.namespace == "aten" and not is_lift and tags.isdisjoint(operator.tags)
 
 
+@functools.cache
+def shapes_depend_on_values(name: str) -> bool:
+    """True if shapes of results depend on the values of arguments."""
+    return torch.Tag.dynamic_output_shape in resolve(name).tags
+
+
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call on fake tensors.
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import UnsupportedModel, ValueDependentControlFlow
 from rockplan.graph import Call, ValueRef, value_refs
 from rockplan.graph_builder import evaluate
-from rockplan.graph_builder.record import RecordedCall, Recorder
+from rockplan.graph_builder.record import OUTSIDE, RecordedCall, Recorder, torch_function
 from rockplan.interface import Guard
 
 _DISTRIBUTIONS = torch.distributions.__path__[0]
@@ -207,6 +207,12 @@ def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int,
 # Parts of a message that names what a value depends on: the kind of a buffer, how many are named.
 _BUFFER = "the buffer"
 _NAMED = 3
+# Functions of PyTorch that read values -> what to do, where that is not `OUTSIDE`.
+_REMEDIES = {
+    "torch.nn.modules.batchnorm._BatchNorm.forward": (
+        "With momentum=None it divides by the number of batches so far: give it a momentum"
+    ),
+}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -224,7 +230,11 @@ def _value_read_error(
     what = f"a value that depends on {', '.join(names[:_NAMED])}{more}"
     if not names:
         what = "a value that the forward has changed in place"
+    function = torch_function()
+    who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
     remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
+    if function:
+        remedy = _REMEDIES.get(function, OUTSIDE)
     if names and all(name.startswith(_BUFFER) for name in names):
         remedy += (
             "; a table that stays as it is can be a plain attribute of the module in place of a "
@@ -238,9 +248,9 @@ def _value_read_error(
     return ValueDependentControlFlow.at(
         module,
         source,
-        f"Python (or a function of PyTorch) reads {what} (.item(), bool(), float(), .tolist(), "
-        ".numpy(), str(), print() or `if` on a tensor), so the operations may differ from call to "
-        f"call and cannot be planned. {remedy}",
+        f"{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
+        "`if` on a tensor), so the operations may differ from call to call and cannot be planned. "
+        f"{remedy}",
     )
 
 

@@ -35,9 +35,11 @@ from rockplan.interface import Guard
 
 _TORCH_FOLDER = torch.__path__[0]
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
+_TENSOR_FILES = f"{_TORCH_FOLDER}/_tensor"
 _NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
 # What C++ asks of a fake tensor more often than anything else.
 _DEVICE = torch.ops.prim.device.default
+_CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 # The models in it are read as a user's; what calls the command line is nobody's model.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = f"{_OWN_FOLDER}cli.py"
@@ -237,14 +239,13 @@ class Recorder(TorchDispatchMode):
         writes = tuple(self.value(t) for t in operators.written(func, args, kwargs))
         call = self._call(func, args, kwargs, ())
         try:
-            result = self._results.of(func, args, kwargs)
+            result = self._result(func, args, kwargs)
         except DynamicOutputShapeException as error:
             raise DataDependentShape.at(
                 module,
                 source,
                 f"the shape of the result of {func} depends on the values of its input; a plan "
-                "needs static shapes. Replace it by a masked operation (torch.where, "
-                "multiplication by the mask)",
+                f"needs static shapes. {_without_values(torch_function())}",
             ) from error
         except UnsupportedOperatorException as error:
             raise UnsupportedModel.at(
@@ -268,6 +269,18 @@ class Recorder(TorchDispatchMode):
                 self._remember_view(reads, result)
             return result
         return self._in_layout_of_base(result)
+
+    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call returns. The shape of one result is known from a value that may be read
+        where it is that of integer inputs: the length of the longest target."""
+        if func is not _CTC_LOSS:
+            return self._results.of(func, args, kwargs)
+        log_probs, lengths = args[0], args[3]
+        longest = self.__torch_dispatch__(torch.ops.aten.max.default, (), (lengths,))
+        read = torch.ops.aten._local_scalar_dense.default
+        states = 2 * self.__torch_dispatch__(read, (), (longest,)) + 1
+        steps, batch = log_probs.shape[:2]
+        return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, states))
 
     def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
         """A differentiable view, with the sequence number of its node."""
@@ -451,6 +464,38 @@ def _result_leaves(result: Any) -> list[Any]:
             leaves += item if isinstance(item, tuple | list) else [item]
         return leaves
     return [result]
+
+
+OUTSIDE = (
+    "Call it outside of the planned module (a loss: on what the module returns), or in a way in "
+    "which it reads no values"
+)
+"""What to do where a function of PyTorch looks at values."""
+
+
+def _without_values(function: str) -> str:
+    """What to do where an operator that `function` calls ('': that the forward calls itself) has
+    results whose shapes depend on values."""
+    if function:
+        return f"It is called by {function}. {OUTSIDE}"
+    return "Replace it by a masked operation (torch.where, multiplication by the mask)"
+
+
+def torch_function() -> str:
+    """'torch.nn.functional.ctc_loss': the function of PyTorch that calls an operator now; '': the
+    user's code does itself, or by a method of the tensor."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        is_own = name.startswith(_OWN_FOLDER) and name != _EXAMPLES
+        if not (is_own or name.startswith(_TORCH_FOLDER)):
+            break
+        called = frame.f_code.co_name
+        is_method = name.startswith(_TENSOR_FILES)
+        if not (is_own or is_method or called[0] in "_<" or "<" in frame.f_code.co_qualname):
+            return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def user_source() -> str:

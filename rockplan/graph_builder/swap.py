@@ -192,6 +192,29 @@ def max_pool1d_as_unwatched() -> contextlib.AbstractContextManager[None]:
     return _exchanged(torch, {"max_pool1d": max_pool1d})
 
 
+def ctc_loss_of_tensors() -> contextlib.AbstractContextManager[None]:
+    """Of lengths that are numbers `ctc_loss` makes a tensor by writing into its memory, of which
+    fake tensors have none; of lengths that are tensors it computes the same bits."""
+    original = torch.ctc_loss
+
+    def as_tensor(lengths: Any) -> torch.Tensor:
+        is_tensor = isinstance(lengths, torch.Tensor)
+        return lengths if is_tensor else torch.tensor(lengths, device="cpu")
+
+    def ctc_loss(
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        lengths = as_tensor(input_lengths), as_tensor(target_lengths)
+        return original(log_probs, targets, *lengths, *args, **kwargs)
+
+    return _exchanged(torch, {"ctc_loss": ctc_loss})
+
+
 @contextlib.contextmanager
 def without_autocast_inside(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Refuse operators whose kernels call operators that autocast casts for: eager execution casts
