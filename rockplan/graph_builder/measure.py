@@ -94,12 +94,15 @@ _SAME_FLOPS = {
 
 def call_key(graph: CDGraph, call: Call) -> str:
     """Digest of operator, argument specs (shape, strides, dtype, device), literals and dtypes of
-    results, which may be the default one (of results whose shapes depend on values, their specs):
-    equal for calls that cost the same."""
+    results, which may be the default one (of results whose shapes depend on values, their specs);
+    of a call that copies storages, their sizes: equal for calls that cost the same."""
+    copies_storages = _copies_storages(graph, call)
 
     def described(argument: object) -> object:
         if isinstance(argument, ValueRef):
-            return canonical_literal(replace(graph.values[argument.index].spec, offset=0))
+            value = graph.values[argument.index]
+            spec = canonical_literal(replace(value.spec, offset=0))
+            return [spec, graph.data[value.data].size_bytes] if copies_storages else spec
         if isinstance(argument, tuple | list):
             return ["sequence", [described(item) for item in argument]]
         return canonical_literal(argument)
@@ -422,6 +425,17 @@ class _Execution:
         return self.operator(*self.args, **self.kwargs)
 
 
+def _copies_storages(graph: CDGraph, call: Call) -> bool:
+    """True if a result lives in more memory than its elements need, as in a copy of the storage
+    that an argument is a part of (`slice_scatter` of rows)."""
+    refs = value_refs((call.args, [a for _, a in call.kwargs]))
+    given = {graph.values[ref.index].data for ref in refs}
+    made = [graph.values[v] for v in call.results if v is not None]
+    return any(
+        v.data not in given and graph.data[v.data].size_bytes > _needed_bytes(v.spec) for v in made
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     """Where arguments come from: given real tensors, made-up ones, and for what is neither given
@@ -437,10 +451,11 @@ class _Inputs:
 
     def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> _Execution:
         operator = operators.resolve(call.op)
+        copies_storages = _copies_storages(self.graph, call)
 
         def tensor(index: int) -> torch.Tensor:
             if index not in environment:
-                self._supply(index, environment)
+                self._supply(index, environment, copies_storages)
             found = environment[index]
             mutates_given = operator._schema.is_mutable and found is self.given.get(index)
             return found.clone() if mutates_given else found
@@ -451,12 +466,14 @@ class _Inputs:
             {name: substitute(a, tensor) for name, a in call.kwargs},
         )
 
-    def _supply(self, index: int, environment: dict[int, torch.Tensor]) -> None:
+    def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:
+        """with_storage: what is made up is in a storage as large as in the model."""
         value = self.graph.values[index]
         if index in self.given:
             environment[index] = self.given[index]
         elif _is_floating(value.spec) or not (value.view or index in self.made_by):
-            environment[index] = _made_up(value.spec)
+            size_bytes = self.graph.data[value.data].size_bytes if with_storage else 0
+            environment[index] = _made_up(value.spec, size_bytes)
         elif value.view is not None:
             self.run(value.view, environment)
         else:
@@ -493,11 +510,11 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
     return found
 
 
-def _made_up(spec: TensorSpec) -> torch.Tensor:
-    """A tensor with the spec's strides: uniform in [0, 1), a row of _DRAWN elements over and over;
-    zeros if not of floating dtype."""
+def _made_up(spec: TensorSpec, size_bytes: int) -> torch.Tensor:
+    """A tensor with the spec's strides, in a storage of `size_bytes` or of what it needs: uniform
+    in [0, 1), a row of _DRAWN elements over and over; zeros if not of floating dtype."""
     dtype = _dtype(spec)
-    elements = _span(spec)
+    elements = max(_span(spec), size_bytes // dtype.itemsize)
     if _is_floating(spec):
         generator = torch.Generator(spec.device).manual_seed(0)
         drawn = torch.rand(min(elements, _DRAWN), generator=generator, device=spec.device)
@@ -515,6 +532,12 @@ def _span(spec: TensorSpec) -> int:
     if 0 in spec.shape:
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def _needed_bytes(spec: TensorSpec) -> int:
+    """Of the smallest storage that holds the tensor where it is."""
+    size_bytes = _item_bytes(spec) * (spec.offset + _span(spec))
+    return _allocated(size_bytes, torch.device(spec.device).type)
 
 
 def _results(result: object) -> list[object]:
@@ -742,8 +765,7 @@ def _estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float
             continue
         seen.add(graph.values[value].data)
         spec = graph.values[value].spec
-        size_bytes = _item_bytes(spec) * (spec.offset + _span(spec))
-        sizes.append(_allocated(size_bytes, torch.device(spec.device).type))
+        sizes.append(_needed_bytes(spec))
     return OpCost(round(seconds * 1e9), 0, 0, tuple(sizes), 0)
 
 

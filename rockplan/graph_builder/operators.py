@@ -241,13 +241,24 @@ def shapes_depend_on_values(name: str) -> bool:
     return torch.Tag.dynamic_output_shape in resolve(name).tags
 
 
+# They copy all of the storage of their first argument, and write into the copy (of 702 entries of
+# PyTorch's op_db, forward and backward, these alone make storages whose size depends on that of an
+# argument's storage).
+_COPIES_OF_STORAGES = frozenset(
+    f"aten.{view}_scatter.default" for view in ("slice", "select", "diagonal", "as_strided")
+)
+
+
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call on fake tensors.
 
     Gradients that nobody wants (`output_mask`) are None, as kernels return them; some shape rules
     make them all the same. The shape rule of grouped matrix products insists on what CUDA kernels
-    need (bfloat16), which kernels of other devices do not: their result is described here.
+    need (bfloat16), which kernels of other devices do not: their result is described here. So are
+    storages that are copied as a whole, of which shape rules make the elements that are seen.
     """
+    if operator_name(operator) in _COPIES_OF_STORAGES:
+        return _on_storage_as_large(operator(*args, **kwargs), args[0])
     if operator_name(operator) != "aten._grouped_mm.default":
         result = operator(*args, **kwargs)
         position = _position_of_mask(operator)
@@ -268,6 +279,16 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         shape = (left.shape[0], rows, columns)
     dtype = given.get("out_dtype") or left.dtype
     return torch.empty(shape, dtype=dtype, device=left.device)
+
+
+def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
+    """`made`, in a storage as large as that of `argument`; of one that repeats elements, which
+    gets other strides, the elements are copied."""
+    elements = argument.untyped_storage().nbytes() // made.itemsize
+    if made.stride() != argument.stride():
+        return made
+    storage = torch.empty(elements, dtype=made.dtype, device=made.device)
+    return storage.as_strided(made.shape, made.stride(), made.storage_offset())
 
 
 @functools.cache
