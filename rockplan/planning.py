@@ -354,7 +354,8 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
 
 
 SHARE = 0.5
-"""Of the time limit for the relaxation, and of the rest for the options of blocks, at most."""
+"""Of the time that is left for the relaxation, for each search of the whole graph, for integer
+programs that follow, and for the options of blocks, at most."""
 
 
 def plan_anew(
@@ -379,42 +380,54 @@ def plan_anew(
         return _finish(problem, found, budget_bytes, graph.time_ns)
     search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
 
+    is_complete = True
+
     def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
-        optimum = _optimum(search, effort, known, deadline)
-        if search is None or optimum is None:
-            return None
-        return _finish(problem, Improved(optimum, is_complete=True), budget_bytes, search.proven_ns)
+        nonlocal is_complete
+        until = _share_until(deadline)
+        optimum = _optimum(search, effort, known, until)
+        is_complete = is_complete and time.monotonic() < until
+        return None if optimum is None else finished(Improved(optimum, is_complete=True), 0)
+
+    def finished(found: Improved, bound_ns: int) -> Plan:
+        proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
+        return _finish(problem, found, budget_bytes, proven_ns)
 
     if (plan := optimal(needs.FIRST)) is not None:
         return plan
     report("solving the relaxation")
-    now = time.monotonic()
-    relaxing_until = now + (deadline - now) * SHARE
-    relaxed, near = _relaxed(graph, budget_bytes, relaxing_until, fitting_until=deadline)
-    if near is not None and relaxed is not None:
-        if not _is_accepted(relaxed, near) and (plan := optimal(needs.EFFORT, near)) is not None:
-            return plan
-        if _is_tried(relaxed, near):
-            near = improve(relaxed, near, deadline=relaxing_until)
-        is_complete = time.monotonic() < relaxing_until
+    until = _share_until(deadline)
+    relaxed, near = _relaxed(graph, budget_bytes, until, fitting_until=deadline)
+    is_complete = time.monotonic() < until
+    if relaxed is not None and near is not None:
         # Without time for anything else it is taken as it is.
-        if not is_complete or _is_accepted(relaxed, near):
-            proven_ns = max(relaxed.bound_ns, 0 if search is None else search.proven_ns)
-            return _finish(problem, Improved(near, is_complete), budget_bytes, proven_ns)
-    is_complete = time.monotonic() < relaxing_until
+        if not is_complete or _is_accepted(relaxed, near, NEAR_IF_LARGE):
+            return finished(Improved(near, is_complete), relaxed.bound_ns)
+        if (plan := optimal(needs.EFFORT, near)) is not None:
+            return plan
+        until = _share_until(deadline)
+        near = improve(relaxed, near, deadline=until)
+        is_complete = is_complete and time.monotonic() < until
+        if _is_accepted(relaxed, near, ENOUGH_IF_LARGE):
+            return finished(Improved(near, is_complete), relaxed.bound_ns)
     # Of a small graph blocks lead to nothing where the relaxation does not.
     blocks = common.chain() if near is not None or not _is_small(graph) else None
+    is_complete = is_complete and (blocks is None or blocks.is_complete)
     starts = _starts(graph, blocks, near, common.smallest, budget_bytes, options)
     best = _exchanged(graph, starts, budget_bytes, deadline)
     if (plan := optimal(needs.EFFORT, best)) is not None:
         return plan
     bound_s = options.bound_time_limit_s
     found, bound_ns = _improved(graph, relaxed, near, best, budget_bytes, deadline, bound_s)
-    proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
-    is_cut = not is_complete or (blocks is not None and not blocks.is_complete)
-    if is_cut and simulate(graph, found.schedule).time_ns > _accepted_ns(graph, proven_ns):
-        found = replace(found, is_complete=False)
-    return _finish(problem, found, budget_bytes, proven_ns)
+    if simulate(graph, found.schedule).time_ns > _accepted_ns(graph, bound_ns, ENOUGH_IF_LARGE):
+        found = replace(found, is_complete=found.is_complete and is_complete)
+    return finished(found, bound_ns)
+
+
+def _share_until(deadline: float) -> float:
+    """When a share of the time that is left is over, as of time.monotonic."""
+    now = time.monotonic()
+    return now + (deadline - now) * SHARE
 
 
 def _chain(problem: Problem, options: Options, limit_s: float) -> Chain:
@@ -451,16 +464,10 @@ def _relaxed(
     relaxed, near = _fitted(graph, budget_bytes, deadline, fitting_until)
     if relaxed is None or near is None:
         return relaxed, near
-    if _is_tried(relaxed, near):
+    near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
+    if _is_small(graph) or simulate(graph, near).time_ns > near_ns:
         near = annealed(graph, near, budget_bytes, deadline=deadline)
     return relaxed, near
-
-
-def _is_tried(relaxed: Refined, near: Schedule) -> bool:
-    """Is it tried to improve what the relaxation leads to?"""
-    graph = relaxed.program.facts.graph
-    near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
-    return _is_small(graph) or simulate(graph, near).time_ns > near_ns
 
 
 def _fitted(
@@ -473,15 +480,15 @@ def _fitted(
     return relaxed, fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
 
 
-def _is_accepted(relaxed: Refined, near: Schedule) -> bool:
+def _is_accepted(relaxed: Refined, near: Schedule, share_if_large: float) -> bool:
     """Is it known to be so near the fastest schedule that no other is looked for?"""
     graph = relaxed.program.facts.graph
-    return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed.bound_ns)
+    return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed.bound_ns, share_if_large)
 
 
-def _accepted_ns(graph: CDGraph, bound_ns: int) -> int:
+def _accepted_ns(graph: CDGraph, bound_ns: int, share_if_large: float) -> int:
     """Nothing faster is looked for, where that bound is proven."""
-    return bound_ns + int((NEAR if _is_small(graph) else ENOUGH_IF_LARGE) * graph.time_ns)
+    return bound_ns + int((NEAR if _is_small(graph) else share_if_large) * graph.time_ns)
 
 
 def _optimum(
@@ -620,7 +627,8 @@ def _improved(
         if relaxed is not None and best != near:
             best = improve(relaxed, best, deadline=deadline)
         # What is proven meanwhile depends on the machine; the plan does not.
-        enough_ns = _accepted_ns(graph, graph.time_ns if relaxed is None else relaxed.bound_ns)
+        proven_ns = graph.time_ns if relaxed is None else relaxed.bound_ns
+        enough_ns = _accepted_ns(graph, proven_ns, ENOUGH_IF_LARGE)
         best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         if _is_small(graph):
             best = searched(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)

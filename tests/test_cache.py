@@ -84,6 +84,19 @@ def test_another_budget_measures_nothing_and_solves_no_block(
     assert other.peak_bytes < first.peak_bytes
 
 
+@pytest.mark.usefixtures("folder")
+def test_the_least_peak_that_was_found_is_not_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(rockplan.InfeasibleBudget) as first:
+        make_plan("1KB")
+    monkeypatch.setattr("rockplan.planning.eviction.thriftiest", forbidden)
+    with pytest.raises(rockplan.InfeasibleBudget) as second:
+        make_plan("2KB")
+    assert second.value.minimum_bytes == first.value.minimum_bytes
+    assert make_plan("min").budget_bytes == first.value.minimum_bytes
+
+
 @pytest.mark.parametrize("change", ["budget", "option", "planner", "threads", "torch"])
 def test_a_plan_is_not_used_where_something_differs_that_it_depends_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
