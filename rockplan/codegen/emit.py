@@ -311,7 +311,7 @@ class _Emitter:
             self._before_random(node, again)
         calls = node.recalls if again or (self._again and not on_copies) else node.calls
         if taken is not None:
-            calls = (node.taking[node.takes.index(taken)],)
+            calls = (node.taking[node.takes.index(taken)], *calls[1:])
         self._calls(node, calls)
         if replayed and again:
             self._line("frame.end_replay()")

@@ -37,6 +37,7 @@ from rockplan.graph_builder.units import (
     mutates_outside,
     reads_mutated,
 )
+from rockplan.graph_builder.versions import with_versions
 from rockplan.interface import Interface
 
 # PyTorch's caching allocator rounds every request up to this.
@@ -61,6 +62,7 @@ class Lowered:
 
 def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
     """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device."""
+    capture = with_versions(capture)
     gradients = _contributions(capture)
     handed = [g for _, found in gradients for g in found]
     parts = divided(capture, handed)

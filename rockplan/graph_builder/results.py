@@ -57,7 +57,7 @@ class Results:
     """Results of calls during one capture."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
-        self._fake_mode = fake_mode
+        self.fake_mode = fake_mode
         self._layouts = operators.Layouts()
         self._known: dict[Hashable, _Recipe | None] = {}
 
@@ -88,7 +88,7 @@ class Results:
             if leaf.source is not None:
                 storage = given[leaf.source].untyped_storage()
                 tensor.set_(storage, leaf.offset, leaf.shape, leaf.stride)
-        return FakeTensor(self._fake_mode, tensor, leaf.device)
+        return FakeTensor(self.fake_mode, tensor, leaf.device)
 
 
 def _key(

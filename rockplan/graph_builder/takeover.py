@@ -87,9 +87,9 @@ def _takeovers(
 ) -> Iterator[tuple[int, Call]]:
     """Data that the node may take over, with the call that does; seen: data that not only the
     plan sees."""
-    if node.random or len(node.calls) != 1 or node.recalls != node.calls or len(node.writes) != 1:
+    if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
         return
-    (call,), (written,) = node.calls, node.writes
+    (call, *rest), (written,) = node.calls, node.writes
     if written in graph.held or written in graph.outputs or len(call.results) != 1:
         return
     (result,) = call.results
@@ -98,16 +98,26 @@ def _takeovers(
     spec = graph.values[result].spec
     if call.op not in ADMITTED and not (spec.device == "cpu" and call.op in ADMITTED_ON_CPU):
         return
-    refs = [*value_refs(call.args), *value_refs([a for _, a in call.kwargs])]
-    operands = [graph.values[i] for i in dict.fromkeys(r.index for r in refs)]
+    operands = _operands(graph, call)
+    read_later = {operand.data for other in rest for operand in _operands(graph, other)}
     if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in operands):
         return
     for operand in operands:
         alone = sum(o.data == operand.data for o in operands) == 1
-        if alone and operand.spec == spec and _is_ours(graph, operand, seen):
+        if (
+            alone
+            and operand.data not in read_later
+            and operand.spec == spec
+            and _is_ours(graph, operand, seen)
+        ):
             variant = _variant(call, operand.index)
             if variant is not None:
                 yield operand.data, variant
+
+
+def _operands(graph: CDGraph, call: Call) -> list[Value]:
+    refs = value_refs((call.args, [a for _, a in call.kwargs]))
+    return [graph.values[i] for i in dict.fromkeys(r.index for r in refs)]
 
 
 def _is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
@@ -169,6 +179,18 @@ def _writing_operator(op: str) -> tuple[str, str | None]:
     if in_place is not None and overload in in_place.overloads():
         return f"{namespace}.{name}_.{overload}", None
     return "", None
+
+
+@functools.cache
+def out_of_place(op: str) -> str | None:
+    """`add.Tensor` for `add_.Tensor`: the operator that makes the bits which `op` writes into its
+    first argument, and whose result may be written there; None for other operators."""
+    namespace, name, overload = op.split(".")
+    found = f"{namespace}.{name.removesuffix('_')}.{overload}"
+    if not name.endswith("_") or found not in ADMITTED or found in _ON_TENSORS:
+        return None
+    same = _inputs(operators.resolve(op)) == _inputs(operators.resolve(found))
+    return found if same and _writing_operator(found)[0] else None
 
 
 def _inputs(operator: OpOverload) -> list[tuple[str, str]]:
