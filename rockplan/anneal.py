@@ -114,6 +114,8 @@ def annealed(
 ) -> Schedule:
     """`schedule` or a faster one within `budget_bytes`; deadline: as of time.monotonic; hot:
     temperature at the start; seed: of the random numbers."""
+    if time.monotonic() >= deadline:
+        return schedule
     search = _Search(graph, budget_bytes, Draft(graph, *schedule.phases), deadline, seed)
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
@@ -179,16 +181,23 @@ def fitted(
     return found
 
 
-def squeezed(graph: CDGraph, schedule: Schedule, *, effort: int = SQUEEZING) -> Schedule:
-    """`schedule` or one whose peak is smaller.
+def squeezed(
+    graph: CDGraph, schedule: Schedule, *, deadline: float = NEVER, effort: int = SQUEEZING
+) -> Schedule:
+    """`schedule` or one whose peak is smaller; deadline: as of time.monotonic.
 
     Room is made for a smaller budget, whatever it costs; where none is found, some exchanges within
     the budget in hand lead elsewhere.
     """
-    search = _Search(graph, simulate(graph, schedule).peak_bytes, Draft(graph, *schedule.phases))
+    if time.monotonic() >= deadline:
+        return schedule
+    peak_bytes = simulate(graph, schedule).peak_bytes
+    search = _Search(graph, peak_bytes, Draft(graph, *schedule.phases), deadline)
     best_bytes, best = search.budget_bytes, search.draft.orders
     failed = 0
     while search.spent < effort and best_bytes > 0 and failed < ATTEMPTS:
+        if time.monotonic() >= deadline:
+            break
         search.budget_bytes = int(best_bytes * (1 - STEP))
         if search.makes_room(min(LONGEST * graph.time_ns, search.draft.time_ns + graph.time_ns)):
             search.prune()
@@ -216,7 +225,8 @@ class _Rule:
 
 
 class _Search:
-    """spent: storages weighed. deadline: after which no room is made, as of time.monotonic."""
+    """spent: storages weighed. deadline: after which no room is made, and nothing left out, as of
+    time.monotonic."""
 
     def __init__(
         self,
@@ -238,7 +248,7 @@ class _Search:
 
     def prune(self) -> None:
         self.spent += LEAVING_OUT * len(self.draft.reruns())
-        prune(self.draft, self.budget_bytes)
+        prune(self.draft, self.budget_bytes, self.deadline)
         self.draft.settle()
 
     def exchange_any(self, temperature_ns: float) -> None:

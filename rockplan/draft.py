@@ -140,9 +140,9 @@ class Draft:
 
     def insert(self, position: int, node: int) -> None:
         """Runs `node` at an empty position."""
-        self._weigh_state(node, -1)
+        before = self._state_span(node)
         insort(self._runs[node], position)
-        self._weigh_state(node, 1)
+        self._weigh_state(before, self._state_span(node))
         self.nodes[position] = node
         self.time_ns += self.graph.nodes[node].time_ns
         for d in self.reads[node]:
@@ -156,9 +156,9 @@ class Draft:
     def remove(self, position: int) -> None:
         """Runs nothing there."""
         node = self.nodes[position]
-        self._weigh_state(node, -1)
+        before = self._state_span(node)
         self._runs[node].remove(position)
-        self._weigh_state(node, 1)
+        self._weigh_state(before, self._state_span(node))
         self.nodes[position] = EMPTY
         self._beside[position] = -_FORBIDDEN
         self.time_ns -= self.graph.nodes[node].time_ns
@@ -424,11 +424,21 @@ class Draft:
         if d in self._takers:
             self._weigh(position)
 
-    def _weigh_state(self, node: int, sign: int) -> None:
-        """The saved generator state of a node that draws more than once."""
+    def _state_span(self, node: int) -> tuple[int, int] | None:
+        """From where to where the generator state of a node is saved, if it draws more than once."""
         runs = self._runs[node]
-        if self.graph.nodes[node].random and len(runs) > 1:
-            self._bytes[runs[0] : runs[-1] + 1] += sign * self.graph.rng_state_bytes
+        if not self.graph.nodes[node].random or len(runs) < 2:
+            return None
+        return runs[0], runs[-1] + 1
+
+    def _weigh_state(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
+        """Only where the spans differ: they may be as long as the draft."""
+        start, end = after or before or (0, 0)
+        old_start, old_end = before or (start, start)
+        new_start, new_end = after or (start, start)
+        for more, less in ((new_start, old_start), (old_end, new_end)):
+            sign = 1 if more < less else -1
+            self._bytes[min(more, less) : max(more, less)] += sign * self.graph.rng_state_bytes
 
     def _weigh(self, position: int) -> None:
         """What runs there needs beside the storages that are alive."""

@@ -80,22 +80,29 @@ class InfeasibleBudget(RockplanError):
     """No schedule of the model fits the budget.
 
     budget_bytes: what was asked for; minimum_bytes: the smallest budget that can be planned;
-    operation: the operation at the peak of that smallest plan.
+    operation: the operation at the peak of that smallest plan; is_complete: the search for it was
+    not cut short by the time limit.
     """
 
-    def __init__(self, budget_bytes: int, minimum_bytes: int, operation: str) -> None:
+    def __init__(
+        self, budget_bytes: int, minimum_bytes: int, operation: str, is_complete: bool = True
+    ) -> None:
+        needed = "that this model needs" if is_complete else "found within the time limit"
+        longer = "" if is_complete else "plan for longer (`time_limit_s`), "
         super().__init__(
             f"budget of {budget_bytes} bytes is below the minimum of {minimum_bytes} bytes "
-            f"that this model needs; the peak of the smallest plan is at {operation}. "
-            f"Raise the budget to at least {minimum_bytes} (or pass budget='min'), "
+            f"{needed}; the peak of the smallest plan is at {operation}. "
+            f"Raise the budget to at least {minimum_bytes} (or pass budget='min'), {longer}"
             "or shrink the batch."
         )
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.operation = operation
+        self.is_complete = is_complete
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.budget_bytes, self.minimum_bytes, self.operation))
+        arguments = (self.budget_bytes, self.minimum_bytes, self.operation, self.is_complete)
+        return (type(self), arguments)
 
 
 class CheckFailed(RockplanError):

@@ -18,18 +18,21 @@ GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00 (`pebbles`).
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
+from rockplan.ilp.moments import Facts
 from rockplan.schedule import Schedule, keep_all, with_frees, without_idle
 from rockplan.simulate import Simulation, simulate
 from rockplan.verify import verify
 
-STEPS = (0.3, 0.1, 0.05, 0.02, 0.01, 0.006, 0.003)
-"""Of the least peak: how it is searched, and how finely."""
+STEPS = (0.3, 0.1, 0.03, 0.01)
+"""Of the least peak: how it is searched, and how finely; `anneal.squeezed` takes smaller ones."""
 
 EXECUTIONS = 8
 """An attempt fails once it runs this many times as many nodes as the graph has."""
@@ -37,12 +40,17 @@ EXECUTIONS = 8
 DEPTH = 600
 """Storages that have to be made for one another, beyond which an attempt fails."""
 
-LEAST_EFFORT, ATTEMPTS = 3_000_000, 20
-"""Storages weighed for all attempts to find the least peak, some seconds, and the share of one: on
-2 layers of a transformer it weighs 2,000 to 10,000, on 2+2 layers of T5 20,000 to 120,000."""
+ATTEMPT, ATTEMPTS = 150_000, 20
+"""Storages weighed for one attempt to find the least peak, and what all of them may weigh as a
+multiple of it, some seconds: one weighs 2,000 to 10,000 on 2 layers of a transformer, 20,000 to
+120,000 on 2+2 layers of T5, 70,000 on 12 layers of GPT-2."""
+
+WEIGHED = 1 / 8
+"""Of the square of the nodes, what an attempt may weigh where that is more: on 48 layers of GPT-2
+one weighs 0.8 to 1.2 million."""
 
 EFFORT = 200_000
-"""The same for one budget."""
+"""Storages weighed for one budget."""
 
 NEVER = float("inf")
 
@@ -89,46 +97,56 @@ class _GaveUp(Exception):
 
 @dataclass
 class _Effort:
-    """left: storages that may still be weighed."""
+    """left: storages that may still be weighed, until the deadline, as of time.monotonic."""
 
     left: int
+    deadline: float = NEVER
 
     def spend(self, weighed: int) -> None:
         self.left -= weighed
-        if self.left <= 0:
+        if self.left <= 0 or time.monotonic() >= self.deadline:
             raise _GaveUp
 
 
-def thriftiest(graph: CDGraph) -> Schedule:
+def thriftiest(graph: CDGraph, *, deadline: float = NEVER) -> Schedule:
     """The schedule with the least peak found, of those with equal ones the fastest; the same on
-    every run, so a budget that is too small always is."""
-    effort = _Effort(LEAST_EFFORT)
+    every run, so a budget that is too small always is. deadline: as of time.monotonic."""
+    attempt = max(ATTEMPT, int(WEIGHED * len(graph.nodes) ** 2))
+    effort = _Effort(ATTEMPTS * attempt, deadline)
+    forced_bytes = max(Facts(graph).forced_bytes, default=0)
     best = keep_all(graph)
     for rule in RULES:
-        best = _thriftiest_by(graph, best, rule, effort)
-    while True:
+        best = _thriftiest_by(graph, best, rule, effort, attempt, forced_bytes)
+    while time.monotonic() < deadline:
         before = simulate(graph, best)
         found = within(graph, before.peak_bytes)
         after = None if found is None else simulate(graph, found)
         if found is None or after is None or not _is_better(after, before):
-            return best
+            break
         best = found
+    return best
 
 
 def _is_better(a: Simulation, b: Simulation) -> bool:
     return (a.peak_bytes, a.time_ns) < (b.peak_bytes, b.time_ns)
 
 
-def _thriftiest_by(graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort) -> Schedule:
-    """Smaller and smaller peaks. Where a small step fails a larger one may not."""
+def _thriftiest_by(
+    graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort, most: int, forced_bytes: int
+) -> Schedule:
+    """Smaller and smaller peaks. Where a small step fails a larger one may not. most: that one
+    attempt weighs."""
     for step in STEPS:
-        while effort.left > 0:
-            attempt = _Effort(min(effort.left, LEAST_EFFORT // ATTEMPTS))
+        while effort.left > 0 and time.monotonic() < effort.deadline:
+            attempt = _Effort(min(effort.left, most), effort.deadline)
             effort.left -= attempt.left
             most_bytes = simulate(graph, best).peak_bytes
             if not most_bytes:
                 return best
-            found = _attempt(graph, int(most_bytes * (1 - step)), rule, attempt)
+            asked_bytes = most_bytes * (1 - step)
+            if step == STEPS[0]:
+                asked_bytes = min(asked_bytes, math.sqrt(most_bytes * forced_bytes))
+            found = _attempt(graph, int(asked_bytes), rule, attempt)
             effort.left += max(attempt.left, 0)
             if found is None:
                 break
@@ -188,6 +206,7 @@ class _Run:
     def __post_init__(self) -> None:
         graph = self.graph
         self.sizes = _sizes(graph)
+        self.times_ns = [n.time_ns for n in graph.nodes]
         self.producer = producers(graph)
         self.readers = readers(graph)
         self.n_forward = len(graph.forward)
@@ -288,6 +307,8 @@ class _Run:
         mine += others
 
     def _most_needed(self, missing: Sequence[int]) -> int:
+        if len(missing) == 1:
+            return missing[0]
         known: dict[int, float] = {}
         best = min(missing, key=lambda d: (self.sizes[d] - self._needed_bytes(d, known), d))
         self.effort.spend(len(known))
@@ -330,31 +351,37 @@ class _Run:
         known[d] = most
         return most
 
-    def _cost(self, d: int, depth: int = 0) -> float:
+    def _cost(self, d: int) -> float:
         """Nanoseconds to make `d`; a storage that two others need counts twice."""
         known = self.costs.get(d)
-        if known is not None:
-            return known
+        return self._new_cost(d, 0) if known is None else known
+
+    def _new_cost(self, d: int, depth: int) -> float:
         maker = self.maker[d]
         if maker is None:
             cost = NEVER
         elif depth > DEPTH:
             raise _GaveUp
         else:
-            cost = 1.0 + self.graph.nodes[maker].time_ns
+            costs, alive = self.costs, self.alive
+            cost = 1.0 + self.times_ns[maker]
             for r in self.inputs[maker]:
-                if r not in self.alive:
-                    cost += self._cost(r, depth + 1)
+                if r not in alive:
+                    known = costs.get(r)
+                    cost += self._new_cost(r, depth + 1) if known is None else known
         self.costs[d] = cost
         return cost
 
     def _forget_costs(self, d: int) -> None:
         """Of all that is made of `d`, which comes or goes."""
+        costs, alive, made_of = self.costs, self.alive, self.made_of
         changed = [d]
         while changed:
-            for w in self.made_of[changed.pop()]:
-                if self.costs.pop(w, None) is not None and w not in self.alive:
-                    changed.append(w)
+            for w in made_of[changed.pop()]:
+                if w in costs:
+                    del costs[w]
+                    if w not in alive:
+                        changed.append(w)
 
     def _make_room_for(self, node: ComputeNode) -> None:
         """For what the node makes, if need be in the storage of an operand, which may have to be
@@ -409,9 +436,14 @@ class _Run:
         read, or a network of n residual additions would be made 2 ** n times."""
         found: list[tuple[bool, float, int]] = []
         for d, use in candidates:
-            if d in self.alive and (score := self._score(d, use)) < NEVER:
-                is_last = self.rule.waits and self.waited_for[d] > 0
-                found.append((is_last, score, d))
+            if d in self.alive and (cost := self._cost(d)) < NEVER:
+                is_waited_for = self.waited_for[d] > 0
+                distance = FAR if use is None else use - self.position + 1
+                if is_waited_for:
+                    distance = 1
+                weight = self.sizes[d] * distance**self.rule.distance_power
+                score = cost**self.rule.cost_power / weight
+                found.append((self.rule.waits and is_waited_for, score, d))
         return [d for *_, d in sorted(found)]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
@@ -441,11 +473,3 @@ class _Run:
     def _again(self, d: int) -> int | None:
         maker = self.producer.get(d)
         return maker if maker in self.may_run_again else None
-
-    def _score(self, d: int, use: int | None) -> float:
-        cost = self._cost(d)
-        distance = FAR if use is None else use - self.position + 1
-        if self.waited_for[d]:
-            distance = 1
-        weight = self.sizes[d] * distance**self.rule.distance_power
-        return float(cost**self.rule.cost_power / weight)

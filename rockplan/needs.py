@@ -65,16 +65,18 @@ def is_searched(graph: CDGraph) -> bool:
     return len(graph.nodes) <= LARGEST
 
 
-def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
+def within(graph: CDGraph, budget_bytes: int, *, deadline: float = math.inf) -> Schedule | None:
     """Any schedule, None if there is none or the search is given up. Nothing takes time in it: of
-    states that differ in it alone one is followed, nearest to the start first."""
-    steps = _in_no_time(graph, budget_bytes).steps_within(OF_PEAK, math.inf)
+    states that differ in it alone one is followed, nearest to the start first. deadline: as of
+    time.monotonic."""
+    steps = _in_no_time(graph, budget_bytes).steps_within(OF_PEAK, deadline)
     return None if steps is None else checked(graph, steps, budget_bytes)
 
 
-def thriftiest(graph: CDGraph) -> Schedule | None:
+def thriftiest(graph: CDGraph, *, deadline: float = math.inf) -> Schedule | None:
     """A schedule of the least peak that there is; None if a search is given up. From below, where
-    few states fit and it is soon known that nothing does, in longer and longer steps."""
+    few states fit and it is soon known that nothing does, in longer and longer steps. deadline: as
+    of time.monotonic."""
     found: Schedule | None = None
     least_bytes = simulate(graph, keep_all(graph)).peak_bytes
     less_bytes = max(Facts(graph).forced_bytes, default=0) - 1
@@ -84,7 +86,7 @@ def thriftiest(graph: CDGraph) -> Schedule | None:
         if found is None:
             asked_bytes = min(asked_bytes, less_bytes + step_bytes)
         search = _in_no_time(graph, asked_bytes)
-        steps = search.steps_within(OF_PEAK, math.inf)
+        steps = search.steps_within(OF_PEAK, deadline)
         if steps is not None:
             found = checked(graph, steps, asked_bytes)
             least_bytes = simulate(graph, found).peak_bytes

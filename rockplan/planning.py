@@ -97,10 +97,11 @@ class Chain:
 @dataclass(frozen=True, slots=True)
 class Common:
     """What plans of one problem have in common, made when it is asked for first: few budgets need
-    it. smallest: the schedule whose peak is the smallest budget."""
+    it. smallest: the schedule whose peak is the smallest budget, looked for until a deadline when
+    it is asked for first."""
 
     chain: Callable[[], Chain]
-    smallest: Callable[[], Schedule]
+    smallest: Callable[[float], Improved]
 
 
 def common_of(
@@ -114,9 +115,13 @@ def common_of(
     def chain() -> Chain:
         return _chain(problem, options, limit_s() if limit_s else options.time_limit_s * SHARE)
 
-    @functools.cache
-    def smallest() -> Schedule:
-        return _smallest(graph, None if _is_small(graph) else chain(), _cache(options))
+    known: list[Improved] = []
+
+    def smallest(deadline: float) -> Improved:
+        if not known:
+            of_chain = None if _is_small(graph) else chain()
+            known.append(_smallest(graph, of_chain, _cache(options), deadline))
+        return known[0]
 
     return Common(chain, smallest)
 
@@ -362,7 +367,7 @@ def plan_anew(
     problem: Problem, budget: Budget, options: Options, common: Common | None = None
 ) -> Plan:
     """The plan for the smallest budget is the one for as many bytes, but for what its search takes
-    of the time limit.
+    of the time limit, half of it at most.
 
     common: to other plans of the problem, where there are any.
     """
@@ -372,14 +377,15 @@ def plan_anew(
         # What is left when it is wanted is shared.
         common = common_of(problem, options, lambda: (deadline - time.monotonic()) * SHARE)
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
+    is_least = True
     if budget_bytes is None:
-        budget_bytes = simulate(graph, common.smallest()).peak_bytes
+        least = common.smallest(_share_until(deadline))
+        budget_bytes, is_least = simulate(graph, least.schedule).peak_bytes, least.is_complete
     kept = keep_all(graph)
     if budget_bytes >= simulate(graph, kept).peak_bytes:
-        found = Improved(kept, is_complete=True)
+        found = Improved(kept, is_least)
         return _finish(problem, found, budget_bytes, graph.time_ns)
     search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
-
     is_complete = True
 
     def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
@@ -391,6 +397,7 @@ def plan_anew(
 
     def finished(found: Improved, bound_ns: int) -> Plan:
         proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
+        found = replace(found, is_complete=found.is_complete and is_least)
         return _finish(problem, found, budget_bytes, proven_ns)
 
     if (plan := optimal(needs.FIRST)) is not None:
@@ -413,7 +420,7 @@ def plan_anew(
     # Of a small graph blocks lead to nothing where the relaxation does not.
     blocks = common.chain() if near is not None or not _is_small(graph) else None
     is_complete = is_complete and (blocks is None or blocks.is_complete)
-    starts = _starts(graph, blocks, near, common.smallest, budget_bytes, options)
+    starts = _starts(graph, blocks, near, common.smallest, budget_bytes, deadline, options)
     best = _exchanged(graph, starts, budget_bytes, deadline)
     if (plan := optimal(needs.EFFORT, best)) is not None:
         return plan
@@ -509,79 +516,79 @@ def _is_small(graph: CDGraph) -> bool:
     return len(graph.nodes) <= SMALL_NODES
 
 
-BYTES_PER_S, FLOPS_PER_S = 1e11, (2e12, math.inf)
-"""Of the machines on which the smallest peak is looked for. What is found depends on times: with
-those of one machine, or as much as 40 % off, on 4 layers of an encoder 0.45 to 0.48 MiB, on
+BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
+"""Of the machine on which the smallest peak is looked for. What is found depends on times: with
+those of other machines, or as much as 40 % off, on 4 layers of an encoder 0.45 to 0.48 MiB, on
 ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend on what was
 measured, or it differs from run to run."""
 
 
-def _smallest(graph: CDGraph, chain: Chain | None, cache: Cache | None) -> Schedule:
-    """The schedule with the least peak that is found; its peak is the smallest budget. It does not
-    depend on the clock. chain: of a large graph; of a small one it does not come so far."""
+def _smallest(graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float) -> Improved:
+    """The schedule with the least peak that is found; its peak is the smallest budget. Until the
+    deadline, as of time.monotonic, it does not depend on the clock. chain: of a large graph; of a
+    small one it does not come so far."""
     report("looking for the smallest peak")
-    if needs.is_searched(graph) and (least := needs.thriftiest(graph)) is not None:
-        return least
+    if needs.is_searched(graph):
+        least = needs.thriftiest(graph, deadline=deadline)
+        if least is not None:
+            return Improved(least, is_complete=True)
     # The relaxation is asked first when a plan is made: what it leads to with less would be
     # accepted below the smallest budget.
-    return _smallest_relaxed(graph, _smallest_on_machines(graph, chain, cache))
+    found = _smallest_relaxed(graph, _smallest_elsewhere(graph, chain, cache, deadline), deadline)
+    return Improved(found, time.monotonic() < deadline)
 
 
-def _smallest_on_machines(graph: CDGraph, chain: Chain | None, cache: Cache | None) -> Schedule:
-    """In the cache it is the one option of the graph as a block."""
-    machines = [_as_on(graph, flops_per_s) for flops_per_s in FLOPS_PER_S]
-    block = machines[0]
-    key = _family_key(problem_digest(block), "the least peak")
-    known = cache.family(key, functools.partial(_is_legal, block)) if cache else None
+def _smallest_elsewhere(
+    graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
+) -> Schedule:
+    """On the other machine. In the cache it is the one option of the graph as a block, unless it
+    was cut short."""
+    there = _elsewhere(graph)
+    key = _family_key(problem_digest(there), "the least peak")
+    known = cache.family(key, functools.partial(_is_legal, there)) if cache else None
     if known is not None:
         return with_frees(graph, known.options[0].forward, known.options[0].backward)
-    # Where nothing but memory takes time the machines are one.
-    different = [m for k, m in enumerate(machines) if m not in machines[:k]]
-    found = min(
-        (_smallest_of(machine, chain) for machine in different),
-        key=lambda schedule: simulate(graph, schedule).peak_bytes,
-    )
-    if needs.is_searched(graph):
-        while (less := needs.within(graph, simulate(graph, found).peak_bytes - 1)) is not None:
-            found = less
-    if cache:
-        option = option_of(block, Orders(*found.phases))
+    # First what leads further in little time, where it does.
+    of_chain = None if chain is None else chain.solver.thriftiest(deadline=deadline)
+    evicted = eviction.thriftiest(there, deadline=deadline)
+    found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
+    found = _smallest_relaxed(there, _squeezed(there, found, deadline), deadline)
+    if needs.is_searched(there):
+        less_bytes = simulate(there, found).peak_bytes - 1
+        while (less := needs.within(there, less_bytes, deadline=deadline)) is not None:
+            found, less_bytes = less, simulate(there, less).peak_bytes - 1
+    if cache and time.monotonic() < deadline:
+        option = option_of(there, Orders(*found.phases))
         cache.put_family(key, OptionFamily((option,), gap_ns=None, solves=0))
     return found
 
 
-def _as_on(graph: CDGraph, flops_per_s: float) -> CDGraph:
-    """The graph with the times of another machine."""
-    times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, flops_per_s)).nodes]
+def _elsewhere(graph: CDGraph) -> CDGraph:
+    """The graph with the times of the machine on which the smallest peak is looked for."""
+    times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S)).nodes]
     return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))
 
 
-def _smallest_of(graph: CDGraph, chain: Chain | None) -> Schedule:
-    found = eviction.thriftiest(graph)
-    if chain is not None and simulate(graph, found).peak_bytes > chain.solver.minimum_bytes:
-        of_chain = chain.solver.best_schedule(chain.solver.minimum_bytes)
-        assert of_chain is not None
-        found = of_chain
-    return _smallest_relaxed(graph, _squeezed(graph, found))
-
-
-def _smallest_relaxed(graph: CDGraph, found: Schedule) -> Schedule:
+def _smallest_relaxed(graph: CDGraph, found: Schedule, deadline: float) -> Schedule:
     """`found`, or what the relaxation leads to within less."""
     less_bytes = 1
     while less_bytes:
         asked_bytes = simulate(graph, found).peak_bytes - less_bytes
-        _, near = _fitted(graph, asked_bytes, math.inf, math.inf)
+        _, near = _fitted(graph, asked_bytes, deadline, deadline)
         if near is not None:
-            found, less_bytes = _squeezed(graph, near), 2 * less_bytes
+            found, less_bytes = _squeezed(graph, near, deadline), 2 * less_bytes
         else:
             less_bytes = 1 if less_bytes > 1 else 0
     return found
 
 
-def _squeezed(graph: CDGraph, schedule: Schedule) -> Schedule:
-    found = squeezed(graph, schedule)
+def _squeezed(graph: CDGraph, schedule: Schedule, deadline: float) -> Schedule:
+    found = squeezed(graph, schedule, deadline=deadline)
     # Leaving something out may lower the peak as well.
-    while (shorter := pruned(graph, found, simulate(graph, found).peak_bytes)) != found:
+    while time.monotonic() < deadline:
+        shorter = pruned(graph, found, simulate(graph, found).peak_bytes, deadline=deadline)
+        if shorter == found:
+            break
         found = shorter
     return found
 
@@ -590,23 +597,26 @@ def _starts(
     graph: CDGraph,
     chain: Chain | None,
     near: Schedule | None,
-    smallest: Callable[[], Schedule],
+    smallest: Callable[[float], Improved],
     budget_bytes: int,
+    deadline: float,
     options: Options,
 ) -> list[Schedule]:
     """Schedules within the budget to improve, fastest first: of the relaxation, of the chain, and
-    of evictions; else the smallest, which takes longest to find and heeds no deadline. Raises
-    InfeasibleBudget."""
-    of_chain = None if chain is None else chain.solver.best_schedule(budget_bytes)
+    of evictions; else the smallest, which takes longest to find. Raises InfeasibleBudget."""
+    of_chain = None if chain is None else chain.solver.best_schedule(
+        budget_bytes, deadline=deadline
+    )
     known = [near, of_chain]
     if of_chain is None or _is_small(graph):
         known.append(eviction.within(graph, budget_bytes))
     if not any(known):
-        least = smallest()
-        if budget_bytes < simulate(graph, least).peak_bytes:
+        least = smallest(deadline)
+        if budget_bytes < simulate(graph, least.schedule).peak_bytes:
             raise _too_small(graph, budget_bytes, least, options)
-        known.append(least)
-    found = {pruned(graph, schedule, budget_bytes): None for schedule in known if schedule}
+        known.append(least.schedule)
+    fitting = (schedule for schedule in known if schedule is not None)
+    found = {pruned(graph, s, budget_bytes, deadline=deadline): None for s in fitting}
     return _fastest_first(graph, found)
 
 
@@ -635,7 +645,8 @@ def _improved(
         is_complete = time.monotonic() < deadline
         report("proving a bound")
         bound_ns = graph.time_ns if proving is None else proving.result()
-    return Improved(pruned(graph, best, budget_bytes), is_complete), bound_ns
+    best = pruned(graph, best, budget_bytes, deadline=deadline)
+    return Improved(best, is_complete), bound_ns
 
 
 def _exchanged(
@@ -652,17 +663,17 @@ def _fastest_first(graph: CDGraph, schedules: Iterable[Schedule]) -> list[Schedu
 
 
 def _too_small(
-    graph: CDGraph, budget_bytes: int, smallest: Schedule, options: Options
+    graph: CDGraph, budget_bytes: int, smallest: Improved, options: Options
 ) -> InfeasibleBudget:
-    peak = simulate(graph, smallest)
-    event = smallest.events[peak.peak_event]
+    peak = simulate(graph, smallest.schedule)
+    event = smallest.schedule.events[peak.peak_event]
     where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
     if event == Compute(len(graph.forward) - 1):
         # Of a plan it is no part: the peak that one states may be less.
         where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
-    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where)
+    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where, smallest.is_complete)
 
 
 def _operation(graph: CDGraph, node: int) -> str:

@@ -13,6 +13,8 @@ up along the chain.
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,10 @@ from rockplan.graph import Phase
 
 NEVER = 2**60
 """Time of what does not fit; three of them still add up to an int64."""
+
+
+class OutOfTime(Exception):
+    """A table is not filled before the deadline; seen by this package only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +71,15 @@ def fastest_need(segments: Segments) -> int:
 
 
 def solve(
-    segments: Segments, grid: Grid, minimum_bytes: Integers, *, optimistic: bool = False
+    segments: Segments,
+    grid: Grid,
+    minimum_bytes: Integers,
+    *,
+    optimistic: bool = False,
+    deadline: float = math.inf,
 ) -> Table:
-    """Fill the table for every limit up to that of `grid`.
+    """Fill the table for every limit up to that of `grid`. Raises OutOfTime at the deadline, as of
+    time.monotonic.
 
     optimistic: sizes are rounded down instead, so that no time is above what any sequence of
     the recurrence takes (`lower_bound_ns`); nothing can be decoded from such a table.
@@ -77,6 +89,8 @@ def solve(
     table.times_ns[EMPTY] = 0
     table.spare_bytes[EMPTY] = (np.arange(grid.count + 2) - 1) * grid.unit_bytes
     for segment in range(1, len(segments.spans)):
+        if time.monotonic() >= deadline:
+            raise OutOfTime
         if minimum_bytes[segment] <= grid.limit_bytes:
             _fill(table, segment, optimistic)
     return table

@@ -11,13 +11,16 @@ what it answers is stitched and simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 from rockplan.block import Block, OptionFamily
 from rockplan.dp.chain import Operation, links
 from rockplan.dp.discretise import bucket_count, grid, tables_at_once
-from rockplan.dp.recurrence import Table, decode, fastest_need, minimum_needs, solve
+from rockplan.dp.recurrence import OutOfTime, Table, decode, fastest_need, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
 from rockplan.dp.stitch import stitch
 from rockplan.graph import CDGraph
@@ -67,28 +70,53 @@ class ChainSolver:
 
     @cached_property
     def minimum_bytes(self) -> int:
-        """The smallest simulated peak found for limits near the least that the chain needs;
-        there is a best_schedule(minimum_bytes)."""
-        peaks = (self._simulate(o).peak_bytes for o in self._thriftiest)
-        return min(self._everything.peak_bytes, *peaks)
+        """The peak of the thriftiest schedule."""
+        least = self.thriftiest()
+        assert least is not None
+        return simulate(self._graph, least).peak_bytes
 
-    def best_schedule(self, budget_bytes: int) -> Schedule | None:
-        """The fastest schedule found whose simulated peak is within budget_bytes, or None."""
+    def thriftiest(self, *, deadline: float = math.inf) -> Schedule | None:
+        """The schedule with the smallest simulated peak found for limits near the least that the
+        chain needs; None without time for one. deadline: as of time.monotonic."""
+        found = self._looked_at(self._least_sequences(deadline), deadline)
+        best = min(found, key=lambda o: self._simulate(o).peak_bytes, default=None)
+        if best is None:
+            return None
+        if self._simulate(best).peak_bytes > self._everything.peak_bytes:
+            return keep_all(self._graph)
+        return self._stitch(best)
+
+    def best_schedule(self, budget_bytes: int, *, deadline: float = math.inf) -> Schedule | None:
+        """The fastest schedule found whose simulated peak is within budget_bytes, or None.
+        deadline: as of time.monotonic."""
         if self._everything.peak_bytes <= budget_bytes:
             return keep_all(self._graph)
-        best = self._fastest_within(budget_bytes, self._around(budget_bytes))
-        if best is None:
-            best = self._fastest_within(budget_bytes, self._thriftiest)
-        return None if best is None else self._stitch(best)
+        for sequences in (self._around(budget_bytes, deadline), self._least_sequences(deadline)):
+            found = self._looked_at(sequences, deadline)
+            fitting = [o for o in found if self._simulate(o).peak_bytes <= budget_bytes]
+            if fitting:
+                return self._stitch(min(fitting, key=self._time_and_peak))
+        return None
 
-    def _around(self, budget_bytes: int) -> Iterator[Operations]:
+    def _looked_at(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
+        """Those that are simulated before the deadline."""
+        found: list[Operations] = []
+        with suppress(OutOfTime):
+            for operations in sequences:
+                self._simulate(operations)
+                found.append(operations)
+                if time.monotonic() >= deadline:
+                    break
+        return found
+
+    def _around(self, budget_bytes: int, deadline: float) -> Iterator[Operations]:
         """Sequences for limits that close in on the largest one whose schedule fits."""
-        table = self._table(budget_bytes)
+        table = self._table(budget_bytes, deadline)
         while table.grid.limit_bytes < self._fastest:
             yield (operations := decode(table, table.grid.limit_bytes))
             if self._simulate(operations).peak_bytes > budget_bytes:
                 break
-            table = self._table(table.grid.limit_bytes)
+            table = self._table(table.grid.limit_bytes, deadline)
         low, high = self._least, table.grid.limit_bytes
         limit = min(max(low, budget_bytes), high)
         for round_ in range(SEARCH_ROUNDS):
@@ -103,18 +131,17 @@ class ChainSolver:
             if round_ % 2 or not low < limit < high:
                 limit = (low + high) // 2
 
-    @cached_property
-    def _thriftiest(self) -> tuple[Operations, ...]:
+    def _least_sequences(self, deadline: float) -> Iterator[Operations]:
         """Sequences for the least limit and for those just above it."""
-        table = self._table(self._least)
-        limits = (self._least + i * table.grid.unit_bytes for i in range(NEAR_MINIMUM))
-        return tuple(dict.fromkeys(decode(table, limit) for limit in limits))
+        table = self._table(self._least, deadline)
+        for i in range(NEAR_MINIMUM):
+            yield decode(table, self._least + i * table.grid.unit_bytes)
 
     @cached_property
     def _everything(self) -> Simulation:
         return simulate(self._graph, keep_all(self._graph))
 
-    def _table(self, limit_bytes: int) -> Table:
+    def _table(self, limit_bytes: int, deadline: float) -> Table:
         """The table of the smallest scale that reaches well above limit_bytes.
 
         Scales halve from the limit at which the chain gains nothing more, so that buckets are
@@ -129,14 +156,10 @@ class ChainSolver:
             buckets = bucket_count(self._segments.blocks, segments)
             while len(self._tables) >= tables_at_once(segments, buckets):
                 del self._tables[next(iter(self._tables))]
-            self._tables[scale] = solve(self._segments, grid(scale, buckets), self._needs)
+            self._tables[scale] = solve(
+                self._segments, grid(scale, buckets), self._needs, deadline=deadline
+            )
         return self._tables[scale]
-
-    def _fastest_within(
-        self, budget_bytes: int, candidates: Iterable[Operations]
-    ) -> Operations | None:
-        fitting = [o for o in candidates if self._simulate(o).peak_bytes <= budget_bytes]
-        return min(fitting, key=self._time_and_peak, default=None)
 
     def _time_and_peak(self, operations: Operations) -> tuple[int, int]:
         simulation = self._simulate(operations)
