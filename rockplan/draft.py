@@ -425,7 +425,7 @@ class Draft:
             self._weigh(position)
 
     def _state_span(self, node: int) -> tuple[int, int] | None:
-        """From where to where the generator state of a node is saved, if it draws more than once."""
+        """From where to where the generator state of a node that draws more than once is saved."""
         runs = self._runs[node]
         if not self.graph.nodes[node].random or len(runs) < 2:
             return None

@@ -24,10 +24,9 @@ class Options:
     time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
     is returned, and its status says that time was short. Half of it at most is for the relaxation
     of the whole graph, unless its schedule does not fit yet, and half of what is left for each
-    exact search and for options of blocks. Not cut short are the dynamic program over blocks (a
-    minute on 15,000 operations, where it is needed) and a search for the smallest budget, where it
-    is asked for or nothing else is found that fits: what fits does not depend on the clock. For
-    `pareto` it is the limit of each of some 16 plans.
+    exact search, for options of blocks, and for the smallest budget where that is asked for (of
+    more than 800 operations all of it); cut short, this one is larger than with more time. Single
+    passes over a schedule are not cut short. For `pareto` it is the limit of each of some 16 plans.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
     from run to run, CheckFailed if the planned module does not, else a warning.
@@ -42,7 +41,7 @@ class Options:
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
     differentiated: tuple[int, ...] | None = None
-    time_limit_s: float = 20.0
+    time_limit_s: float = 30.0
     check: bool = False
     cache: bool = True
     bound_time_limit_s: float = 2.0

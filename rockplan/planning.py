@@ -199,11 +199,15 @@ def waiting(plan: Plan, waits: Waits) -> Plan:
 
 def _certified(problem: Problem, plan: Plan, bound_ns: int) -> Plan:
     """`plan`, which was made for another budget. bound_ns: proven for the one that it has."""
-    made = simulate(plan.graph, plan.schedule)
-    certificate = _certificate(problem.constrained, made, bound_ns)
-    if plan.certificate.status is Status.TIME_LIMIT and certificate.status is not Status.OPTIMAL:
-        certificate = replace(certificate, status=Status.TIME_LIMIT)
-    return replace(plan, certificate=certificate)
+    simulation = simulate(plan.graph, plan.schedule)
+    certificate = _certificate(problem.constrained, simulation, bound_ns)
+    made = replace(plan, certificate=certificate)
+    was_stopped = plan.certificate.status is Status.TIME_LIMIT
+    return _stopped(made) if was_stopped and certificate.status is not Status.OPTIMAL else made
+
+
+def _stopped(plan: Plan) -> Plan:
+    return replace(plan, certificate=replace(plan.certificate, status=Status.TIME_LIMIT))
 
 
 def _without_waits(
@@ -367,7 +371,7 @@ def plan_anew(
     problem: Problem, budget: Budget, options: Options, common: Common | None = None
 ) -> Plan:
     """The plan for the smallest budget is the one for as many bytes, but for what its search takes
-    of the time limit, half of it at most.
+    of the time limit: half at most, of a large graph all.
 
     common: to other plans of the problem, where there are any.
     """
@@ -379,13 +383,18 @@ def plan_anew(
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     is_least = True
     if budget_bytes is None:
-        least = common.smallest(_share_until(deadline))
+        least = common.smallest(_share_until(deadline) if _is_small(graph) else deadline)
         budget_bytes, is_least = simulate(graph, least.schedule).peak_bytes, least.is_complete
+    search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
+
+    def finished(found: Improved, bound_ns: int) -> Plan:
+        proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
+        plan = _finish(problem, found, budget_bytes, proven_ns)
+        return plan if is_least else _stopped(plan)
+
     kept = keep_all(graph)
     if budget_bytes >= simulate(graph, kept).peak_bytes:
-        found = Improved(kept, is_least)
-        return _finish(problem, found, budget_bytes, graph.time_ns)
-    search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
+        return finished(Improved(kept, is_complete=True), graph.time_ns)
     is_complete = True
 
     def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
@@ -394,11 +403,6 @@ def plan_anew(
         optimum = _optimum(search, effort, known, until)
         is_complete = is_complete and time.monotonic() < until
         return None if optimum is None else finished(Improved(optimum, is_complete=True), 0)
-
-    def finished(found: Improved, bound_ns: int) -> Plan:
-        proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
-        found = replace(found, is_complete=found.is_complete and is_least)
-        return _finish(problem, found, budget_bytes, proven_ns)
 
     if (plan := optimal(needs.FIRST)) is not None:
         return plan
@@ -523,7 +527,9 @@ ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend 
 measured, or it differs from run to run."""
 
 
-def _smallest(graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float) -> Improved:
+def _smallest(
+    graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
+) -> Improved:
     """The schedule with the least peak that is found; its peak is the smallest budget. Until the
     deadline, as of time.monotonic, it does not depend on the clock. chain: of a large graph; of a
     small one it does not come so far."""
@@ -604,8 +610,8 @@ def _starts(
 ) -> list[Schedule]:
     """Schedules within the budget to improve, fastest first: of the relaxation, of the chain, and
     of evictions; else the smallest, which takes longest to find. Raises InfeasibleBudget."""
-    of_chain = None if chain is None else chain.solver.best_schedule(
-        budget_bytes, deadline=deadline
+    of_chain = (
+        None if chain is None else chain.solver.best_schedule(budget_bytes, deadline=deadline)
     )
     known = [near, of_chain]
     if of_chain is None or _is_small(graph):
@@ -692,9 +698,7 @@ def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) 
     verify(problem.constrained, merged)
     found = simulate(graph, merged)
     certificate = _certificate(problem.constrained, found, bound_ns)
-    if not best.is_complete and certificate.status is not Status.OPTIMAL:
-        certificate = replace(certificate, status=Status.TIME_LIMIT)
-    return Plan(
+    plan = Plan(
         graph=graph,
         schedule=merged,
         blocks=tuple(BlockSummary(b.name, b.digest, b.forward, b.backward) for b in problem.blocks),
@@ -710,6 +714,8 @@ def _finish(problem: Problem, best: Improved, budget_bytes: int, bound_ns: int) 
         profile_source=_profile_source(problem.profile),
         torch_version=str(torch.__version__),
     )
+    is_done = best.is_complete or certificate.status is Status.OPTIMAL
+    return plan if is_done else _stopped(plan)
 
 
 def _certificate(graph: CDGraph, found: Simulation, bound_ns: int) -> Certificate:

@@ -122,8 +122,8 @@ def test_with_time_exchanges_go_further_than_leaving_out() -> None:
     least = thriftiest(graph)
     low, high = (simulate(graph, s).peak_bytes for s in (least, keep_all(graph)))
     budget_bytes = (low + high) // 2
-    hurried = annealed(graph, least, budget_bytes, deadline=time.monotonic() - 1, effort=EFFORT)
-    assert hurried == pruned(graph, least, budget_bytes)
+    assert annealed(graph, least, budget_bytes, deadline=time.monotonic() - 1) is least
+    hurried = pruned(graph, least, budget_bytes)
     after = annealed(graph, least, budget_bytes, deadline=NEVER, effort=EFFORT)
     assert simulate(graph, after).time_ns < simulate(graph, hurried).time_ns
 
@@ -142,7 +142,7 @@ def test_what_other_searches_find_is_legal_within_budget_and_no_slower(seed: int
 
 def test_other_searches_leave_what_one_cannot() -> None:
     faster = 0
-    for seed in range(60):
+    for seed in range(80):
         graph = random_graph(random.Random(seed), 10, RANGES)
         least = thriftiest(graph)
         low, high = (simulate(graph, s).peak_bytes for s in (least, keep_all(graph)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -251,6 +252,19 @@ def last_gradients(blocks: tuple[Block, ...]) -> tuple[int, ...]:
 
 
 # Budgets
+
+
+def test_without_time_there_is_no_schedule_of_the_chain_and_with_time_the_same_as_ever() -> None:
+    graph, blocks, found = generated(0)
+    hurried, patient = (ChainSolver(graph, blocks, found) for _ in range(2))
+    budget_bytes = patient.minimum_bytes
+    assert budget_bytes < simulate(graph, keep_all(graph)).peak_bytes
+    late = time.monotonic() - 1
+    assert hurried.thriftiest(deadline=late) is None
+    assert hurried.best_schedule(budget_bytes, deadline=late) is None
+    assert hurried.best_schedule(budget_bytes) == patient.best_schedule(budget_bytes)
+    # What is known is no longer waited for.
+    assert hurried.best_schedule(budget_bytes, deadline=late) is not None
 
 
 @pytest.mark.parametrize("seed", range(60))

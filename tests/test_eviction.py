@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
+from rockplan.anneal import squeezed
 from rockplan.eviction import thriftiest, within
 from rockplan.graph import CDGraph
 from rockplan.ilp.pebbles import pebbled_peak_bytes
+from rockplan.prune import pruned
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
@@ -52,6 +55,15 @@ def test_schedules_are_legal_and_within_budget(seed: int) -> None:
         if found is not None:
             check(graph, found)
             assert simulate(graph, found).peak_bytes <= budget_bytes
+
+
+def test_at_the_deadline_searches_for_a_small_peak_end() -> None:
+    late = time.monotonic() - 1
+    for graph in map(draw, range(10)):
+        evicted = thriftiest(graph, deadline=late)
+        assert evicted == keep_all(graph)
+        assert squeezed(graph, evicted, deadline=late) is evicted
+        assert pruned(graph, evicted, eager_peak_bytes(graph), deadline=late) is evicted
 
 
 def test_there_mostly_are_schedules_below_the_peak_of_eager() -> None:

@@ -175,8 +175,9 @@ def test_the_least_peak_is_left_to_others_where_the_search_is_given_up(
     assert needs.thriftiest(graph) is not None
     monkeypatch.setattr(needs, "OF_PEAK", 1)
     assert needs.thriftiest(graph) is None
-    least = planning._smallest(graph, None, None)
-    assert simulate(graph, least).peak_bytes < simulate(graph, keep_all(graph)).peak_bytes
+    least = planning._smallest(graph, None, None, math.inf)
+    assert least.is_complete
+    assert simulate(graph, least.schedule).peak_bytes < simulate(graph, keep_all(graph)).peak_bytes
 
 
 def test_a_search_that_proves_too_little_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,8 +152,8 @@ def test_when_time_is_up_there_is_a_plan_that_says_so(
 
 def test_nothing_below_the_minimum_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the relaxation alone leads to schedules with a small peak."""
-    monkeypatch.setattr(planning.eviction, "thriftiest", keep_all)
-    monkeypatch.setattr(planning, "squeezed", lambda _, schedule: schedule)
+    monkeypatch.setattr(planning.eviction, "thriftiest", lambda graph, **_: keep_all(graph))
+    monkeypatch.setattr(planning, "squeezed", lambda _, schedule, **__: schedule)
     monkeypatch.setattr(planning, "NEAR", 10.0)
     made = prepared("densenet", NO_CACHE)
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
@@ -175,7 +178,8 @@ def test_the_smallest_budget_does_not_depend_on_what_was_measured(
     noise = random.Random(2)
     nodes = (replace(n, time_ns=int(n.time_ns * noise.uniform(0.7, 1.4))) for n in graph.nodes)
     graphs = [graph, replace(graph, nodes=tuple(nodes))]
-    found = {simulate(g, planning._smallest(g, None, None)).peak_bytes for g in graphs}
+    least = (planning._smallest(g, None, None, math.inf) for g in graphs)
+    found = {simulate(g, s.schedule).peak_bytes for g, s in zip(graphs, least, strict=True)}
     assert len(found) == 1
 
 
@@ -185,7 +189,7 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
         planning.plan_anew(made, Budget(size_bytes=1), NO_CACHE)
     monkeypatch.setattr(planning, "NEAR", -1.0)
-    monkeypatch.setattr(planning.ChainSolver, "best_schedule", lambda *_: None)
+    monkeypatch.setattr(planning.ChainSolver, "best_schedule", lambda *_, **__: None)
     monkeypatch.setattr(planning.eviction, "within", lambda *_: None)
     monkeypatch.delattr(planning, "_smallest")
     budget = Budget(size_bytes=caught.value.minimum_bytes)
@@ -244,9 +248,9 @@ def test_room_is_not_made_after_the_deadline(problem: planning.Problem) -> None:
 def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
     problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That search heeds no deadline."""
+    """It takes longest."""
 
-    def unwanted(*_: object) -> Schedule:
+    def unwanted(*_: object) -> planning.Improved:
         raise AssertionError("the smallest peak is looked for")
 
     monkeypatch.setattr(planning, "_smallest", unwanted)
@@ -258,9 +262,9 @@ def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
 def test_plans_of_one_problem_look_for_the_smallest_peak_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    smallest, looked_for = planning._smallest, list[Schedule]()
+    smallest, looked_for = planning._smallest, list[planning.Improved]()
 
-    def counted(*args: Any) -> Schedule:
+    def counted(*args: Any) -> planning.Improved:
         looked_for.append(smallest(*args))
         return looked_for[-1]
 
@@ -272,6 +276,27 @@ def test_plans_of_one_problem_look_for_the_smallest_peak_once(
     assert isinstance(least, Plan)
     assert first.minimum_bytes == second.minimum_bytes == least.budget_bytes
     assert len(looked_for) == 1
+
+
+def test_the_smallest_budget_is_looked_for_within_the_time_limit(
+    problem: planning.Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best so far is taken, which is never called the smallest, and not kept for it."""
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(InfeasibleBudget, match="that this model needs") as patient:
+        planning.plan_anew(problem, Budget(size_bytes=1), NO_CACHE)
+    assert patient.value.is_complete
+    hurry = Options(time_limit_s=0.0)
+    least = planning.plan_anew(problem, Budget(is_minimum=True), hurry)
+    assert least.certificate.status is Status.TIME_LIMIT
+    assert patient.value.minimum_bytes < least.peak_bytes <= least.budget_bytes
+    with pytest.raises(InfeasibleBudget, match="found within the time limit") as caught:
+        planning.plan_anew(problem, Budget(size_bytes=1), hurry)
+    assert not caught.value.is_complete and caught.value.minimum_bytes == least.budget_bytes
+    assert not pickle.loads(pickle.dumps(caught.value)).is_complete
+    with pytest.raises(InfeasibleBudget) as later:
+        planning.plan_anew(problem, Budget(size_bytes=1), replace(NO_CACHE, cache=True))
+    assert later.value.minimum_bytes == patient.value.minimum_bytes
 
 
 def test_a_budget_too_small_for_the_loss_of_the_caller_is_said_to_be() -> None:
