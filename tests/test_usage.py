@@ -765,6 +765,21 @@ class ViewOfWritten(nn.Module):
         return view.softmax(-1)
 
 
+class ViewAddedToView(nn.Module):
+    """A view is read once, by what writes to a view that nothing else reads: it is not made again,
+    and its gradient has a layout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.left(x), self.right(x)
+        right[:, :4].add_(left[:, 4:8])
+        transposed = left.t().contiguous().tanh()
+        return right.pow(2).sum(1) + transposed.square().sum(0)
+
+
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -819,6 +834,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     ),
     "signs": (Signs, vectors),
     "view of what is written to": (ViewOfWritten, lambda: torch.randn(8, 40, 64)),
+    "view added to a view": (ViewAddedToView, vectors),
     "expanded integer input": (
         lambda: nn.Embedding(4, 16),
         lambda: torch.arange(64).remainder(4).expand(7, 64),

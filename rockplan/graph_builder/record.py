@@ -304,8 +304,8 @@ class Recorder(TorchDispatchMode):
         views = {view for _, _, view in self._views}
         for call in reversed(self.calls):
             results = [r for r in call.call.results if r is not None]
-            again = len(results) == 1 and results[0] in views and results[0] not in used
-            if not again:
+            is_made = not call.writes and len(results) == 1 and results[0] in views
+            if not (is_made and results[0] not in used):
                 used.update(call.reads)
         self._base_of = {
             number: base for number, base, view in self._views if view not in used and base in used
