@@ -110,13 +110,16 @@ class _Effort:
 
 def thriftiest(graph: CDGraph, *, deadline: float = NEVER) -> Schedule:
     """The schedule with the least peak found, of those with equal ones the fastest; the same on
-    every run, so a budget that is too small always is. deadline: as of time.monotonic."""
+    every run, so a budget that is too small always is. deadline: as of time.monotonic; if nothing
+    is found by then, the first rule is tried all the same, for as long as for one budget."""
     attempt = max(ATTEMPT, int(WEIGHED * len(graph.nodes) ** 2))
     effort = _Effort(ATTEMPTS * attempt, deadline)
     forced_bytes = max(Facts(graph).forced_bytes, default=0)
-    best = keep_all(graph)
+    best = everything = keep_all(graph)
     for rule in RULES:
         best = _thriftiest_by(graph, best, rule, effort, attempt, forced_bytes)
+    if best == everything and time.monotonic() >= deadline:
+        return _thriftiest_by(graph, best, RULES[0], _Effort(EFFORT), attempt, forced_bytes)
     while time.monotonic() < deadline:
         before = simulate(graph, best)
         found = within(graph, before.peak_bytes)

@@ -364,7 +364,7 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
 
 SHARE = 0.5
 """Of the time that is left for the relaxation, for each search of the whole graph, for integer
-programs that follow, and for the options of blocks, at most."""
+programs that follow, for the options of blocks, and for the smallest budget, at most."""
 
 
 def plan_anew(
@@ -535,7 +535,7 @@ def _smallest(
     small one it does not come so far."""
     report("looking for the smallest peak")
     if needs.is_searched(graph):
-        least = needs.thriftiest(graph, deadline=deadline)
+        least = needs.thriftiest(graph, deadline=_share_until(deadline))
         if least is not None:
             return Improved(least, is_complete=True)
     # The relaxation is asked first when a plan is made: what it leads to with less would be
