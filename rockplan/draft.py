@@ -424,21 +424,21 @@ class Draft:
         if d in self._takers:
             self._weigh(position)
 
-    def _state_span(self, node: int) -> tuple[int, int] | None:
-        """From where to where the generator state of a node that draws more than once is saved."""
+    def _state_span(self, node: int) -> tuple[int, int]:
+        """From where to before where the generator state of a node that draws more than once is
+        saved; empty for others."""
         runs = self._runs[node]
-        if not self.graph.nodes[node].random or len(runs) < 2:
-            return None
-        return runs[0], runs[-1] + 1
+        if not runs or not self.graph.nodes[node].random:
+            return 0, 0
+        return runs[0], runs[-1] + 1 if len(runs) > 1 else runs[0]
 
-    def _weigh_state(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
+    def _weigh_state(self, before: tuple[int, int], after: tuple[int, int]) -> None:
         """Only where the spans differ: they may be as long as the draft."""
-        start, end = after or before or (0, 0)
-        old_start, old_end = before or (start, start)
-        new_start, new_end = after or (start, start)
-        for more, less in ((new_start, old_start), (old_end, new_end)):
-            sign = 1 if more < less else -1
-            self._bytes[min(more, less) : max(more, less)] += sign * self.graph.rng_state_bytes
+        size_bytes = self.graph.rng_state_bytes
+        for (start, end), others, sign in ((before, after, -1), (after, before, 1)):
+            low, high = (min(max(o, start), end) for o in others)
+            self._bytes[start:low] += sign * size_bytes
+            self._bytes[high:end] += sign * size_bytes
 
     def _weigh(self, position: int) -> None:
         """What runs there needs beside the storages that are alive."""

@@ -3,8 +3,8 @@ again when it is read.
 
 takes: a priced CDGraph, budgets. returns: schedules, or None. guarantees: legal (`verify`), within
 the budget as `simulate` finds it; the forward phase runs every node once, in order, the backward
-phase runs every node for the first time in order; the same on every run: effort is counted, not
-seconds.
+phase runs every node for the first time in order; the same on every run unless a deadline strikes:
+effort is counted, not seconds.
 source: DTR (Kirisame et al., ICLR 2021) with the future known: its score, what it costs to make a
 storage again over its size and the time it was not used, has here the time until it is read next,
 as in Belady's rule. What a node lacks is made in the order of Sethi and Ullman (JACM 1970), what
@@ -112,14 +112,14 @@ def thriftiest(graph: CDGraph, *, deadline: float = NEVER) -> Schedule:
     """The schedule with the least peak found, of those with equal ones the fastest; the same on
     every run, so a budget that is too small always is. deadline: as of time.monotonic; if nothing
     is found by then, the first rule is tried all the same, for as long as for one budget."""
-    attempt = max(ATTEMPT, int(WEIGHED * len(graph.nodes) ** 2))
-    effort = _Effort(ATTEMPTS * attempt, deadline)
+    most_weighed = max(ATTEMPT, int(WEIGHED * len(graph.nodes) ** 2))
+    effort = _Effort(ATTEMPTS * most_weighed, deadline)
     forced_bytes = max(Facts(graph).forced_bytes, default=0)
     best = everything = keep_all(graph)
     for rule in RULES:
-        best = _thriftiest_by(graph, best, rule, effort, attempt, forced_bytes)
+        best = _thriftiest_by(graph, best, rule, effort, most_weighed, forced_bytes)
     if best == everything and time.monotonic() >= deadline:
-        return _thriftiest_by(graph, best, RULES[0], _Effort(EFFORT), attempt, forced_bytes)
+        return _thriftiest_by(graph, best, RULES[0], _Effort(EFFORT), most_weighed, forced_bytes)
     while time.monotonic() < deadline:
         before = simulate(graph, best)
         found = within(graph, before.peak_bytes)
@@ -135,13 +135,18 @@ def _is_better(a: Simulation, b: Simulation) -> bool:
 
 
 def _thriftiest_by(
-    graph: CDGraph, best: Schedule, rule: _Rule, effort: _Effort, most: int, forced_bytes: int
+    graph: CDGraph,
+    best: Schedule,
+    rule: _Rule,
+    effort: _Effort,
+    most_weighed: int,
+    forced_bytes: int,
 ) -> Schedule:
-    """Smaller and smaller peaks. Where a small step fails a larger one may not. most: that one
-    attempt weighs."""
+    """Smaller and smaller peaks: first, in ratios, half-way to what every schedule needs. Where a
+    small step fails a larger one may not. most_weighed: by one attempt."""
     for step in STEPS:
         while effort.left > 0 and time.monotonic() < effort.deadline:
-            attempt = _Effort(min(effort.left, most), effort.deadline)
+            attempt = _Effort(min(effort.left, most_weighed), effort.deadline)
             effort.left -= attempt.left
             most_bytes = simulate(graph, best).peak_bytes
             if not most_bytes:

@@ -534,14 +534,17 @@ def _smallest(
     deadline, as of time.monotonic, it does not depend on the clock. chain: of a large graph; of a
     small one it does not come so far."""
     report("looking for the smallest peak")
+    is_complete = True
     if needs.is_searched(graph):
-        least = needs.thriftiest(graph, deadline=_share_until(deadline))
+        until = _share_until(deadline)
+        least = needs.thriftiest(graph, deadline=until)
         if least is not None:
             return Improved(least, is_complete=True)
+        is_complete = time.monotonic() < until
     # The relaxation is asked first when a plan is made: what it leads to with less would be
     # accepted below the smallest budget.
     found = _smallest_relaxed(graph, _smallest_elsewhere(graph, chain, cache, deadline), deadline)
-    return Improved(found, time.monotonic() < deadline)
+    return Improved(found, is_complete and time.monotonic() < deadline)
 
 
 def _smallest_elsewhere(
