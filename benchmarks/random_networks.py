@@ -22,14 +22,20 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`apply(module, *values)` of `arity` values; `make(width)` is its module, if it has one."""
+    """`apply(module, *values)` of `arity` values; `make(width)` is its module, if it has one.
+
+    in_place: it changes an operand, or is often read by what does."""
 
     arity: int
     apply: Callable[..., Tensor]
     make: Callable[[int], nn.Module] | None = None
+    in_place: bool = False
 
 
 OPERATIONS: dict[str, Operation] = {}
+
+CHANGED = 0.2
+"""Of the networks, how many are of operations in place."""
 
 
 def _values(name: str, arity: int, apply: Callable[..., Tensor]) -> None:
@@ -43,6 +49,16 @@ def _module(
     arity: int = 1,
 ) -> None:
     OPERATIONS[name] = Operation(arity, apply, make)
+
+
+def _changes(
+    name: str,
+    arity: int,
+    apply: Callable[..., Tensor],
+    make: Callable[[int], nn.Module] = nn.Identity,
+) -> None:
+    """`apply(module, *values)`, also where networks are mostly of such operations."""
+    OPERATIONS[name] = Operation(arity, apply, make, in_place=True)
 
 
 class _Scale(nn.Module):
@@ -212,6 +228,37 @@ def _from_memory(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return z
 
 
+def _part_into_part(_: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    x[..., :half].add_(y[..., half:])
+    return x
+
+
+def _later_steps(_: nn.Module, x: Tensor) -> Tensor:
+    part = x[:, 1:]
+    part += 1.0
+    return x.clone()
+
+
+def _through_a_view(_: nn.Module, x: Tensor) -> Tensor:
+    x.unsqueeze(0).transpose(1, 2).sub_(0.5)
+    return x
+
+
+def _two_sums(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    z = x.clone()
+    z += module(y)
+    z -= y.sigmoid()
+    return z
+
+
+def _accumulated(modules: nn.ModuleList, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for module in modules:
+        y += module(x)
+    return y
+
+
 _module("linear", lambda w: nn.Linear(w, w))
 _module("mlp", lambda w: nn.Sequential(nn.Linear(w, 4 * w), nn.GELU(), nn.Linear(4 * w, w)))
 _module("swish", lambda w: nn.Sequential(nn.Linear(w, w, bias=False), nn.SiLU(inplace=True)))
@@ -309,6 +356,20 @@ _values("straight through", 1, lambda x: x + (x.round() - x).detach())
 _values("view", 1, lambda x: x.flatten(1).view_as(x))
 _values("nan to num", 1, lambda x: (x / x.detach().relu()).nan_to_num(0.0, 1.0, -1.0))
 
+_changes("linear, then changed", 1, lambda module, x: module(x), lambda w: nn.Linear(w, w))
+_changes("linear into", 2, lambda module, x, y: x.add_(module(y)), lambda w: nn.Linear(w, w))
+_changes("tanh into", 2, lambda _, x, y: x.add_(y.tanh()))
+_changes("doubled", 1, lambda _, x: x.mul_(2.0))
+_changes("relu into", 1, lambda _, x: functional.relu_(x))
+_changes("part into part", 2, _part_into_part)
+_changes("later steps", 1, _later_steps)
+_changes("through a view", 1, _through_a_view)
+_changes("strided, then changed", 1, lambda _, x: x.transpose(1, 2).contiguous().transpose(1, 2))
+_changes("dropped, then changed", 1, lambda _, x: functional.dropout(x, 0.3))
+_changes("detached, then changed", 1, lambda _, x: x.detach())
+_changes("two sums", 2, _two_sums, lambda w: nn.Linear(w, w))
+_changes("accumulated", 1, _accumulated, lambda w: nn.ModuleList(nn.Linear(w, w) for _ in "abc"))
+
 
 class Step(nn.Module):
     """One operation, by name, so that networks can be pickled."""
@@ -366,6 +427,8 @@ def network(rng: random.Random) -> tuple[Network, tuple[Tensor, ...]]:
     inputs = [torch.randn(batch, time, width) for _ in range(rng.choice((1, 1, 2)))]
     for value in inputs:
         value.requires_grad_(rng.random() < 0.3)
+    changed = rng.random() < CHANGED
+    names = [name for name, o in OPERATIONS.items() if o.in_place or not changed]
     steps: list[Step] = []
     program: list[tuple[int, tuple[int, ...]]] = []
     values = len(inputs)
@@ -373,7 +436,7 @@ def network(rng: random.Random) -> tuple[Network, tuple[Tensor, ...]]:
         if steps and rng.random() < 0.15:
             step = rng.randrange(len(steps))
         else:
-            name = rng.choice(list(OPERATIONS))
+            name = rng.choice(names)
             make = OPERATIONS[name].make
             step = len(steps)
             steps.append(Step(name, make(width) if make else None))

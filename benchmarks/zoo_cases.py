@@ -31,15 +31,16 @@ def seed_of(name: str) -> int:
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """The model's own loss, else a weighted sum of all outputs that require a gradient."""
+    """The model's own loss, else a weighted sum of all outputs that require a gradient, each once:
+    the sum of two gradients of one tensor would be more memory of the loss."""
     own = getattr(result, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad and own.dim() == 0:
         return own
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    terms = [t for t in leaves if t.requires_grad and t.numel() > 0]
+    terms = {id(t): t for t in leaves if t.requires_grad and t.numel() > 0}
     if not terms:
         raise NotBuilt("no output requires a gradient")
-    return _WeightedSum.apply(*terms)
+    return _WeightedSum.apply(*terms.values())
 
 
 class _WeightedSum(torch.autograd.Function):
