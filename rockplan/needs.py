@@ -130,19 +130,21 @@ class Search:
     """Of one graph within one budget. proven_ns: of every schedule, as far as it went.
 
     end: the position from which it goes back, if not from the end: then the time is that before the
-    position, with no more needed there than in every schedule.
+    position. needed: what is needed there, if more than in every schedule.
     """
 
     def __init__(
-        self, graph: CDGraph, budget_bytes: int, view: View | None = None, end: int | None = None
+        self,
+        graph: CDGraph,
+        budget_bytes: int,
+        view: View | None = None,
+        end: int | None = None,
+        needed: Mask | None = None,
     ) -> None:
         view = self.view = view or View(graph)
         self.graph, self.budget_bytes = graph, budget_bytes
         self.end = len(view.times_ns) if end is None else end
         self.once_ns = self.proven_ns = view.rest_ns[0]
-        # Of each step that runs again: what it makes, not needed before it, and what it needs.
-        self.makes = [writes & ~view.held for writes in view.writes]
-        self.inputs = [reads | saved for reads, saved in zip(view.reads, view.saved, strict=True)]
         # What re-executions before each position take at least, as far as it is known.
         self.spent_ns = [0] * (self.end + 1)
         self.is_learned = False
@@ -151,9 +153,10 @@ class Search:
         # with which a state was followed.
         self.least: list[dict[Mask, int]] = [{} for _ in self.spent_ns]
         self.followed: list[dict[Mask, int]] = [{} for _ in self.spent_ns]
-        self.queue: list[tuple[int, int, int]] = []
+        self.queue: list[tuple[tuple[float, ...], int]] = []
         self.limit_ns = math.inf
-        needed = certain(view, self.end)
+        if needed is None:
+            needed = certain(view, self.end)
         self._reach(State(self.end, needed, view.bytes_of(needed), 0, -1, -1))
 
     def fastest(
@@ -199,13 +202,14 @@ class Search:
                 left = max(left - len(search.states), 0)
                 known_ns = max(known_ns, search.proven_ns - search.once_ns)
             self.spent_ns[position] = known_ns
-        self.queue = [self._queued(number) for _, _, number in self.queue]
+        self.queue = [(self._queued(number), number) for _, number in self.queue]
         heapq.heapify(self.queue)
 
-    def _queued(self, number: int) -> tuple[int, int, int]:
-        """What every schedule takes at least that ends as from this state on."""
+    def _queued(self, number: int) -> tuple[float, ...]:
+        """What every schedule takes at least that ends as from this state on; what is followed
+        next is the least."""
         position, _, _, spent_ns, *_ = self.states[number]
-        return spent_ns + self.spent_ns[position], position, number
+        return spent_ns + self.spent_ns[position], position
 
     def steps_within(
         self, effort: int, deadline: float, below_ns: float = math.inf
@@ -213,12 +217,12 @@ class Search:
         """Of the fastest schedule, from the start; else as above."""
         self.limit_ns = below_ns - self.once_ns
         for popped in itertools.count():
-            if not self.queue or self.queue[0][0] >= self.limit_ns:
+            if not self.queue or self.queue[0][0][0] >= self.limit_ns:
                 if below_ns < math.inf:
                     self.proven_ns = int(below_ns)
                 return None
-            least_ns, position, number = self.queue[0]
-            self.proven_ns = max(self.proven_ns, self.once_ns + least_ns)
+            (least_ns, position), number = self.queue[0]
+            self.proven_ns = max(self.proven_ns, self.once_ns + int(least_ns))
             if position == 0:
                 return list(self._steps(number))
             is_late = popped % CHECKED == 0 and time.monotonic() >= deadline
@@ -259,7 +263,8 @@ class Search:
         """At less time than before."""
         self.least[state.position][state.needed] = state.spent_ns
         self.states.append(state)
-        heapq.heappush(self.queue, self._queued(len(self.states) - 1))
+        number = len(self.states) - 1
+        heapq.heappush(self.queue, (self._queued(number), number))
 
     def _take_back_first(self, number: int) -> None:
         """The first execution may have run last."""
@@ -283,8 +288,9 @@ class Search:
 
     def _take_back_again(self, number: int) -> None:
         """All that may have run last for another time."""
-        view, makes, inputs = self.view, self.makes, self.inputs
-        maker, times_ns, extra_bytes = view.maker, view.times_ns, view.extra_bytes
+        view = self.view
+        makes, inputs, maker = view.makes, view.inputs, view.maker
+        times_ns, extra_bytes = view.times_ns, view.extra_bytes
         position, needed, bytes_, spent_ns, *_ = self.states[number]
         least, limit_ns = self.least[position], self.limit_ns - self.spent_ns[position]
         rest = needed & ~view.held

@@ -43,6 +43,7 @@ from rockplan.plan_file import is_outline_of
 from rockplan.profile import Profile
 from rockplan.progress import report
 from rockplan.prune import pruned
+from rockplan.relief import relieved
 from rockplan.schedule import (
     Compute,
     Schedule,
@@ -364,14 +365,17 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
 
 SHARE = 0.5
 """Of the time that is left for the relaxation, for each search of the whole graph, for integer
-programs that follow, for the options of blocks, and for the smallest budget, at most."""
+programs that follow, and for the options of blocks, at most."""
+
+SHARE_OF_SMALLEST = 0.75
+"""The same for the smallest budget: of 30 s that of 2+2 layers of T5 takes some 20."""
 
 
 def plan_anew(
     problem: Problem, budget: Budget, options: Options, common: Common | None = None
 ) -> Plan:
     """The plan for the smallest budget is the one for as many bytes, but for what its search takes
-    of the time limit: half at most, of a large graph all.
+    of the time limit: SHARE_OF_SMALLEST at most, of a large graph all.
 
     common: to other plans of the problem, where there are any.
     """
@@ -383,7 +387,8 @@ def plan_anew(
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     is_least = True
     if budget_bytes is None:
-        least = common.smallest(_share_until(deadline) if _is_small(graph) else deadline)
+        until = _share_until(deadline, SHARE_OF_SMALLEST) if _is_small(graph) else deadline
+        least = common.smallest(until)
         budget_bytes, is_least = simulate(graph, least.schedule).peak_bytes, least.is_complete
     search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
 
@@ -435,10 +440,10 @@ def plan_anew(
     return finished(found, bound_ns)
 
 
-def _share_until(deadline: float) -> float:
+def _share_until(deadline: float, share: float = SHARE) -> float:
     """When a share of the time that is left is over, as of time.monotonic."""
     now = time.monotonic()
-    return now + (deadline - now) * SHARE
+    return now + (deadline - now) * share
 
 
 def _chain(problem: Problem, options: Options, limit_s: float) -> Chain:
@@ -599,7 +604,7 @@ def _squeezed(graph: CDGraph, schedule: Schedule, deadline: float) -> Schedule:
         if shorter == found:
             break
         found = shorter
-    return found
+    return relieved(graph, found, deadline=deadline) if needs.is_searched(graph) else found
 
 
 def _starts(

@@ -22,7 +22,7 @@ import functools
 import heapq
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -69,7 +69,7 @@ def searched(
     if hoped_ns <= 0:
         return schedule
     effort = int(EFFORT * min(hoped_ns / (HOPED * graph.time_ns), 1.0))
-    view, steps = View(graph), _steps_of(graph, schedule)
+    view, steps = View(graph), steps_of(graph, schedule)
     given_up: list[tuple[int, int]] = []
     for first, stop in _windows(len(view.times_ns)):
         if effort <= 0 or time.monotonic() >= deadline:
@@ -93,19 +93,19 @@ def searched(
 
 def checked(graph: CDGraph, steps: list[Step], budget_bytes: int) -> Schedule:
     """The schedule that runs the steps, found by a search, which is wrong if it is not legal."""
-    found = _schedule_of(graph, steps)
+    found = schedule_of(graph, steps)
     verify(graph, found)
     assert simulate(graph, found).peak_bytes <= budget_bytes
     return found
 
 
-def _steps_of(graph: CDGraph, schedule: Schedule) -> list[Step]:
+def steps_of(graph: CDGraph, schedule: Schedule) -> list[Step]:
     forward, backward = schedule.phases
     turn = len(graph.forward)
     return [*forward, turn, *(i if i < turn else i + 1 for i in backward)]
 
 
-def _schedule_of(graph: CDGraph, steps: list[Step]) -> Schedule:
+def schedule_of(graph: CDGraph, steps: list[Step]) -> Schedule:
     turn = len(graph.forward)
     forward_length = steps.index(turn)
     backward = (i if i < turn else i - 1 for i in steps[forward_length + 1 :])
@@ -126,9 +126,11 @@ class View:
     larger ones first; so is the generator's state before a random node, which its first execution
     may save and each further one reads. maker: of each bit, -1 where nothing makes it again; takes:
     storages in which a step may write what it makes; gone: what must not be alive when it runs;
-    made: by the first executions before each; rest_ns: of the first executions from each on;
-    room_bytes: what the last forward node needs beside its result, which is the caller's loss, and
-    is needed as well after whatever runs again between that node and the turn."""
+    made: by the first executions before each; makes, inputs: what a step that runs again makes, not
+    needed before it, and what it needs; states: all of generators; rest_ns: of the first executions
+    from each on; room_bytes: what the last forward node needs beside its result, which is the
+    caller's loss, and is needed as well after whatever runs again between that node and the
+    turn."""
 
     def __init__(self, graph: CDGraph) -> None:
         turn = self.turn = len(graph.forward)
@@ -162,6 +164,9 @@ class View:
         self.reads = by_step([mask(n.reads) for n in nodes], mask(graph.outputs))
         self.writes = by_step([mask(n.writes) for n in nodes], tangents)
         self.saved = by_step([bit.get(~n.index, 0) for n in nodes], 0)
+        self.makes = [writes & ~self.held for writes in self.writes]
+        self.inputs = [reads | saved for reads, saved in zip(self.reads, self.saved, strict=True)]
+        self.states = sum({state for state in self.saved if state})
         self.gone = by_step([0 for _ in nodes], mask(graph.dropped))
         made_bytes = [self.bytes_of(writes) for writes in self.writes]
         workspace_bytes = by_step([n.workspace_bytes for n in nodes], 0)
@@ -214,21 +219,27 @@ class _Window:
 
 
 def _window(view: View, steps: list[Step], first: int, stop: int) -> _Window:
+    begin = steps.index(first - 1) + 1 if first else 0
+    end = steps.index(stop - 1) + 1
+    needed = needed_before(view, steps, begin)
+    time_ns = sum(view.times_ns[i] for i in steps[begin:end])
+    return _Window(first, stop, begin, end, needed[0], needed[end - begin], time_ns)
+
+
+def needed_before(view: View, steps: Sequence[Step], begin: int = 0) -> list[Mask]:
+    """What is used later, before each of the steps from `begin` on and at the end."""
     place = {i: k for k, i in reversed(list(enumerate(steps)))}
-    begin = place[first - 1] + 1 if first else 0
-    end = place[stop - 1] + 1
     needed = view.held
-    found = {len(steps): needed}
+    found = [needed]
     for k in range(len(steps) - 1, begin - 1, -1):
         i = steps[k]
         if place[i] == k:
             needed &= ~(view.writes[i] | view.saved[i])
         else:
-            needed = needed & ~view.writes[i] | needed & view.held | view.saved[i]
+            needed = needed & ~view.makes[i] | view.saved[i]
         needed |= view.reads[i]
-        found[k] = needed
-    time_ns = sum(view.times_ns[i] for i in steps[begin:end])
-    return _Window(first, stop, begin, end, found[begin], found[end], time_ns)
+        found.append(needed)
+    return found[::-1]
 
 
 class _Again(NamedTuple):

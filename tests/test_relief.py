@@ -1,0 +1,97 @@
+"""Relief: schedules with a smaller peak, legal, down to the least one of small graphs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rockplan import relief
+from rockplan.anneal import squeezed
+from rockplan.eviction import thriftiest
+from rockplan.graph import CDGraph
+from rockplan.needs import within
+from rockplan.relief import relieved
+from rockplan.schedule import Schedule, keep_all
+from rockplan.simulate import simulate
+from rockplan.verify import verify
+from tests.graphs import Ranges, constrained_graph, random_chain, random_graph
+
+RANGES = Ranges(pinned_percent=15)
+
+
+def chain(rng: random.Random, ranges: Ranges) -> CDGraph:
+    return random_chain(rng, (2, 3), ranges)[0]
+
+
+def peak_bytes(graph: CDGraph, schedule: Schedule) -> int:
+    return simulate(graph, schedule).peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("draw", [chain, constrained_graph])
+def test_relieved_schedules_are_legal_and_need_no_more(
+    draw: Callable[[random.Random, Ranges], CDGraph], seed: int
+) -> None:
+    graph = draw(random.Random(seed), RANGES)
+    for before in (keep_all(graph), thriftiest(graph)):
+        after = relieved(graph, before)
+        verify(graph, after)
+        assert peak_bytes(graph, after) <= peak_bytes(graph, before)
+        assert after == relieved(graph, before)
+
+
+def test_most_least_peaks_of_small_graphs_are_found_from_all_kept() -> None:
+    """The exact search finds nothing smaller."""
+    least = total = 0
+    for seed in range(40):
+        graph = random_graph(random.Random(seed), 5, RANGES)
+        found = relieved(graph, keep_all(graph))
+        least += within(graph, peak_bytes(graph, found) - 1) is None
+        total += 1
+    assert least >= 0.8 * total, least
+
+
+def larger(seed: int) -> CDGraph:
+    return random_graph(random.Random(seed), 16, RANGES)
+
+
+def exchanged(graph: CDGraph) -> Schedule:
+    return squeezed(graph, thriftiest(graph), effort=200_000)
+
+
+@pytest.mark.parametrize("seed", [21, 27, 35, 37])
+def test_relief_leads_below_where_exchanges_end(seed: int) -> None:
+    graph = larger(seed)
+    before = exchanged(graph)
+    assert peak_bytes(graph, relieved(graph, before)) < peak_bytes(graph, before)
+
+
+def test_something_else_goes_first_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that some peaks are larger, none smaller by much."""
+    graphs = [larger(seed) for seed in range(60)]
+    with_others = [peak_bytes(g, relieved(g, keep_all(g))) for g in graphs]
+    lightened = relief._Relief._lightened
+
+    def alone(
+        self: relief._Relief, steps: list[int], at: int, over_bytes: float, *, is_first: bool
+    ) -> list[int] | None:
+        return lightened(self, steps, at, over_bytes, is_first=is_first) if is_first else None
+
+    monkeypatch.setattr(relief._Relief, "_lightened", alone)
+    without = [peak_bytes(g, relieved(g, keep_all(g))) for g in graphs]
+    assert sum(with_others) < sum(without)
+
+
+def test_at_the_deadline_relief_ends() -> None:
+    graph = larger(21)
+    kept = keep_all(graph)
+    assert relieved(graph, kept, deadline=time.monotonic()) is kept
+
+
+def test_effort_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relief, "OF_ONE", 0)
+    graph = larger(21)
+    assert relieved(graph, keep_all(graph)) == keep_all(graph)
