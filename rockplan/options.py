@@ -26,7 +26,8 @@ class Options:
     of the whole graph, unless its schedule does not fit yet, half of what is left for each exact
     search and for options of blocks, and three quarters for the smallest budget where that is asked
     for (of more than 800 operations all of it); cut short, this one is larger than with more time.
-    Single passes over a schedule are not cut short. For `pareto` it is the limit of each of some 16 plans.
+    Single passes over a schedule are not cut short. For `pareto` it is the limit of each of some 16
+    plans.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
     from run to run, CheckFailed if the planned module does not, else a warning.

@@ -404,7 +404,7 @@ def plan_anew(
 
     def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
         nonlocal is_complete
-        until = _share_until(deadline)
+        until = _share_until(deadline, SHARE)
         optimum = _optimum(search, effort, known, until)
         is_complete = is_complete and time.monotonic() < until
         return None if optimum is None else finished(Improved(optimum, is_complete=True), 0)
@@ -412,7 +412,7 @@ def plan_anew(
     if (plan := optimal(needs.FIRST)) is not None:
         return plan
     report("solving the relaxation")
-    until = _share_until(deadline)
+    until = _share_until(deadline, SHARE)
     relaxed, near = _relaxed(graph, budget_bytes, until, fitting_until=deadline)
     is_complete = time.monotonic() < until
     if relaxed is not None and near is not None:
@@ -421,7 +421,7 @@ def plan_anew(
             return finished(Improved(near, is_complete), relaxed.bound_ns)
         if (plan := optimal(needs.EFFORT, near)) is not None:
             return plan
-        until = _share_until(deadline)
+        until = _share_until(deadline, SHARE)
         near = improve(relaxed, near, deadline=until)
         is_complete = is_complete and time.monotonic() < until
         if _is_accepted(relaxed, near, ENOUGH_IF_LARGE):
@@ -440,7 +440,7 @@ def plan_anew(
     return finished(found, bound_ns)
 
 
-def _share_until(deadline: float, share: float = SHARE) -> float:
+def _share_until(deadline: float, share: float) -> float:
     """When a share of the time that is left is over, as of time.monotonic."""
     now = time.monotonic()
     return now + (deadline - now) * share
@@ -541,7 +541,7 @@ def _smallest(
     report("looking for the smallest peak")
     is_complete = True
     if needs.is_searched(graph):
-        until = _share_until(deadline)
+        until = _share_until(deadline, SHARE)
         least = needs.thriftiest(graph, deadline=until)
         if least is not None:
             return Improved(least, is_complete=True)
