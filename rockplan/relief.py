@@ -36,8 +36,8 @@ STEPS = (0.01, 0.003)
 """Of the peak, by which it has to get smaller."""
 
 EFFORT, OF_ONE = 100_000, 2_000
-"""States reached for one smaller peak, and to make one storage again: some 30 thousand in a second.
-"""
+"""States reached for one smaller peak, and to make one storage again: three to five thousand in a
+second, on T5."""
 
 HOPELESS = 30
 """Of these, such as seem to have no room: once so many were followed a search is given up. With
