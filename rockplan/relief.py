@@ -12,9 +12,9 @@ Where that takes more room than there is, another storage is let go there first,
 Exchanges (`anneal`) insert one execution at a time, each directly before what reads it, and end
 where several at once lead on: to make a projection again takes the softmax before it, sixty
 operations, and in between nothing else may wait. After both, least peaks are smaller by (roofline
-prices) 2.9 % on 2+2 layers of T5, 4.9 % on those of an encoder and decoder without its bias, 4.8 %
-on 3+3 layers of `nn.Transformer`, 0.7 % on 4 layers of an encoder, and the same on BERT, 2 layers
-of GPT-2, Llama and `nn.Transformer` of 2+2 layers.
+prices, docs/experiments.md) 2.9 % on 2+2 layers of T5, 5.6 % on those of an encoder and decoder
+without its bias, 4.7 % on 3+3 layers of `nn.Transformer`, 0.8 % on 4 layers of an encoder, and the
+same on BERT, 2 layers of GPT-2, Llama and `nn.Transformer` of 2+2 layers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ second, on T5."""
 
 HOPELESS = 30
 """Of these, such as seem to have no room: once so many were followed a search is given up. With
-none 3+3 layers of `nn.Transformer` gain nothing, without an end 2+2 layers of T5 take twice the
-time."""
+none 3+3 layers of `nn.Transformer` gain nothing, without an end 2+2 layers of T5 take half as long
+again."""
 
 PLACES = 8
 """Steps at which a storage may be made again: where least is alive."""
@@ -103,7 +103,8 @@ class _Relief:
     def _lightened(
         self, steps: list[Step], at: int, over_bytes: float, *, is_first: bool
     ) -> list[Step] | None:
-        """The steps with something let go across the step `at`, where so much is too much."""
+        """The steps with something let go across the step `at`, where so much is too much.
+        is_first: where there is no room to make that again, something else may go there."""
         held = _Held(self.view, steps)
         possible = [a for a in held.makeable(at, self.budget_bytes) if a.cost_ns < NEVER]
         if sum(a.bytes for a in possible) < over_bytes:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rockplan import relief
+from rockplan import needs, relief
 from rockplan.anneal import squeezed
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
-from rockplan.needs import within
 from rockplan.relief import relieved
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
@@ -44,12 +43,15 @@ def test_relieved_schedules_are_legal_and_need_no_more(
 
 
 def test_most_least_peaks_of_small_graphs_are_found_from_all_kept() -> None:
-    """The exact search finds nothing smaller."""
+    """Those that the exact search proves."""
     least = total = 0
     for seed in range(40):
         graph = random_graph(random.Random(seed), 5, RANGES)
-        found = relieved(graph, keep_all(graph))
-        least += within(graph, peak_bytes(graph, found) - 1) is None
+        proven = needs.thriftiest(graph)
+        assert proven is not None
+        found = peak_bytes(graph, relieved(graph, keep_all(graph)))
+        assert found >= peak_bytes(graph, proven)
+        least += found == peak_bytes(graph, proven)
         total += 1
     assert least >= 0.8 * total, least
 
@@ -70,7 +72,7 @@ def test_relief_leads_below_where_exchanges_end(seed: int) -> None:
 
 
 def test_something_else_goes_first_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without that some peaks are larger, none smaller by much."""
+    """Without that peaks are larger, taken together."""
     graphs = [larger(seed) for seed in range(60)]
     with_others = [peak_bytes(g, relieved(g, keep_all(g))) for g in graphs]
     lightened = relief._Relief._lightened
