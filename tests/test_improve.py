@@ -41,12 +41,17 @@ from tests.graphs import (
     random_graph,
 )
 
-RANGES = Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15)
+RANGES = (
+    Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15),
+    Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15),
+    Ranges(random_percent=40, max_rng_state_bytes=6, pinned_percent=15),
+)
+"""By turns: with generator states that weigh something, and without."""
 
 
 def draw(seed: int) -> CDGraph:
-    rng = random.Random(seed)
-    return random_graph(rng, 3, RANGES) if seed % 2 else random_chain(rng, (1, 2), RANGES)[0]
+    rng, ranges = random.Random(seed), RANGES[seed % 3]
+    return random_graph(rng, 3, ranges) if seed % 2 else random_chain(rng, (1, 2), ranges)[0]
 
 
 def legal_orders(graph: CDGraph) -> list[Orders]:

@@ -103,7 +103,7 @@ def between_first_executions(
 ) -> Iterator[tuple[int, list[frozenset[int]]]]:
     """Before each first execution but the first one: what is alive after the one before it, and
     before each computation from there on."""
-    alive = alive_before(graph, found)
+    alive = alive_before(Facts(graph), found)
     at = [place for place, first in enumerate(found.is_first) if first]
     for before, place in itertools.pairwise(at):
         yield found.backward[place], alive[before + 1 : place + 1]

@@ -151,17 +151,24 @@ class Interval:
 class Facts:
     """What the programs of one graph have in common.
 
-    is_open: storages that may be dropped: after they were made, or tangents, which nothing makes
-    again; of no size only where they have to be dropped. producer: -1 for tangents. again: nodes
-    that may run again. spent_ns: of some backward nodes, what is known to be spent on re-executions
+    is_open: storages that may be dropped: after they were made, or tangents and generator states,
+    which nothing makes again; of no size only where they have to be dropped. states: by random
+    node, a number of its own for the generator's state before it, which is alive until it runs
+    for the last time if it runs again. producer: -1 for tangents and states. again: nodes that may
+    run again. spent_ns: of some backward nodes, what is known to be spent on re-executions
     until the first execution of the node before, in every schedule within the budget.
     """
 
     def __init__(self, graph: CDGraph, spent_ns: Mapping[int, int] | None = None) -> None:
         self.graph, self.spent_ns = graph, spent_ns or {}
+        self.again = may_run_again(graph)
+        drawn = sorted(i for i in self.again if graph.nodes[i].random and graph.rng_state_bytes)
+        self.states = {i: k for k, i in enumerate(drawn, len(graph.data))}
         tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
-        self.producer = producers(graph) | dict.fromkeys(tangents, -1)
+        once = dict.fromkeys((*tangents, *self.states.values()), -1)
+        self.producer = producers(graph) | once
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
+        self.sizes += [graph.rng_state_bytes] * len(drawn)
         held, dropped = set(graph.held), set(graph.dropped)
         kinds = (DataKind.ACTIVATION, DataKind.GRADIENT, DataKind.TANGENT)
         self.is_open = frozenset(
@@ -170,8 +177,12 @@ class Facts:
             if d.kind in kinds
             and d.index not in held
             and (self.sizes[d.index] or d.index in dropped)
-        )
-        self.again = may_run_again(graph)
+        ).union(self.states.values())
+
+    def reads_again(self, i: int) -> tuple[int, ...]:
+        """What node i needs where it runs again."""
+        reads = self.graph.nodes[i].reads
+        return (*reads, self.states[i]) if i in self.states else reads
 
     @functools.cached_property
     def always(self) -> dict[int, tuple[int, int]]:
@@ -199,13 +210,13 @@ class Facts:
         """Of each node: alive for certain at its first execution: what is always there then, its
         workspace, what it makes and reads, without what its result may take over."""
         return [
-            b + self.own_bytes(n, n.index)
+            b + self.own_bytes(n, n.reads, n.index)
             for b, n in zip(self.always_bytes, self.graph.nodes, strict=True)
         ]
 
-    def own_bytes(self, node: ComputeNode, moment: int) -> int:
+    def own_bytes(self, node: ComputeNode, reads: Iterable[int], moment: int) -> int:
         """Alive for certain while `node` runs, besides what is always there at `moment`."""
-        own = {d for d in (*node.reads, *node.writes) if not self.is_always(d, moment)}
+        own = {d for d in (*reads, *node.writes) if not self.is_always(d, moment)}
         taken_bytes = max((self.sizes[d] for d in node.takes), default=0)
         return sum(self.sizes[d] for d in own) + node.workspace_bytes - taken_bytes
 
@@ -236,8 +247,7 @@ class Facts:
                 closed.add(d)
                 maker = self.producer[d]
                 if maker in self.again:
-                    reads = self.graph.nodes[maker].reads
-                    pending += [r for r in reads if r in self.is_open]
+                    pending += [r for r in self.reads_again(maker) if r in self.is_open]
         return closed
 
     def intervals(self, moments: Moments) -> list[Interval]:
@@ -312,7 +322,7 @@ class Program:
         cuts = [part.cut for part in self.intervals if part.cut is not None]
         ends = {part.stop - 1 for part in self.intervals if part.cut is None}
         is_pinched = any(isinstance(cut, Pinch) for cut in cuts)
-        alive = alive_before(self.facts.graph, schedule) if is_pinched else []
+        alive = alive_before(self.facts, schedule) if is_pinched else []
         found: list[int] = []
         start = s = 0
         for place, (i, first) in enumerate(zip(schedule.backward, schedule.is_first, strict=True)):
@@ -476,7 +486,7 @@ class _Rows:
             if following is not None:
                 builder.at_least([*available(d), (following, -1)], 0)
         for i, column in runs.items():
-            for d in sorted(wanted.intersection(self.facts.graph.nodes[i].reads)):
+            for d in sorted(wanted.intersection(self.facts.reads_again(i))):
                 builder.at_least([*available(d), (column, -1)], 0)
         return runs
 
@@ -511,12 +521,12 @@ class _Rows:
         """What a re-execution reads and makes is there if it runs: if it did so before the first
         execution that comes before the mark, this may be just after that."""
         facts = self.facts
-        node = facts.graph.nodes[mark.node]
+        node, reads = facts.graph.nodes[mark.node], facts.reads_again(mark.node)
         always = facts.always_before(mark.end)
-        own = always.union(node.reads, node.writes)
+        own = always.union(reads, node.writes)
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
         if self.intervals[s].first == mark.end and node.index in self.reruns[s]:
-            own_units = facts.own_bytes(node, mark.end) // self.unit_bytes
+            own_units = facts.own_bytes(node, reads, mark.end) // self.unit_bytes
             terms.append((self.reruns[s][node.index], own_units))
         return terms, sum(facts.sizes[d] for d in always)
 
@@ -611,7 +621,7 @@ def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
     for i, s, first in zip(schedule.backward, places, schedule.is_first, strict=True):
         if not first and s < count and i in found.reruns[s]:
             chosen[found.reruns[s][i]] = 1.0
-    alive = alive_before(found.facts.graph, schedule)
+    alive = alive_before(found.facts, schedule)
     kept = dict(reversed(list(zip(places, alive, strict=True))))
     for s in reversed(range(count)):
         # Nothing runs in it.
@@ -620,12 +630,14 @@ def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
     return chosen
 
 
-def alive_before(graph: CDGraph, schedule: Orders) -> list[frozenset[int]]:
+def alive_before(facts: Facts, schedule: Orders) -> list[frozenset[int]]:
     """For each computation of the backward phase: what is there that it or a later one reads."""
     found: list[frozenset[int]] = []
     read_next: set[int] = set()
-    for i in reversed(schedule.backward):
-        read_next.difference_update(graph.nodes[i].writes)
-        read_next.update(graph.nodes[i].reads)
+    computed = zip(schedule.backward, schedule.is_first, strict=True)
+    for i, is_first in reversed(list(computed)):
+        node = facts.graph.nodes[i]
+        read_next.difference_update(node.writes)
+        read_next.update(node.reads if is_first else facts.reads_again(i))
         found.append(frozenset(read_next))
     return found[::-1]

@@ -201,8 +201,12 @@ def without_small(graph: CDGraph, least_bytes: int) -> CDGraph:
     """Smaller storages have no size: no schedule is lost. Nor is a room that is found so too small
     for them: whatever is alive beside a few that do not weigh more than they do leaves them less.
     """
-    data = (d if d.size_bytes >= least_bytes else replace(d, size_bytes=0) for d in graph.data)
-    return replace(graph, data=tuple(data))
+
+    def kept_bytes(size_bytes: int) -> int:
+        return size_bytes if size_bytes >= least_bytes else 0
+
+    data = tuple(replace(d, size_bytes=kept_bytes(d.size_bytes)) for d in graph.data)
+    return replace(graph, data=data, rng_state_bytes=kept_bytes(graph.rng_state_bytes))
 
 
 def lower_bound_ns(
@@ -324,7 +328,7 @@ def _exceeded(
     is alive all the time, since each takes a game."""
     facts = made.facts
     known = {part.cut.end for part in made.intervals if isinstance(part.cut, Pinch)}
-    alive = alive_before(facts.graph, found)
+    alive = alive_before(facts, found)
     firsts = zip(found.backward, found.is_first, strict=True)
     at = {i: place for place, (i, is_first) in enumerate(firsts) if is_first}
     states = {
