@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
+from rockplan import needs
 from rockplan.eviction import thriftiest
 from rockplan.graph import CDGraph
+from rockplan.graph_builder import measure
+from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.lower import lower
 from rockplan.ilp import refine
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
@@ -15,6 +24,7 @@ from rockplan.ilp.moments import Facts
 from rockplan.ilp.options import option_family
 from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.prune import pruned
+from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 from tests.exhaustive import Exhaustive
 from tests.graphs import (
@@ -96,6 +106,23 @@ def test_bound_of_transformer_blocks() -> None:
             assert problem.time_ns <= bound <= option.time_ns
         least = min(map(peak_bytes, family.options))
         assert lower_bound_ns(problem, least, time_limit_s=60) > problem.time_ns
+
+
+def test_the_bound_knows_of_generator_states() -> None:
+    """One layer of an encoder on CPU, whose states of 5056 bytes weigh more than an activation."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    lowered = lower(capture(layer, (torch.randn(4, 16, 32),), {}), rng_state_bytes=5056)
+    profile = measure.roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    graph = measure.price(lowered.graph, profile)
+    least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
+    budget_bytes = (3 * least_bytes + 2 * simulate(graph, keep_all(graph)).peak_bytes) // 5
+    fastest = needs.Search(graph, budget_bytes).fastest(needs.EFFORT, deadline=math.inf)
+    assert fastest is not None
+    bound_ns = lower_bound_ns(graph, budget_bytes, time_limit_s=60)
+    assert bound_ns == simulate(graph, fastest).time_ns
+    without_states = replace(graph, rng_state_bytes=0)
+    assert lower_bound_ns(without_states, budget_bytes, time_limit_s=60) < bound_ns
 
 
 def test_without_time_or_need_the_bound_is_keep_all() -> None:
