@@ -45,7 +45,7 @@ class Options:
     time_limit_s: float = 30.0
     check: bool = False
     cache: bool = True
-    bound_time_limit_s: float = 2.0
+    bound_time_limit_s: float = 5.0
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
 
