@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan import plan_file, serial
+from rockplan import plan_file, planning, serial
 from rockplan.graph import as_eager
+from rockplan.plan import Status
 from rockplan.plan_file import dump_plans, outline, parse_plans
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
@@ -247,6 +249,24 @@ def test_a_missing_file_is_an_error_of_python(tmp_path: Path) -> None:
 def first_event(plan: dict[str, Any]) -> None:
     del plan["events"][0]
     plan["forward_length"] -= 1
+
+
+def test_a_smallest_budget_that_time_cut_short_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plan within as many bytes is faster, but with more time they might be fewer."""
+    smallest = planning._smallest
+
+    def cut_short(*args: Any) -> planning.Improved:
+        return replace(smallest(*args), is_complete=False)
+
+    monkeypatch.setattr(planning, "_smallest", cut_short)
+    planned = rockplan.solve(net(), sample(), "min", options=rockplan.Options(cache=False))
+    certificate = planned.plan.certificate
+    assert certificate.status is Status.TIME_LIMIT
+    assert certificate.bound_ns == certificate.objective_ns
+    rockplan.save_plan(planned, tmp_path / "plan.json")
+    assert rockplan.read_plans(tmp_path / "plan.json")[0].certificate == certificate
 
 
 @pytest.mark.parametrize(
