@@ -721,6 +721,26 @@ def test_equal_layers_share_costs_and_blocks() -> None:
     assert len({b.digest for b in halves}) == 2
 
 
+class Attention(nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, enable_gqa=True)
+
+
+def test_grouped_queries_take_the_operations_of_all_heads() -> None:
+    """Formulas of torch 2.11 know no keys with fewer heads than queries have."""
+
+    def attention_ns(heads: int) -> list[int]:
+        query = torch.randn(2, 4, 16, 8, requires_grad=True)
+        key, value = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(2))
+        lowered = lower(capture(Attention(), (query, key, value), {}), 0)
+        graph = price(lowered.graph, roofline(lowered.graph, 1e30, 1e9))
+        return [n.time_ns for n in graph.nodes if "attention" in n.name]
+
+    assert len(attention_ns(4)) == 2
+    assert attention_ns(1) == attention_ns(2) == attention_ns(4)
+
+
 def test_roofline_sizes_are_the_measured_ones() -> None:
     _, _, lowered = real_model("gpt2")
     measured = price(lowered.graph, measure(lowered.graph, lowered.samples))

@@ -91,6 +91,12 @@ _SAME_FLOPS = {
     ),
 }
 
+_ATTENTION = frozenset(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{phase}")
+    for kind in ("flash", "efficient", "cudnn")
+    for phase in ("", "_backward")
+)
+
 
 def call_key(graph: CDGraph, call: Call) -> str:
     """Digest of operator, argument specs (shape, strides, dtype, device), literals and dtypes of
@@ -778,7 +784,8 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 def _flops(graph: CDGraph, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
     packet = operators.resolve(call.op).overloadpacket
-    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+    packet = _SAME_FLOPS.get(packet, packet)
+    formula = flop_registry.get(packet)
     if formula is None:
         return 0
 
@@ -786,13 +793,25 @@ def _flops(graph: CDGraph, call: Call) -> int:
         return torch.Size(graph.values[index].spec.shape)
 
     results = [None if v is None else shape(v) for v in call.results]
+    arguments = [substitute(a, shape) for a in call.args]
     return int(
         formula(
-            *(substitute(a, shape) for a in call.args),
+            *(_with_equal_heads(arguments) if packet in _ATTENTION else arguments),
             **{name: substitute(a, shape) for name, a in call.kwargs},
             out_val=results[0] if len(results) == 1 else results,
         )
     )
+
+
+def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:
+    """Shapes of attention with as many heads of keys and values as of queries, for which the
+    kernels repeat them: formulas of torch 2.11 know no others."""
+
+    def is_tensor(argument: object) -> bool:
+        return isinstance(argument, torch.Size) and len(argument) == 4
+
+    heads = max((a[1] for a in arguments if is_tensor(a)), default=0)
+    return [torch.Size((a[0], heads, *a[2:])) if is_tensor(a) else a for a in arguments]
 
 
 def _distinct_bytes(spec: TensorSpec) -> int:
