@@ -538,7 +538,7 @@ def compare(
         raise typer.Exit(ExitCode.INFEASIBLE)
 
 
-@app.command(epilog="Example: rockplan plot rockplan.examples:mlp -b 50% -o report.html")
+@app.command(epilog="Example: rockplan plot rockplan.examples:mlp -b 50% --time-limit 2")
 def plot(
     source: Source,
     budget: Budget = None,
@@ -561,6 +561,7 @@ def plot(
         ),
     ] = True,
     autocast: Autocast = None,
+    time_limit: TimeLimit = None,
     no_cache: NoCache = False,
 ) -> None:
     """Draw a plan; of a MODEL, beside what a step was measured to need, and every other budget."""
@@ -580,7 +581,8 @@ def plot(
             subject = make_subject(source)
             with _autocast(subject, autocast):
                 shown = _shown(suffix, picture)
-                found = _drawn(subject, budget, shown, measure, _options(no_cache, None))
+                options = _options(no_cache, time_limit)
+                found = _drawn(subject, budget, shown, measure, options)
         path, note = _draw(found, Path(output), picture)
     print(f"written: {path}{note and f' ({note})'}")
 
