@@ -14,8 +14,8 @@ from rockplan.schedule import Compute, Schedule
 
 
 class Status(Enum):
-    """OPTIMAL: proven within the solver's tolerance; FEASIBLE: legal, gap as stated;
-    TIME_LIMIT: the search was cut short, best plan so far."""
+    """OPTIMAL: the bound is met; FEASIBLE: legal, gap as stated; TIME_LIMIT: the search was cut
+    short, best plan so far, or that for the smallest budget was: then the bound may be met."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"

@@ -7,9 +7,9 @@ solution whose schedule (`orders_of`) keeps the budget is optimal.
 
 Moments are first executions of backward nodes. In the interval up to a moment, what is read for the
 first time is alive from before, or made again, or made for the first time; what is made again needs
-its own inputs in the same way; what is alive after a moment was alive before it or made in the
-interval. At each moment, and at the start of the backward phase, there is the memory of what is
-alive.
+its own inputs in the same way, and what draws again the generator's state from before its first
+draw; what is alive after a moment was alive before it or made in the interval. At each moment, and
+at the start of the backward phase, there is the memory of what is alive.
 
 Where memory is short between two first executions, a re-execution is a moment too (`Mark`): the
 last one of its node between them, or, where the node does not run there, the first of the two. So
@@ -153,10 +153,10 @@ class Facts:
 
     is_open: storages that may be dropped: after they were made, or tangents and generator states,
     which nothing makes again; of no size only where they have to be dropped. states: by random
-    node, a number of its own for the generator's state before it, which is alive until it runs
-    for the last time if it runs again. producer: -1 for tangents and states. again: nodes that may
-    run again. spent_ns: of some backward nodes, what is known to be spent on re-executions
-    until the first execution of the node before, in every schedule within the budget.
+    node, a number of its own, beyond those of storages, for the generator's state before it, which
+    is alive until it runs for the last time if it runs again. producer: -1 for tangents and states.
+    again: nodes that may run again. spent_ns: of some backward nodes, what is known to be spent on
+    re-executions until the first execution of the node before, in every schedule within the budget.
     """
 
     def __init__(self, graph: CDGraph, spent_ns: Mapping[int, int] | None = None) -> None:
