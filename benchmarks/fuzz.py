@@ -42,11 +42,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from benchmarks.models import moved
 from benchmarks.random_networks import Network, network
 from benchmarks.timing import where
 from benchmarks.zoo import TOLERANCE, plan_roughly
 from benchmarks.zoo_cases import loss_of
-from tests.training import assert_equal_trees, assert_same_state
+from tests.training import assert_equal_trees, assert_same_state, generator_states
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.jsonl"
 OUTCOMES = ("equal", "refused", "unrepeated", "wrong")
@@ -162,7 +163,7 @@ def evaluate(side: Side, number: int) -> Any:
 
 
 def under_autocast(side: Side, number: int) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(side.inputs[0].device.type, torch.bfloat16):
         result = side.call()
     mean_square(differentiable(result)).backward()
     return result
@@ -195,9 +196,9 @@ def other_inputs(side: Side, number: int) -> Any:
     """New values, and perhaps another one that requires a gradient."""
     generator = torch.Generator().manual_seed(number)
     side.inputs = tuple(
-        torch.randn(t.shape, generator=generator, dtype=t.dtype).requires_grad_(
-            t.requires_grad != (i == number % 4)
-        )
+        torch.randn(t.shape, generator=generator, dtype=t.dtype)
+        .to(t.device)
+        .requires_grad_(t.requires_grad != (i == number % 4))
         for i, t in enumerate(side.inputs)
     )
     return train(side, number)
@@ -335,9 +336,10 @@ class Drawn:
         return f"{self.model}\nbudget {self.budget}, {self.options}\n{uses}"
 
 
-def draw(seed: int) -> Drawn:
+def draw(seed: int, device: str = "cpu") -> Drawn:
     rng = random.Random(seed)
     model, inputs = network(rng)
+    model, inputs = model.to(device), moved(inputs, device)
     options = rockplan.Options(
         time_limit_s=rng.choice((0.0, 0.2, 2.0)),
         bound_time_limit_s=0.05,
@@ -358,10 +360,10 @@ def use_both(
         expected = use(first, number)
     except Exception as error:
         raise EagerFailed(f"{when}: {type(error).__name__}: {error}") from error
-    state = torch.get_rng_state()
+    states = generator_states()
     torch.manual_seed(number)
     found = use(second, number)
-    assert torch.equal(torch.get_rng_state(), state), f"{when}: generator"
+    assert_equal_trees(generator_states(), states, f"{when}: generator")
     assert_equal_trees(found, expected, f"{when}: result")
     gradients = [[t.grad for t in side.inputs] for side in (second, first)]
     assert_equal_trees(*gradients, f"{when}: gradients of inputs")
@@ -391,9 +393,9 @@ def examine(drawn: Drawn) -> tuple[str, str]:
     try:
         torch.manual_seed(0)
         eager = Side(copy.deepcopy(drawn.model), own_inputs(drawn.inputs))
-        before = torch.get_rng_state()
+        before = generator_states()
         planned = solve(drawn)
-        assert torch.equal(torch.get_rng_state(), before), "planning moved the generator"
+        assert_equal_trees(generator_states(), before, "planning moved the generator")
         side = Side(planned, own_inputs(drawn.inputs))
         measure(side)
         eager.module.load_state_dict(side.module.state_dict())
@@ -427,7 +429,7 @@ def measure(side: Side) -> None:
         for tensor in side.inputs:
             tensor.grad = None
 
-    peak_bytes, left_bytes = rockplan.peak_live_bytes(step)
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(step, device=side.inputs[0].device)
     plan = rockplan.plan_of(side.module)
     facts = f"measured {peak_bytes}, predicted {plan.peak_bytes}, budget {plan.budget_bytes}"
     assert peak_bytes <= plan.budget_bytes, f"over budget: {facts}"
@@ -435,7 +437,7 @@ def measure(side: Side) -> None:
     assert left_bytes == 0, f"{left_bytes} bytes left after a step"
 
 
-def sweep(first: int, stride: int, seconds: float) -> dict[str, Any]:
+def sweep(first: int, stride: int, seconds: float, device: str) -> dict[str, Any]:
     """Examine one seed after another; prints what is refused or wrong."""
     counts: collections.Counter[str] = collections.Counter()
     refusals: collections.Counter[str] = collections.Counter()
@@ -445,7 +447,7 @@ def sweep(first: int, stride: int, seconds: float) -> dict[str, Any]:
         for seed in itertools.count(first, stride):
             if time.monotonic() >= deadline:
                 break
-            outcome, said = examine(draw(seed))
+            outcome, said = examine(draw(seed, device))
             counts[outcome] += 1
             if outcome == "refused":
                 refusals[said.split(":")[0]] += 1
@@ -465,17 +467,20 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=1, help="between seeds")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no seed after that")
     parser.add_argument("--seed", type=int, help="this one only, and print it")
+    parser.add_argument("--device", default="cpu", help="that everything is moved to")
     parser.add_argument("--keep", action="store_true", help="append to the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     plan_roughly()
+    if arguments.device != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if arguments.seed is not None:
-        drawn = draw(arguments.seed)
+        drawn = draw(arguments.seed, arguments.device)
         print(drawn)
         print(*examine(drawn))
         return
-    found = sweep(arguments.first, arguments.stride, arguments.seconds)
+    found = sweep(arguments.first, arguments.stride, arguments.seconds, arguments.device)
     line = json.dumps(found)
     print(line)
     if arguments.keep:

@@ -13,7 +13,6 @@ import argparse
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -43,15 +42,6 @@ def cases(on_cpu: bool) -> list[Case]:
         ),
         resnet(width=64, batch=64, size=224),
     ]
-
-
-def moved(case: Case, device: torch.device) -> Case:
-    return replace(
-        case,
-        model=case.model.to(device),
-        args=tuple(a.to(device) for a in case.args),
-        kwargs={k: v.to(device) for k, v in case.kwargs.items()},
-    )
 
 
 class CheckpointedResNet(ResNet):
@@ -149,7 +139,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     for case in cases(on_cpu):
-        report(moved(case, device), device)
+        report(case.to(device), device)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ transformers models are built from configurations, so nothing is downloaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,21 @@ class Case:
         """Forward and backward of `module` (a variant of the model) on the sample."""
         result = (self.model if module is None else module)(*self.args, **self.kwargs)
         self.loss(result).backward()
+
+    def to(self, device: torch.device | str) -> Case:
+        """The same with the model, which is moved, and every tensor of the call on `device`."""
+        args, kwargs = moved((self.args, self.kwargs), device)
+        return replace(self, model=self.model.to(device), args=args, kwargs=kwargs)
+
+
+def moved(tree: Any, device: torch.device | str) -> Any:
+    """The tensors of `tree` on `device`, as leaves where they were leaves."""
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.to(device)
+        return found.detach().requires_grad_(tensor.requires_grad) if tensor.is_leaf else found
+
+    return pytree.tree_map_only(torch.Tensor, one, tree)
 
 
 def _transformers() -> Any:

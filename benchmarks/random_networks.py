@@ -326,7 +326,11 @@ _values("product", 1, lambda x: (x * 0.1 + 1).cumprod(1))
 _values("sorted", 1, lambda x: x.sort(dim=-1).values)
 _values("scattered", 1, _scattered)
 _values("gathered", 1, lambda x: x.gather(1, x.argsort(1)))
-_values("selected", 1, lambda x: x.index_select(1, torch.arange(x.shape[1]).flip(0)))
+_values(
+    "selected",
+    1,
+    lambda x: x.index_select(1, torch.arange(x.shape[1], device=x.device).flip(0)),
+)
 _values("rolled", 1, lambda x: x.roll(1, 1).flip(-1))
 _values("padded", 1, lambda x: functional.pad(x, (1, 1))[..., 2:])
 _values("split", 1, lambda x: torch.cat([part * i for i, part in enumerate(x.split(3, 1))], 1))

@@ -67,14 +67,18 @@ SOURCES = ("modules", "transformers", "timm")
 # --- worker: one case after another, results on the original stdout ------------------------------
 
 
-def work(budgets: list[str], gib: int) -> None:
+def work(budgets: list[str], gib: int, device: str) -> None:
     """Read names from stdin, write a line of JSON for every stage and result."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import torch
 
     torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
+    if device == "cpu":
+        resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
+    else:
+        # Eager execution repeats itself, or the case cannot be judged.
+        torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.simplefilter("ignore")
     plan_roughly()
     capture_once()
@@ -88,7 +92,7 @@ def work(budgets: list[str], gib: int) -> None:
         os.environ["ROCKPLAN_CACHE_DIR"] = folder
         for line in sys.stdin:
             started = time.process_time()
-            result = Examination(line.strip(), budgets, tell).run()
+            result = Examination(line.strip(), budgets, tell, device).run()
             result["seconds"] = round(time.process_time() - started, 1)
             result["package"] = package
             channel.write(json.dumps({"result": result}) + "\n")
@@ -104,7 +108,7 @@ def plan_roughly() -> None:
     from rockplan.graph_builder import measure as measuring
 
     measuring._LEAST_REPEATS, measuring._TIME_BOX_NS = 2, 0
-    measuring._SCRATCH_BYTES = {"cpu": 1}
+    measuring._SCRATCH_BYTES = {"cpu": 1, "cuda": 1}
 
 
 def capture_once() -> None:
@@ -126,10 +130,11 @@ def capture_once() -> None:
 class Examination:
     """One case: its stages, told as they begin, and its outcome."""
 
-    def __init__(self, name: str, budgets: list[str], tell: Any) -> None:
+    def __init__(self, name: str, budgets: list[str], tell: Any, device: str = "cpu") -> None:
         self.name = name
         self.budgets = budgets
         self.tell = tell
+        self.device = device
         self.stage = ""
         self.facts: dict[str, Any] = {"name": name}
 
@@ -170,7 +175,7 @@ class Examination:
 
     def _examine(self) -> None:
         self._begin("build")
-        case = make_case(self.name)
+        case = make_case(self.name).to(self.device)
         take_input_gradients(case)
         self._begin("eager")
         train_side_by_side(case, copy.deepcopy(case.model), copy.deepcopy(case.model))
@@ -181,6 +186,7 @@ class Examination:
         import torch
 
         import rockplan
+        from tests.training import assert_equal_trees, generator_states
 
         # In less time the smallest budget that is found is up to four times as large as it is, and
         # plans where memory is shortest run most again.
@@ -189,7 +195,7 @@ class Examination:
         eager = copy.deepcopy(case.model)
         self._begin(f"plan {budget}")
         torch.manual_seed(0)
-        before = torch.get_rng_state()
+        before = generator_states()
         try:
             planned = rockplan.solve(
                 case.model, case.args, budget, sample_kwargs=case.kwargs, options=options
@@ -199,11 +205,11 @@ class Examination:
                 raise
             self.facts[budget] = f"less than the minimum, {error.minimum_bytes} bytes"
             return
-        assert torch.equal(torch.get_rng_state(), before), "planning moved the generator"
+        assert_equal_trees(generator_states(), before, "planning moved the generator")
         self._begin(f"train {budget}")
         train_side_by_side(case, planned, eager)
         self._begin(f"measure {budget}")
-        self.facts[budget] = measure(case, planned)
+        self.facts[budget] = measure(case, planned, self.device)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -243,7 +249,7 @@ def train_side_by_side(case: Any, planned: Any, eager: Any) -> None:
     """Three steps of stochastic gradient descent of both; everything the same bit for bit."""
     import torch
 
-    from tests.training import assert_equal_trees, assert_same_state
+    from tests.training import assert_equal_trees, assert_same_state, generator_states
 
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (eager, planned)]
     for step in range(STEPS):
@@ -253,11 +259,10 @@ def train_side_by_side(case: Any, planned: Any, eager: Any) -> None:
             optimizer.zero_grad()
             result = module(*case.args, **case.kwargs)
             case.loss(result).backward()
-            found.append((result, take_input_gradients(case), torch.get_rng_state()))
-        (expected, *others), (result, *found_others) = found
-        assert_equal_trees(result, expected, f"step {step}: result")
-        assert_equal_trees(found_others[0], others[0], f"step {step}: gradient of an input")
-        assert torch.equal(found_others[1], others[1]), f"step {step}: generator state"
+            found.append((result, take_input_gradients(case), generator_states()))
+        whats = ("result", "gradient of an input", "generators")
+        for what, expected, other in zip(whats, *found, strict=True):
+            assert_equal_trees(other, expected, f"step {step}: {what}")
         assert_same_state(planned, eager, f"step {step}")
         for optimizer in optimizers:
             optimizer.step()
@@ -276,7 +281,7 @@ def take_input_gradients(case: Any) -> list[Any]:
     return found
 
 
-def measure(case: Any, planned: Any) -> dict[str, int]:
+def measure(case: Any, planned: Any, device: str) -> dict[str, int]:
     """Budget, prediction and measured peak in bytes; raises AssertionError where they disagree."""
     import rockplan
 
@@ -284,7 +289,7 @@ def measure(case: Any, planned: Any) -> dict[str, int]:
         result = planned(*case.args, **case.kwargs)
         case.loss(result).backward()
 
-    peak_bytes, left_bytes = rockplan.peak_live_bytes(step)
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(step, device=device)
     take_input_gradients(case)
     plan = planned.plan
     facts = f"measured {peak_bytes}, predicted {plan.peak_bytes}, budget {plan.budget_bytes}"
@@ -307,17 +312,22 @@ class Worker:
     """A process that examines cases, one at a time."""
 
     def __init__(
-        self, budgets: list[str], limit_s: int = TIME_LIMIT_S, gib: int = ADDRESS_SPACE_GIB
+        self,
+        budgets: list[str],
+        limit_s: int = TIME_LIMIT_S,
+        gib: int = ADDRESS_SPACE_GIB,
+        device: str = "cpu",
     ) -> None:
         self.limit_s = limit_s
         worker = [sys.executable, "-m", "benchmarks.zoo", "--worker"]
         self.process = subprocess.Popen(
-            [*worker, "--gib", str(gib), "--budgets", *budgets],
+            [*worker, "--gib", str(gib), "--device", device, "--budgets", *budgets],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd=Path(__file__).parents[1],
+            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ},
         )
         assert self.process.stdout is not None
         self.selector = selectors.DefaultSelector()
@@ -395,8 +405,11 @@ def case_names(sources: list[str]) -> list[str]:
     return [name for source in sources for name in listed[source]()]
 
 
-def sweep(names: list[str], path: Path, jobs: int, start: Callable[[], Worker]) -> None:
-    """Examine `names` in `jobs` processes, appending each result to `path`."""
+def sweep(
+    names: list[str], path: Path, jobs: int, start: Callable[[], Worker], deadline: float
+) -> None:
+    """Examine `names` in `jobs` processes, appending each result to `path`; begin none after
+    `deadline` (of time.monotonic)."""
     waiting = collections.deque(names)
     started = time.monotonic()
     lock = threading.Lock()
@@ -414,7 +427,7 @@ def sweep(names: list[str], path: Path, jobs: int, start: Callable[[], Worker]) 
             )
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for one in [pool.submit(_examine_all, waiting, start, keep) for _ in range(jobs)]:
+        for one in [pool.submit(_examine_all, waiting, start, keep, deadline) for _ in range(jobs)]:
             one.result()
 
 
@@ -422,11 +435,14 @@ def _examine_all(
     waiting: collections.deque[str],
     start: Callable[[], Worker],
     keep: Callable[[dict[str, Any]], None],
+    deadline: float,
 ) -> None:
     """Take names from `waiting` until none is left; a worker that is lost is replaced."""
-    while waiting:
+    while waiting and time.monotonic() < deadline:
         worker = start()
         for _ in range(CASES_OF_A_WORKER):
+            if time.monotonic() >= deadline:
+                break
             try:
                 name = waiting.popleft()
             except IndexError:
@@ -450,7 +466,7 @@ def package_commit() -> str:
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
-def table(rows: dict[str, dict[str, Any]], command: str, left: int) -> str:
+def table(rows: dict[str, dict[str, Any]], command: str, where: str, left: int) -> str:
     """The counts, everything that is not equal, and every architecture, as Markdown."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for name, row in rows.items():
@@ -459,7 +475,7 @@ def table(rows: dict[str, dict[str, Any]], command: str, left: int) -> str:
     lines = [
         "# Sweep over architectures",
         "",
-        f"`{command}` on {platform.machine()}, {os.cpu_count()} cores, one thread each, "
+        f"`{command}` on {where}, {os.cpu_count()} cores, one thread each, "
         f"Python {platform.python_version()}, {_versions()}, {datetime.date.today()}; commits "
         f"{_commits(rows)}. Outcomes are explained in `benchmarks/zoo.py`. {len(rows)} cases "
         f"examined, {left} not yet.",
@@ -480,6 +496,14 @@ def table(rows: dict[str, dict[str, Any]], command: str, left: int) -> str:
     lines += ["| case | operations | everything kept | 60% | min |", "|---|---|---|---|---|"]
     lines += [_equal_line(r) for r in ordered if r["outcome"] == "equal"]
     return "\n".join(lines) + "\n"
+
+
+def machine_of(device: str) -> str:
+    if device == "cpu":
+        return platform.machine()
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def _versions() -> str:
@@ -535,25 +559,31 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=int, default=ADDRESS_SPACE_GIB, help="address space for a case"
     )
+    parser.add_argument("--device", default="cpu", help="cuda: there, with --results of its own")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     parser.add_argument("--only", default="", help="part of the names to examine")
     parser.add_argument("--results", type=Path, default=RESULTS / "zoo.jsonl")
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.budgets, arguments.gib)
+        work(arguments.budgets, arguments.gib, arguments.device)
         return
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     rows = read_results(arguments.results)
     listed = case_names(arguments.sources)
     wanted = [n for n in listed if arguments.only in n]
     names = choose(wanted, rows, arguments.retry, arguments.recheck)
-    start = functools.partial(Worker, arguments.budgets, arguments.limit, arguments.gib)
-    sweep(names, arguments.results, arguments.jobs, start)
+    how = (arguments.budgets, arguments.limit, arguments.gib, arguments.device)
+    deadline = time.monotonic() + arguments.seconds
+    sweep(names, arguments.results, arguments.jobs, functools.partial(Worker, *how), deadline)
     rows = read_results(arguments.results)
     lines = "".join(json.dumps(rows[name]) + "\n" for name in sorted(rows))
     arguments.results.write_text(lines, encoding="utf-8")
     command = f"OMP_NUM_THREADS=1 python -m benchmarks.zoo --jobs {arguments.jobs}"
+    if arguments.device != "cpu":
+        command += f" --device {arguments.device}"
     arguments.results.with_suffix(".md").write_text(
-        table(rows, command, len(set(listed) - set(rows))), encoding="utf-8"
+        table(rows, command, machine_of(arguments.device), len(set(listed) - set(rows))),
+        encoding="utf-8",
     )
 
 

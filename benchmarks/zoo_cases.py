@@ -48,14 +48,14 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.specs = [(t.shape, t.dtype) for t in outputs]
-        return torch.zeros(())
+        ctx.specs = [(t.shape, t.dtype, t.device) for t in outputs]
+        return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(
-            torch.linspace(-1, 2, shape.numel(), dtype=dtype).view(shape)
-            for shape, dtype in ctx.specs
+            torch.linspace(-1, 2, shape.numel(), dtype=dtype, device=device).view(shape)
+            for shape, dtype, device in ctx.specs
         )
 
 

@@ -1,0 +1,272 @@
+"""On a CUDA device: the same bits as eager execution, measured peak within budget, generators.
+
+Skipped where there is none. Eager execution must repeat itself: algorithms are deterministic here.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before cuBLAS is first used: without it, its results may differ from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import rockplan
+from benchmarks.models import CASES, Case, gpt2
+from tests.training import generator_states, solve_case, train_side_by_side, twin
+from tests.usage import mean_square
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def on_cuda(name: str) -> Case:
+    torch.manual_seed(0)
+    return CASES[name]().to("cuda")
+
+
+def measured_peak(case: Case, module: nn.Module) -> int:
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(lambda: case.step(module), device="cuda")
+    assert left_bytes == 0
+    return peak_bytes
+
+
+def check(case: Case, budget: str | int, steps: int = 3) -> rockplan.Plan:
+    """Plans `case`; the same as eager execution over some steps, within budget, as predicted."""
+    eager = twin(case)
+    before = generator_states()
+    planned = solve_case(case, budget)
+    for now, then in zip(generator_states(), before, strict=True):
+        assert torch.equal(now, then), "planning moved a generator"
+    train_side_by_side(case, planned, eager, steps)
+    plan: rockplan.Plan = planned.plan
+    peak_bytes = measured_peak(case, planned)
+    asked_bytes = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    facts = (
+        f"asked {asked_bytes}, measured {peak_bytes}, predicted {plan.peak_bytes}, "
+        f"budget {plan.budget_bytes}"
+    )
+    assert peak_bytes <= plan.budget_bytes, facts
+    assert abs(peak_bytes - plan.peak_bytes) <= 0.02 * plan.peak_bytes, facts
+    return plan
+
+
+@pytest.mark.parametrize("budget", ["min", "50%", "100%"])
+@pytest.mark.parametrize("name", CASES)
+def test_models_are_as_eager_execution(name: str, budget: str) -> None:
+    case = on_cuda(name)
+    try:
+        check(case, budget)
+    except rockplan.InfeasibleBudget as error:
+        assert budget == "50%"
+        check(case, error.minimum_bytes)
+
+
+class Attention(nn.Module):
+    """Self-attention with dropout of probabilities, then of the result, in one kernel of CUDA."""
+
+    def __init__(self, width: int, backend: SDPBackend, heads: int = 4) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.backend, self.heads = backend, heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(self.backend):
+            y = functional.scaled_dot_product_attention(
+                *parts.unbind(), dropout_p=0.1 * self.training, is_causal=True
+            )
+        y = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + functional.dropout(y, 0.1, self.training)
+
+
+BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name.lower())
+def test_attention_kernels_with_dropout(backend: SDPBackend, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers = [Attention(256, backend) for _ in range(4)]
+    model = nn.Sequential(*layers).to("cuda", dtype)
+    sample = torch.randn(4, 128, 256, device="cuda", dtype=dtype)
+    plan = check(Case("attention", model, (sample,), {}, mean_square), "min")
+    assert plan.overhead > 0
+
+
+class Mixed(nn.Module):
+    """Convolutions and normalization of channels last, a recurrent network, dropout."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        convolutions = [
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for _ in range(4)
+        ]
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.body = nn.Sequential(*convolutions)
+        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(width, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(self.first(x)).mean(2).transpose(1, 2)
+        y, _ = self.lstm(y)
+        result: torch.Tensor = self.head(y)
+        return result
+
+
+def mixed() -> Case:
+    torch.manual_seed(0)
+    model = Mixed().to("cuda", memory_format=torch.channels_last)
+    sample = torch.randn(8, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+    return Case("mixed", model, (sample,), {}, mean_square)
+
+
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_cudnn_operators(budget: str) -> None:
+    check(mixed(), budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_with_scaled_gradients(dtype: torch.dtype) -> None:
+    case = mixed()
+    eager = twin(case)
+    results = []
+    with torch.autocast("cuda", dtype):
+        planned = solve_case(case, "min")
+    for module in (eager, planned):
+        scaler = torch.amp.GradScaler("cuda")
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype):
+                loss = case.loss(module(*case.args))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([loss, *module.parameters(), *module.buffers(), *generator_states()])
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(expected, found)
+
+
+def large(width: int = 1111, depth: int = 12, batch: int = 1500) -> Case:
+    """Blocks of some MiB and no round sizes, which the allocator may leave unsplit."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Dropout(0.1))
+        for _ in range(depth)
+    ]
+    model = nn.Sequential(*layers).cuda()
+    sample = torch.randn(batch, width, device="cuda")
+    return Case("large", model, (sample,), {}, mean_square)
+
+
+@pytest.mark.parametrize("budget", ["min", "40%", "100%"])
+def test_blocks_of_odd_sizes_stay_within_the_budget(budget: str) -> None:
+    check(large(), budget)
+
+
+def test_the_budget_auto_is_what_the_device_has_free() -> None:
+    case = large()
+    planned = solve_case(case, "auto")
+    free_bytes, _ = torch.cuda.mem_get_info()
+    assert free_bytes // 2 < planned.plan.budget_bytes < free_bytes
+    assert planned.plan.overhead == 0
+    case.step(planned)
+
+
+def test_on_a_stream_of_the_callers() -> None:
+    case = large()
+    eager = twin(case)
+    planned = solve_case(case, "min")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train_side_by_side(case, planned, eager)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def test_a_plan_of_a_file_and_a_copy(tmp_path: Path) -> None:
+    case = on_cuda("gpt2")
+    eager = twin(case)
+    path = tmp_path / "plan.json"
+    rockplan.save_plan(solve_case(case, "min"), path)
+    case = on_cuda("gpt2")
+    planned = rockplan.load(case.model, case.args, path, sample_kwargs=case.kwargs)
+    train_side_by_side(case, planned, eager)
+    train_side_by_side(case, copy.deepcopy(planned), copy.deepcopy(eager), 1)
+
+
+def test_a_step_in_a_cuda_graph() -> None:
+    """Captured and replayed: the same gradients, with draws recomputed."""
+    torch.manual_seed(0)
+    case = large(width=256, depth=4, batch=512)
+    eager = twin(case)
+    planned = solve_case(case, "min")
+    assert planned.plan.overhead > 0
+    found = []
+    for module in (eager, planned):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                case.step(module)
+        torch.cuda.current_stream().wait_stream(side)
+        module.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            case.step(module)
+        torch.manual_seed(5)
+        gradients = []
+        for _ in range(2):
+            graph.replay()
+            gradients += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        found.append(gradients)
+    for expected, gradient in zip(*found, strict=True):
+        assert torch.equal(expected, gradient)
+
+
+def test_compare_measures_on_the_device() -> None:
+    case = gpt2().to("cuda")
+    found = rockplan.compare(case.model, case.args, ["40%"], sample_kwargs=case.kwargs, rounds=2)
+    rows = {row.name: row for row in found.rows}
+    print(found)
+    assert rows["rockplan 40%"].peak_bytes < rows["eager"].peak_bytes
+
+
+def test_a_module_on_two_devices_is_refused() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8).cuda()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.b(self.a(x).cuda())
+            return y
+
+    with pytest.raises(rockplan.RockplanError):
+        rockplan.solve(Halves(), torch.randn(4, 8), "min")
