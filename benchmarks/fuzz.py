@@ -45,7 +45,7 @@ import rockplan
 from benchmarks.models import moved
 from benchmarks.random_networks import Network, network
 from benchmarks.timing import where
-from benchmarks.zoo import TOLERANCE, plan_roughly
+from benchmarks.zoo import FOR_CUDA, plan_roughly, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
 from tests.training import assert_equal_trees, assert_same_state, generator_states
 
@@ -429,11 +429,13 @@ def measure(side: Side) -> None:
         for tensor in side.inputs:
             tensor.grad = None
 
-    peak_bytes, left_bytes = rockplan.peak_live_bytes(step, device=side.inputs[0].device)
+    device = str(side.inputs[0].device)
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(step, device=device)
     plan = rockplan.plan_of(side.module)
     facts = f"measured {peak_bytes}, predicted {plan.peak_bytes}, budget {plan.budget_bytes}"
     assert peak_bytes <= plan.budget_bytes, f"over budget: {facts}"
-    assert abs(peak_bytes - plan.peak_bytes) <= TOLERANCE * plan.peak_bytes, f"off: {facts}"
+    off_bytes = abs(peak_bytes - plan.peak_bytes)
+    assert off_bytes <= tolerance_bytes(plan, device), f"off: {facts}"
     assert left_bytes == 0, f"{left_bytes} bytes left after a step"
 
 
@@ -474,6 +476,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     plan_roughly()
     if arguments.device != "cpu":
+        for name, value in FOR_CUDA.items():
+            os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True, warn_only=True)
     if arguments.seed is not None:
         drawn = draw(arguments.seed, arguments.device)

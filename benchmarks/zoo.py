@@ -60,6 +60,12 @@ STEPS = 3
 ADDRESS_SPACE_GIB = 10
 TOLERANCE = 0.02
 BUDGETS = ("min", "60%")
+
+# Results of cuBLAS that repeat themselves, and an allocator that gives out what is asked for.
+FOR_CUDA = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 OUTCOMES = ("equal", "refused", "wrong", "unfinished", "unrepeated", "not built")
 SOURCES = ("modules", "transformers", "timm")
 
@@ -281,6 +287,13 @@ def take_input_gradients(case: Any) -> list[Any]:
     return found
 
 
+def tolerance_bytes(plan: Any, device: str) -> float:
+    """How far a measured peak may be from the predicted one. The smallest block of CUDA's allocator
+    is as large as whole activations of small cases: two of them, the value and the gradient of the
+    caller's loss, are counted where they may not be."""
+    return TOLERANCE * plan.peak_bytes + (2 * 512 if device.startswith("cuda") else 0)
+
+
 def measure(case: Any, planned: Any, device: str) -> dict[str, int]:
     """Budget, prediction and measured peak in bytes; raises AssertionError where they disagree."""
     import rockplan
@@ -294,7 +307,8 @@ def measure(case: Any, planned: Any, device: str) -> dict[str, int]:
     plan = planned.plan
     facts = f"measured {peak_bytes}, predicted {plan.peak_bytes}, budget {plan.budget_bytes}"
     assert peak_bytes <= plan.budget_bytes, f"over budget: {facts}"
-    assert abs(peak_bytes - plan.peak_bytes) <= TOLERANCE * plan.peak_bytes, f"off: {facts}"
+    off_bytes = abs(peak_bytes - plan.peak_bytes)
+    assert off_bytes <= tolerance_bytes(plan, device), f"off: {facts}"
     assert left_bytes == 0, f"{left_bytes} bytes left after a step"
     return {
         "budget_bytes": plan.budget_bytes,
@@ -327,7 +341,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd=Path(__file__).parents[1],
-            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ},
+            env={**FOR_CUDA, **os.environ},
         )
         assert self.process.stdout is not None
         self.selector = selectors.DefaultSelector()

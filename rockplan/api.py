@@ -226,6 +226,12 @@ _DISTRIBUTED = {
 
 
 def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise InvalidInput(
+            f"the parameters of the model are on {', '.join(sorted(map(str, devices)))}; a plan is "
+            "for the memory of one device. Move the model to one, or plan its parts"
+        )
     own = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"meta"}
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and own and argument.device.type not in own:

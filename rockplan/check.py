@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
+from rockplan.codegen.random_state import cuda_devices
 from rockplan.contents import parts_of
 from rockplan.errors import CheckFailed
 from rockplan.graph_builder import swap
@@ -82,8 +83,7 @@ class _Given:
     def restored(self) -> Iterator[None]:
         """Tensors, attributes and generators are as before, and for autograd as if nobody had
         written to a tensor: the check may run in the middle of a backward pass."""
-        parameters = self.module.parameters()
-        devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+        devices = cuda_devices(t for _, t, _ in self.tensors)
         versioned = tuple(t for _, t, _ in self.tensors if not t.is_inference())
         with (
             torch.random.fork_rng(devices),
@@ -206,6 +206,10 @@ def _run(
         *((f"gradient of {n}", g) for n, g in zip(targets, gradients, strict=True)),
         *given.now(),
         ("generator state", torch.get_rng_state()),
+        *(
+            (f"generator state of cuda:{device}", torch.cuda.get_rng_state(device))
+            for device in cuda_devices(t for _, t, _ in given.tensors)
+        ),
     ]
     return _Step(tuple(named))
 

@@ -27,6 +27,7 @@ from rockplan.api import arguments, solve
 from rockplan.available import in_bytes
 from rockplan.budget import Budget, parse_budget
 from rockplan.codegen.module import plan_of, unplanned
+from rockplan.codegen.random_state import cuda_devices
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
 from rockplan.memory import MeasuredTimeline
@@ -131,7 +132,7 @@ def compare(
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
     wanted = _readable(budgets, model)
     names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
-    with _untouched(model):
+    with _untouched(model, args, kwargs):
         step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
@@ -278,11 +279,10 @@ def _step(
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module, *call: Any) -> Iterator[None]:
     """Gradients and generators of before are there again afterwards."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(cuda_devices((*model.parameters(), *pytree.tree_leaves(call)))):
         try:
             yield
         finally:

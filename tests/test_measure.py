@@ -525,6 +525,26 @@ def test_predicted_peak_is_the_measured_one(name: str) -> None:
     assert abs(predicted - measured) <= 0.02 * measured
 
 
+class Sorted(nn.Module):
+    """Rows in the order of a computed key and back, as mixtures of experts have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.body = nn.Linear(8, 1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = self.key(x)[:, 0].argsort()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=x.device)
+        y: torch.Tensor = self.body(x[order])[back]
+        return y
+
+
+def test_what_is_empty_until_computed_values_are_written_is_no_sample() -> None:
+    lowered = lower(capture(Sorted(), (torch.rand(50, 8),), {}), 0)
+    assert measure(lowered.graph, lowered.samples).source == "measured"
+
+
 def test_gradients_that_nobody_wants_need_no_memory() -> None:
     """Of the input of a normalization: the shape rule has one, kernels make none."""
     planned = rockplan.solve(nn.BatchNorm2d(3), torch.rand(4, 3, 24, 24), "100%")

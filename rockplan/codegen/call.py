@@ -94,6 +94,12 @@ class Call:
                 "and needs buffers as they were before the forward, of which no copy was made; "
                 "name the leaves that are differentiated: Options(differentiated=(0, 1, ...))"
             )
+        if running.random and not self._starts:
+            raise BackwardError(
+                "a backward pass other than the planned one runs the forward again from the same "
+                "state of the generators, which a CUDA graph cannot capture; capture one backward "
+                "pass, from the outputs and in the strides of the plan"
+            )
         self._check_residents(running.code.checked, _MODIFIED)
         self._running = running
         self._frame = Frame(self._as_before(running.code.copied))

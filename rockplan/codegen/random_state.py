@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from rockplan.errors import StalePlan
+
 Undo = tuple[torch.Generator, torch.Tensor]
 Starts = tuple[tuple[torch.Generator, torch.Generator], ...]
 
@@ -22,8 +24,27 @@ def _generator(device: str) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
+def cuda_devices(tensors: Iterable[object]) -> list[int]:
+    """Indices of the CUDA devices that some of `tensors` are on."""
+    return sorted({t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda})
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured, in which a state can be neither read nor set."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def save(device: str) -> torch.Tensor:
-    """The state of the default generator of `device`, a CPU byte tensor."""
+    """The state of the default generator of `device`, a CPU byte tensor.
+
+    Raises StalePlan while a CUDA graph is captured.
+    """
+    if is_capturing():
+        raise StalePlan(
+            "this plan runs random draws again, which cannot be captured in a CUDA graph: PyTorch "
+            "lets nobody read the state of a generator meanwhile. Plan with a larger budget, or "
+            "without dropout, or keep what it draws, e.g. Options(keep=('*dropout*',))"
+        )
     return _generator(device).get_state()
 
 
@@ -42,7 +63,10 @@ def end(undo: Undo) -> None:
 
 
 def starts(devices: Iterable[str]) -> Starts:
-    """Copies of the default generators of `devices`, which hold no memory of tensors."""
+    """Copies of the default generators of `devices`, which hold no memory of tensors; none where a
+    CUDA graph is captured: its forward cannot run a second time from the same state."""
+    if is_capturing():
+        return ()
     return tuple((g, g.clone_state()) for g in map(_generator, devices))
 
 

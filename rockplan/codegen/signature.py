@@ -376,6 +376,7 @@ def _global_key() -> tuple[Any, ...]:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.mkldnn.enabled,
         torch.backends.cudnn.enabled,
         parametrizations.are_cached(),

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.autograd.profiler import profile, record_function
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -430,6 +431,20 @@ class _Execution:
     def run(self) -> object:
         return self.operator(*self.args, **self.kwargs)
 
+    def refuse_bad_indices(self) -> None:
+        """Raise IndexError for an index out of range. On CUDA that is an assertion on the device,
+        after which the process can use it no more; the kernels of the CPU raise."""
+        if not any(t.is_cuda for t in operators.tensors((self.args, self.kwargs))):
+            return
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, torch.Tensor.cpu, (self.args, self.kwargs)
+        )
+        try:
+            self.operator(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if _OUT_OF_RANGE.search(str(error)):
+                raise IndexError(str(error)) from error
+
 
 def _copies_storages(graph: CDGraph, call: Call) -> bool:
     """True if a result lives in more memory than its elements need, as in a copy of the storage
@@ -457,6 +472,7 @@ class _Inputs:
 
     def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> _Execution:
         operator = operators.resolve(call.op)
+        arguments = (call.args, [a for _, a in call.kwargs])
         copies_storages = _copies_storages(self.graph, call)
 
         def tensor(index: int) -> torch.Tensor:
@@ -466,11 +482,21 @@ class _Inputs:
             mutates_given = operator._schema.is_mutable and found is self.given.get(index)
             return found.clone() if mutates_given else found
 
-        return _Execution(
+        execution = _Execution(
             operator,
             [substitute(a, tensor) for a in call.args],
             {name: substitute(a, tensor) for name, a in call.kwargs},
         )
+        if any(self._is_computed_index(ref.index) for ref in value_refs(arguments)):
+            execution.refuse_bad_indices()
+        return execution
+
+    def _is_computed_index(self, index: int) -> bool:
+        """Whether a value may be an index that is computed from made-up values."""
+        value = self.graph.values[index]
+        is_index = not _is_floating(value.spec) and _dtype(value.spec) != torch.bool
+        is_computed = value.view is not None or index in self.made_by
+        return is_index and is_computed and index not in self.given
 
     def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:
         """with_storage: what is made up is in a storage as large as in the model."""
@@ -594,6 +620,9 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
     return {key: _Memory(peaks[key] - sum(found), found) for key, found in sizes.items()}
 
 
+_OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
+
+
 # An operator that says so fails whatever the values.
 _OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGNORECASE)
 
@@ -674,17 +703,37 @@ def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str
             execution = inputs.execution(call)
             execution.run()
             torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+            before = torch.cuda.memory_stats_as_nested_dict(device)
             result = execution.run()
-            peak = torch.cuda.max_memory_allocated(device) - before
-            sizes = _result_bytes(execution, result)
-            found[key] = _Memory(max(0, peak - sum(sizes)), sizes)
+            after = torch.cuda.memory_stats_as_nested_dict(device)
+            sizes = _result_bytes(execution, result, "cuda")
+            peak_bytes = _peak_between(before, after)
+            found[key] = _Memory(max(0, peak_bytes - sum(sizes)), sizes)
             del result, execution
     return found
 
 
-def _result_bytes(execution: _Execution, result: object) -> tuple[int, ...]:
-    """Bytes of the storage of each result; 0 if it is an argument's or an earlier result's."""
+def _peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Bytes that the caching allocator gave out at most, by its statistics, beyond those before.
+
+    A block of more than a mebibyte may be left unsplit, with up to another one that nobody asked
+    for: then by what was asked for, in whole granules."""
+
+    def rise(statistic: str) -> int:
+        return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
+
+    given_bytes = rise("allocated_bytes")
+    if not after["requested_bytes"]["all"]["allocated"]:
+        return given_bytes  # cudaMallocAsync does not count what is asked for
+    return min(given_bytes, rise("requested_bytes") + rise("allocation") * _CUDA_GRANULE_BYTES)
+
+
+def _result_bytes(
+    execution: _Execution, result: object, device_type: str = "cpu"
+) -> tuple[int, ...]:
+    """Bytes of the storage of each result; 0 if it is an argument's or an earlier result's.
+
+    device_type: of the graph. Seeds of attention are on the CPU where fake tensors say CUDA."""
     given = operators.tensors((execution.args, execution.kwargs))
     seen = {t.untyped_storage()._cdata for t in given}
     found: list[int] = []
@@ -692,7 +741,7 @@ def _result_bytes(execution: _Execution, result: object) -> tuple[int, ...]:
         size_bytes = 0
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in seen:
             seen.add(leaf.untyped_storage()._cdata)
-            size_bytes = _allocated(leaf.untyped_storage().nbytes(), leaf.device.type)
+            size_bytes = _allocated(leaf.untyped_storage().nbytes(), device_type)
         found.append(size_bytes)
     return tuple(found)
 

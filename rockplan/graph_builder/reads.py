@@ -169,7 +169,12 @@ class ValueReader:
                 continue
             computable.append(recorded.call)
             available |= {r for r in recorded.call.results if r is not None}
-        return evaluate.run(computable, known)
+        # What was made here and written to later, with something unknown, is nothing's content.
+        return {
+            v: t
+            for v, t in evaluate.run(computable, known).items()
+            if v in known or recorder.values[v].storage not in poisoned
+        }
 
 
 # torch.rand returns through a detach.

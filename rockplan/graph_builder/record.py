@@ -40,6 +40,7 @@ _NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
 # What C++ asks of a fake tensor more often than anything else.
 _DEVICE = torch.ops.prim.device.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
+_RECURRENT = "torch.nn.modules.rnn."
 # The models in it are read as a user's; what calls the command line is nobody's model.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = f"{_OWN_FOLDER}cli.py"
@@ -365,6 +366,15 @@ class Recorder(TorchDispatchMode):
         if "nested" in operators.operator_name(func):
             raise UnsupportedModel.at(
                 module, source, f"{func} makes or reads a nested tensor, {PADDED}"
+            )
+        if operators.changes_storage(func) and torch_function().startswith(_RECURRENT):
+            raise UnsupportedModel.at(
+                module,
+                source,
+                "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights "
+                "from one storage and keeps generators of its own, which a plan cannot follow; "
+                "plan the parts before and after it, or switch cuDNN off where the layer runs "
+                "(with torch.backends.cudnn.flags(enabled=False))",
             )
         if operators.changes_storage(func):
             raise UnsupportedModel.at(
