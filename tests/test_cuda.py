@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import rockplan
 from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import FOR_CUDA, tolerance_bytes
+from benchmarks.zoo_cases import loss_of
 from tests.training import generator_states, solve_case, train_side_by_side, twin
 from tests.usage import mean_square
 
@@ -192,7 +193,7 @@ def large(width: int = 1111, depth: int = 12, batch: int = 1500, dropout: float 
     ]
     model = nn.Sequential(*layers).cuda()
     sample = torch.randn(batch, width, device="cuda")
-    return Case("large", model, (sample,), {}, mean_square)
+    return Case("large", model, (sample,), {}, loss_of)
 
 
 @pytest.mark.parametrize("budget", ["min", "40%", "100%"])
