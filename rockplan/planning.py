@@ -120,8 +120,7 @@ def common_of(
 
     def smallest(deadline: float) -> Improved:
         if not known:
-            of_chain = None if _is_small(graph) else chain()
-            known.append(_smallest(graph, of_chain, _cache(options), deadline))
+            known.append(_smallest_so_far(graph, chain, _cache(options), deadline))
         return known[0]
 
     return Common(chain, smallest)
@@ -169,7 +168,12 @@ def plan_within(
     limit_bytes = plain.budget_bytes
     if budget.is_minimum and (least := waiting(plain, problem.waits)).peak_bytes > limit_bytes:
         # As much may have a faster plan, whose gradients can wait as well.
-        return plan_within(problem, Budget(size_bytes=least.peak_bytes), options, common)
+        as_bytes = Budget(size_bytes=least.peak_bytes)
+        found = plan_within(problem, as_bytes, options, common)
+        if waiting(found, problem.waits).peak_bytes <= found.budget_bytes:
+            return found
+        least = replace(least, budget_bytes=least.peak_bytes)
+        return _certified(problem, least, found.certificate.bound_ns)
     made = plain
     while (found := waiting(made, problem.waits)).peak_bytes > limit_bytes:
         excess_bytes = max(found.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)
@@ -532,6 +536,35 @@ ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend 
 measured, or it differs from run to run."""
 
 
+def _smallest_so_far(
+    graph: CDGraph, chain: Callable[[], Chain], cache: Cache | None, deadline: float
+) -> Improved:
+    """What `_smallest` finds, or what an earlier call did that was cut short, if it needs less: the
+    smallest budget that an error names shall work, however much time there is then."""
+    key = _family_key(problem_digest(graph), "the least peak so far")
+    stored = cache.family(key, functools.partial(_is_legal, graph)) if cache else None
+    known = None
+    if stored is not None:
+        (option,) = stored.options
+        schedule = with_frees(graph, option.forward, option.backward)
+        known = Improved(schedule, stored.is_complete)
+    if known is None or not known.is_complete:
+        of_chain = None if _is_small(graph) else chain()
+        found = _smallest(graph, of_chain, cache, deadline)
+        if known is None or _peak_bytes(graph, found) < _peak_bytes(graph, known):
+            known = found
+        known = replace(known, is_complete=found.is_complete)
+        if cache:
+            made = option_of(graph, Orders(*known.schedule.phases))
+            family = OptionFamily((made,), gap_ns=None, solves=0, is_complete=known.is_complete)
+            cache.put_family(key, family)
+    return known
+
+
+def _peak_bytes(graph: CDGraph, found: Improved) -> int:
+    return simulate(graph, found.schedule).peak_bytes
+
+
 def _smallest(
     graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
 ) -> Improved:
@@ -584,11 +617,14 @@ def _elsewhere(graph: CDGraph) -> CDGraph:
 
 
 def _smallest_relaxed(graph: CDGraph, found: Schedule, deadline: float) -> Schedule:
-    """`found`, or what the relaxation leads to within less."""
+    """`found`, or what the relaxation leads to within less, or evictions: what a plan for less
+    starts from."""
     less_bytes = 1
     while less_bytes:
         asked_bytes = simulate(graph, found).peak_bytes - less_bytes
         _, near = _fitted(graph, asked_bytes, deadline, deadline)
+        if near is None and less_bytes == 1 and time.monotonic() < deadline:
+            near = eviction.within(graph, asked_bytes)
         if near is not None:
             found, less_bytes = _squeezed(graph, near, deadline), 2 * less_bytes
         else:

