@@ -10,6 +10,8 @@ import rockplan
 from benchmarks.models import CASES, Case
 from tests.training import solve_case, train_side_by_side, twin
 
+QUICK = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.2)
+
 
 def make(name: str) -> Case:
     torch.manual_seed(0)
@@ -18,7 +20,7 @@ def make(name: str) -> Case:
 
 def budgets(case: Case) -> dict[str, int]:
     """Near the minimum, the middle, near keep-all."""
-    smallest = rockplan.plan(case.model, case.args, "min", sample_kwargs=case.kwargs)
+    smallest = rockplan.plan(case.model, case.args, "min", sample_kwargs=case.kwargs, options=QUICK)
     low, high = smallest.peak_bytes, smallest.eager_peak_bytes
     return {
         "near-minimum": low + (high - low) // 50,
@@ -45,7 +47,7 @@ def test_equal_within_budget_and_as_predicted(name: str) -> None:
         case = make(name)
         eager = twin(case)
         generator = torch.get_rng_state()
-        planned = solve_case(case, budget_bytes)
+        planned = solve_case(case, budget_bytes, options=QUICK)
         assert torch.equal(torch.get_rng_state(), generator), "planning moved the generator"
         plan = planned.plan
         assert plan.peak_bytes <= budget_bytes, level
@@ -65,11 +67,11 @@ def test_minimum_is_feasible_and_less_is_not(name: str) -> None:
         solve_case(case, 1, options=rockplan.Options(time_limit_s=300))
     assert caught.value.is_complete
     minimum_bytes = caught.value.minimum_bytes
-    planned = solve_case(case, minimum_bytes)
+    planned = solve_case(case, minimum_bytes, options=QUICK)
     assert planned.plan.peak_bytes <= minimum_bytes
     assert measured_peak(case, planned) <= minimum_bytes
     with pytest.raises(rockplan.InfeasibleBudget):
-        solve_case(case, minimum_bytes - 1)
+        solve_case(case, minimum_bytes - 1, options=QUICK)
 
 
 @pytest.mark.parametrize("name", CASES)
