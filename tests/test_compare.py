@@ -17,8 +17,7 @@ from rockplan.budget import Budget
 from rockplan.compare import Comparison, Row, measured_series, measured_timelines
 from rockplan.peers import repeated_blocks
 from tests.test_constraints import Model
-
-QUICK = rockplan.Options(time_limit_s=2.0, bound_time_limit_s=0.2)
+from tests.training import QUICK
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,8 @@ from benchmarks.models import Case, gpt2, llama, resnet
 from rockplan.examples import mlp, transformer
 from rockplan.export import _needed, _simulated, _wrapped
 from rockplan.peers import repeated_blocks
-from tests.training import solve_case
+from tests.training import QUICK, solve_case
 from tests.usage import both, mean_square, net_case
-
-QUICK = rockplan.Options(time_limit_s=1, bound_time_limit_s=0.2)
 
 NET = """
 import torch

@@ -21,12 +21,10 @@ from rockplan import planning
 from rockplan.schedule import Compute, Free, with_waits
 from rockplan.verify import verify
 from tests.graphs import random_graph, random_schedule
-from tests.training import assert_same_state, solve_case
+from tests.training import QUICK, assert_same_state, solve_case
 from tests.usage import pair
 
 BUDGETS = ["100%", "60%", "min"]
-
-QUICK = rockplan.Options(time_limit_s=2)
 
 
 class Gated(nn.Module):

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import rockplan
 from rockplan.plan import recomputations
+from tests.training import QUICK
 
 BATCH = 64
-QUICK = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.2)
 
 
 def make_net() -> nn.Module:

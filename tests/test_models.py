@@ -8,9 +8,7 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import CASES, Case
-from tests.training import solve_case, train_side_by_side, twin
-
-QUICK = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.2)
+from tests.training import QUICK, solve_case, train_side_by_side, twin
 
 
 def make(name: str) -> Case:

@@ -12,6 +12,9 @@ from torch.utils import _pytree as pytree
 import rockplan
 from benchmarks.models import Case
 
+QUICK = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.2)
+"""Where what is checked does not depend on how good a plan is."""
+
 
 def solve_case(case: Case, budget: Any, **options: Any) -> nn.Module:
     """Plan the model of `case`."""

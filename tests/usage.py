@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.models import Case, encoder, mlp
 from rockplan import api
 from tests.training import (
+    QUICK,
     assert_equal_trees,
     assert_same_state,
     solve_case,
@@ -65,7 +66,7 @@ def net_case(batch: int = 128) -> Case:
 def pair(case: Case, budget: Any = BUDGET, **options: Any) -> tuple[nn.Module, nn.Module]:
     """(planned, eager) with equal parameters."""
     eager = twin(case)
-    return solve_case(case, budget, **options), eager
+    return solve_case(case, budget, **{"options": QUICK, **options}), eager
 
 
 def both(planned: nn.Module, eager: nn.Module, use: Callable[[nn.Module], Any], what: str) -> None:
