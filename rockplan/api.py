@@ -276,7 +276,7 @@ def _captured(
     with planned_modules.PLANNING, paused_collection():
         captured = capture(module, args, kwargs, forward, incoming)
         device = _device(module, captured)
-        lowered = lower(captured, random_state.state_bytes(device))
+        lowered = lower(captured, random_state.state_bytes(device), options.released)
         check_layouts(lowered.graph, lowered.samples)
     parameters = module.named_parameters(remove_duplicate=False)
     return _Captured(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))

@@ -21,6 +21,9 @@ class Options:
     None: the scalars that require a gradient (a loss), or if they do not reach whatever the other
     leaves reach, all that do. A backward that starts elsewhere is planned again when it comes; name
     all leaves that are ever differentiated where different steps use different ones.
+    released: leaves of the result, by position, that the caller lets go before backward, such as
+    logits where the loss is all that is used: their memory is free then. What the caller holds all
+    the same comes on top of the predicted peak. A leaf that backward starts from is always held.
     time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
     is returned, and its status says that time was short. Half of it at most is for the relaxation
     of the whole graph, unless its schedule does not fit yet, half of what is left for each exact
@@ -48,6 +51,7 @@ class Options:
     bound_time_limit_s: float = 5.0
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
+    released: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -57,7 +61,9 @@ class Options:
                 raise InvalidInput(f"{name} is {seconds!r}; pass seconds, a number of at least 0")
             object.__setattr__(self, name, float(seconds))
         if self.differentiated is not None:
-            object.__setattr__(self, "differentiated", _positions(self.differentiated))
+            positions = _positions("differentiated", self.differentiated)
+            object.__setattr__(self, "differentiated", positions)
+        object.__setattr__(self, "released", _positions("released", self.released))
         for name in ("keep", "recompute"):
             patterns = getattr(self, name)
             if not _is_sequence(patterns) or not all(isinstance(p, str) for p in patterns):
@@ -69,12 +75,12 @@ class Options:
             )
 
 
-def _positions(differentiated: object) -> tuple[int, ...]:
-    found = tuple(differentiated) if _is_sequence(differentiated) else None
+def _positions(name: str, given: object) -> tuple[int, ...]:
+    found = tuple(given) if _is_sequence(given) else None
     if found is None or not all(type(p) is int for p in found):
         raise InvalidInput(
-            f"differentiated is {differentiated!r}; pass a tuple of positions among the leaves of "
-            "the result, such as (0,)"
+            f"{name} is {given!r}; pass a tuple of positions among the leaves of the result, such "
+            "as (0,)"
         )
     return found
 

@@ -6,18 +6,20 @@ import itertools
 import operator
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import rockplan
 from benchmarks.models import Case
 from rockplan.codegen.returned import _are_apart
 from rockplan.graph import TensorSpec
-from tests.training import assert_equal_trees
+from tests.training import QUICK, assert_equal_trees, train_side_by_side
 from tests.usage import SAMPLE, both, count_programs, mean_square, pair
 
 
@@ -366,3 +368,58 @@ def test_gradients_of_results_that_come_from_outside_alone() -> None:
         return [*found, result[0].grad]
 
     both(planned, eager, use, "from outside")
+
+
+class Classifier(nn.Module):
+    """Returns its loss and, by far the largest tensor, the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 400)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.head(torch.relu(self.body(x)))
+        return functional.cross_entropy(scores, torch.arange(len(x))), scores
+
+
+def classifier() -> Case:
+    torch.manual_seed(0)
+    return Case("classifier", Classifier(), (torch.randn(64, 16),), {}, operator.itemgetter(0))
+
+
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_leaves_that_the_caller_lets_go_are_not_counted(budget: str) -> None:
+    case = classifier()
+    scores_bytes = 64 * 400 * 4
+    options = replace(QUICK, released=(1,))
+    planned, eager = pair(case, budget, options=options)
+    plan = planned.plan
+    assert pair(classifier(), budget)[0].plan.peak_bytes == plan.peak_bytes + scores_bytes
+    measured, left = rockplan.peak_live_bytes(lambda: planned(*case.args)[0].backward())
+    assert left == 0 and measured <= plan.budget_bytes
+    assert measured == pytest.approx(plan.peak_bytes, rel=0.02)
+    # Held all the same, they are as in eager execution and come on top.
+    planned.zero_grad()
+    train_side_by_side(case, planned, eager)
+    held, _ = rockplan.peak_live_bytes(lambda: case.step(planned))
+    assert held <= measured + scores_bytes
+
+
+def test_a_leaf_that_backward_starts_from_is_held() -> None:
+    case = classifier()
+    options = replace(QUICK, released=(1,), differentiated=(0, 1))
+    both_start = pair(case, "100%", options=replace(QUICK, differentiated=(0, 1)))[0]
+    planned, eager = pair(classifier(), "100%", options=options)
+    assert planned.plan.peak_bytes == both_start.plan.peak_bytes
+    both(planned, eager, lambda module: sum(map(mean_square, module(*case.args))).backward(), "")
+
+
+@pytest.mark.parametrize("released", [(2,), (-1,), (0, 5)])
+def test_only_tensors_of_the_result_can_be_released(released: tuple[int, ...]) -> None:
+    with pytest.raises(rockplan.InvalidInput, match=r"released is .* are \(0, 1\)"):
+        pair(classifier(), options=replace(QUICK, released=released))
+
+
+def test_released_is_a_tuple_of_positions() -> None:
+    with pytest.raises(rockplan.InvalidInput, match="released"):
+        rockplan.Options(released="1")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rockplan.errors import InvalidInput
 from rockplan.graph import (
     Call,
     CDGraph,
@@ -60,8 +61,12 @@ class Lowered:
     samples: dict[int, torch.Tensor]
 
 
-def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
-    """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device."""
+def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
+    """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device.
+
+    released: leaves of the result that the caller does not hold in the backward phase. Raises
+    InvalidInput for one that is no tensor of the forward's.
+    """
     capture = with_versions(capture)
     gradients = _contributions(capture)
     handed = [g for _, found in gradients for g in found]
@@ -69,7 +74,7 @@ def lower(capture: Capture, rng_state_bytes: int) -> Lowered:
     copying = with_copies(capture, parts)
     if copying is not capture:
         capture, parts = copying, divided(copying, handed)
-    lowered = _assemble(capture, parts, gradients, rng_state_bytes)
+    lowered = _assemble(capture, parts, gradients, rng_state_bytes, released)
     return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
 
 
@@ -200,7 +205,11 @@ class _Numbering:
 
 
 def _assemble(
-    capture: Capture, parts: Units, gradients: Gradients, rng_state_bytes: int
+    capture: Capture,
+    parts: Units,
+    gradients: Gradients,
+    rng_state_bytes: int,
+    released: Sequence[int],
 ) -> Lowered:
     numbering = _Numbering(capture, parts)
     for name, value in (*capture.parameters, *capture.buffers):
@@ -230,6 +239,7 @@ def _assemble(
         for d in (contributions[target][:1] if target in summed else contributions[target])
     }
     of_copies = {numbering.values[copy].data for _, copy in interface.copies}
+    held = _held_outputs(interface, numbering, released) | of_inputs | held_tangents | of_copies
     handed = {d for found in contributions.values() for d in found} - of_outputs - of_inputs
 
     def own(data: set[int]) -> tuple[int, ...]:
@@ -239,7 +249,7 @@ def _assemble(
         data=tuple(numbering.data),
         nodes=tuple(nodes),
         outputs=own(of_outputs),
-        held=own(of_outputs | of_inputs | held_tangents | of_copies),
+        held=own(held),
         handed=own(handed),
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
@@ -331,6 +341,21 @@ def _allocated_bytes(size_bytes: int, device: str) -> int:
     if not device.startswith("cuda"):
         return size_bytes
     return -(-size_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+
+
+def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequence[int]) -> set[int]:
+    """Storages of the leaves of the result that the caller holds in the backward phase."""
+    leaves = {i: o for i, o in enumerate(interface.outputs) if o.value is not None}
+    if not leaves.keys() >= set(released):
+        raise InvalidInput(
+            f"released is {tuple(released)}, but the leaves of the result that are tensors are "
+            f"{tuple(leaves)}"
+        )
+    return {
+        numbering.values[o.value].data
+        for i, o in leaves.items()
+        if o.value is not None and (o.tangent is not None or i not in released)
+    }
 
 
 def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
