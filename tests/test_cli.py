@@ -594,7 +594,7 @@ def test_plot_a_picture(plan_file: Path, picture: str) -> None:
 @pytest.mark.parametrize("measure", ["--measure", "--no-measure"])
 def test_plot_a_model_beside_what_was_measured(measure: str) -> None:
     """On the curve PyTorch's checkpointing, over time the steps of both modules."""
-    run("plot", MLP, "-b", "50%", "-o", "report.html", "--time-limit", "2", measure)
+    run("plot", MLP, "-b", "50%", "-o", "report.html", "--time-limit", "0.5", measure)
     start, end = '<script type="application/json" id="data">', "</script>"
     data = json.loads(Path("report.html").read_text().partition(start)[2].partition(end)[0])
     names = {series["name"] for series in data["series"]}

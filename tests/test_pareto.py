@@ -61,13 +61,15 @@ def test_curve_is_monotone_and_its_ends_are_the_minimum_and_keep_all(found: Foun
 
 
 def test_each_point_is_the_plan_for_its_budget(found: Found) -> None:
+    """Of every third point: of all of them it takes as long as the curve."""
     case, curve = found
-    budgets = [point.peak_bytes for point in curve.points]
+    points = curve.points[::3]
+    budgets = [point.peak_bytes for point in points]
     # Together they look for the smallest peak once.
     plans = plan_each(
         case.model, case.args, budgets, sample_kwargs=case.kwargs, options=OTHER_OPTIONS
     )
-    for point, made in zip(curve.points, plans, strict=True):
+    for point, made in zip(points, plans, strict=True):
         assert isinstance(made, rockplan.Plan)
         assert (made.budget_bytes, made.time_ns) == (point.peak_bytes, point.time_ns)
         assert made.saved_bytes == point.saved_bytes
