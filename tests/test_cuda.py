@@ -21,6 +21,7 @@ import rockplan
 from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import FOR_CUDA, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
+from tests.test_measure import Counting
 from tests.training import generator_states, solve_case, train_side_by_side, twin
 from tests.usage import mean_square
 
@@ -148,6 +149,12 @@ def mixed(with_cudnn: bool = False) -> Case:
 @pytest.mark.parametrize("budget", ["min", "100%"])
 def test_convolutions_of_cudnn(budget: str) -> None:
     check(mixed(), budget)
+
+
+def test_made_up_indices_out_of_range_leave_the_device_alone() -> None:
+    torch.manual_seed(0)
+    sample = torch.rand(8, 32, device="cuda")
+    check(Case("counting", Counting().cuda(), (sample,), {}, loss_of), "100%")
 
 
 def test_recurrent_layers_of_cudnn_are_refused() -> None:
@@ -278,7 +285,6 @@ def test_compare_measures_on_the_device() -> None:
     case = gpt2().to("cuda")
     found = rockplan.compare(case.model, case.args, ["40%"], sample_kwargs=case.kwargs, rounds=2)
     rows = {row.name: row for row in found.rows}
-    print(found)
     assert rows["rockplan 40%"].peak_bytes < rows["eager"].peak_bytes
 
 

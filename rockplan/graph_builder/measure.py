@@ -21,7 +21,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -81,6 +81,9 @@ _CUDA_RATES = (1e12, 50e12)
 _DRAWN = 1 << 16
 
 _RANGE = "rockplan::call::"
+
+# What kernels of the CPU say of an index.
+_OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
 
 # Attention on CPU has no formula of its own; its arguments begin as those of CUDA do.
 _SAME_FLOPS = {
@@ -432,10 +435,7 @@ class _Execution:
         return self.operator(*self.args, **self.kwargs)
 
     def refuse_bad_indices(self) -> None:
-        """Raise IndexError for an index out of range. On CUDA that is an assertion on the device,
-        after which the process can use it no more; the kernels of the CPU raise."""
-        if not any(t.is_cuda for t in operators.tensors((self.args, self.kwargs))):
-            return
+        """Raise IndexError where the kernel of the CPU says that an index is out of range."""
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.cpu, (self.args, self.kwargs)
         )
@@ -461,11 +461,18 @@ def _copies_storages(graph: CDGraph, call: Call) -> bool:
 class _Inputs:
     """Where arguments come from: given real tensors, made-up ones, and for what is neither given
     nor of floating dtype (masks, indices, opaque workspaces) the node that makes it, run on
-    made-up inputs: a kernel may read beyond a workspace that holds anything else."""
+    made-up inputs: a kernel may read beyond a workspace that holds anything else.
+
+    is_on_cuda: an index out of range is an assertion on the device there, after which the process
+    can use it no more, or a write beyond a tensor; so calls with computed ones run on the CPU
+    first. out_of_range: values that were; no call gets them.
+    """
 
     graph: CDGraph
     given: Mapping[int, torch.Tensor]
     made_by: Mapping[int, ComputeNode]
+    is_on_cuda: bool
+    out_of_range: set[int] = field(default_factory=set)
 
     def execution(self, call: Call) -> _Execution:
         return self._execution(call, {})
@@ -487,9 +494,21 @@ class _Inputs:
             [substitute(a, tensor) for a in call.args],
             {name: substitute(a, tensor) for name, a in call.kwargs},
         )
-        if any(self._is_computed_index(ref.index) for ref in value_refs(arguments)):
-            execution.refuse_bad_indices()
+        if self.is_on_cuda:
+            self._look_at_indices(execution, {ref.index for ref in value_refs(arguments)})
         return execution
+
+    def _look_at_indices(self, execution: _Execution, given: set[int]) -> None:
+        """Raise IndexError where one is out of range, now or before: not every kernel says so."""
+        computed = set(filter(self._is_computed_index, given))
+        if computed & self.out_of_range:
+            raise IndexError("an index was out of range before")
+        if computed:
+            try:
+                execution.refuse_bad_indices()
+            except IndexError:
+                self.out_of_range.update(computed)
+                raise
 
     def _is_computed_index(self, index: int) -> bool:
         """Whether a value may be an index that is computed from made-up values."""
@@ -529,7 +548,7 @@ def _inputs(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> _Inputs:
         for v in call.results
         if v is not None and graph.values[v].data in node.writes
     }
-    return _Inputs(graph, given, made_by)
+    return _Inputs(graph, given, made_by, torch.device(_device(graph)).type == "cuda")
 
 
 def _is_floating(spec: TensorSpec) -> bool:
@@ -594,7 +613,7 @@ def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Me
     Each runs once before it is measured: what an operator allocates once and keeps (primitive
     caches, handles) is no part of its workspace.
     """
-    if torch.device(_device(inputs.graph)).type == "cuda":
+    if inputs.is_on_cuda:
         return _measure_memory_cuda(inputs, calls)
     waiting = list(calls.items())
     found: dict[str, _Memory] = {}
@@ -618,9 +637,6 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
                 del result, execution
     peaks = _peaks_in_ranges(session)
     return {key: _Memory(peaks[key] - sum(found), found) for key, found in sizes.items()}
-
-
-_OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
 
 
 # An operator that says so fails whatever the values.
