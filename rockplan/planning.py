@@ -545,7 +545,7 @@ def _smallest_so_far(
     stored = cache.family(key, functools.partial(_is_legal, graph)) if cache else None
     known = None
     if stored is not None:
-        (option,) = stored.options
+        option = stored.options[0]
         schedule = with_frees(graph, option.forward, option.backward)
         known = Improved(schedule, stored.is_complete)
     if known is None or not known.is_complete:
