@@ -41,6 +41,12 @@ _NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
 _DEVICE = torch.ops.prim.device.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 _RECURRENT = "torch.nn.modules.rnn."
+_OF_CUDNN = (
+    "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights from one "
+    "storage, and a generator of its own for dropout, which a plan cannot follow; plan the parts "
+    "before and after it, or switch cuDNN off where the layer runs (with "
+    "torch.backends.cudnn.flags(enabled=False))"
+)
 # The models in it are read as a user's; what calls the command line is nobody's model.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = f"{_OWN_FOLDER}cli.py"
@@ -367,22 +373,11 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedModel.at(
                 module, source, f"{func} makes or reads a nested tensor, {PADDED}"
             )
-        if operators.changes_storage(func) and torch_function().startswith(_RECURRENT):
-            raise UnsupportedModel.at(
-                module,
-                source,
-                "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights "
-                "from one storage and keeps generators of its own, which a plan cannot follow; "
-                "plan the parts before and after it, or switch cuDNN off where the layer runs "
-                "(with torch.backends.cudnn.flags(enabled=False))",
-            )
         if operators.changes_storage(func):
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"{func} exchanges the storage of a tensor, which a plan cannot follow; create a "
-                "new tensor instead",
-            )
+            is_recurrent = torch_function().startswith(_RECURRENT)
+            exchange = f"{func} exchanges the storage of a tensor, which a plan cannot follow; "
+            what = _OF_CUDNN if is_recurrent else exchange + "create a new tensor instead"
+            raise UnsupportedModel.at(module, source, what)
 
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
