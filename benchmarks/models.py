@@ -36,11 +36,16 @@ class Case:
 
 
 def moved(tree: Any, device: torch.device | str) -> Any:
-    """The tensors of `tree` on `device`, as leaves where they were leaves."""
+    """The tensors of `tree` on `device`: leaves as leaves, one that occurs twice as one."""
+    known: dict[int, torch.Tensor] = {}
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor.to(device)
-        return found.detach().requires_grad_(tensor.requires_grad) if tensor.is_leaf else found
+        if id(tensor) not in known:
+            found = tensor.to(device)
+            if found is not tensor and tensor.is_leaf:
+                found = found.detach().requires_grad_(tensor.requires_grad)
+            known[id(tensor)] = found
+        return known[id(tensor)]
 
     return pytree.tree_map_only(torch.Tensor, one, tree)
 

@@ -17,8 +17,9 @@ steps beside eager execution; then its peak is measured. It ends as
 Dropout is on. Off are SpecAugment and LayerDrop of transformers (`zoo_cases.OFF`).
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.zoo [--jobs 2] [--retry wrong] [--recheck 50]
-Results: benchmarks/results/zoo.jsonl, one line a case with the commit that it was examined at,
-kept and continued; zoo.md, the table.
+         [--device cuda] [--seconds 600]
+Results: benchmarks/results/zoo.jsonl (of a device zoo_cuda.jsonl), one line a case with the commit
+that it was examined at, kept and continued; zoo.md, the table.
 """
 
 from __future__ import annotations
@@ -573,14 +574,17 @@ def main() -> None:
     parser.add_argument(
         "--gib", type=int, default=ADDRESS_SPACE_GIB, help="address space for a case"
     )
-    parser.add_argument("--device", default="cpu", help="cuda: there, with --results of its own")
+    parser.add_argument("--device", default="cpu", help="cuda: everything is moved there")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     parser.add_argument("--only", default="", help="part of the names to examine")
-    parser.add_argument("--results", type=Path, default=RESULTS / "zoo.jsonl")
+    parser.add_argument("--results", type=Path, help="else zoo.jsonl, of a device zoo_cuda.jsonl")
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments.budgets, arguments.gib, arguments.device)
         return
+    if arguments.results is None:
+        name = "zoo.jsonl" if arguments.device == "cpu" else f"zoo_{arguments.device}.jsonl"
+        arguments.results = RESULTS / name
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     rows = read_results(arguments.results)
     listed = case_names(arguments.sources)
