@@ -182,9 +182,15 @@ def fitted(
 
 
 def squeezed(
-    graph: CDGraph, schedule: Schedule, *, deadline: float = NEVER, effort: int = SQUEEZING
+    graph: CDGraph,
+    schedule: Schedule,
+    *,
+    deadline: float = NEVER,
+    effort: int = SQUEEZING,
+    enough_bytes: int = 0,
 ) -> Schedule:
-    """`schedule` or one whose peak is smaller; deadline: as of time.monotonic.
+    """`schedule` or one whose peak is smaller, but not than what is enough; deadline: as of
+    time.monotonic.
 
     Room is made for a smaller budget, whatever it costs; where none is found, some exchanges within
     the budget in hand lead elsewhere.
@@ -195,10 +201,10 @@ def squeezed(
     search = _Search(graph, peak_bytes, Draft(graph, *schedule.phases), deadline)
     best_bytes, best = search.budget_bytes, search.draft.orders
     failed = 0
-    while search.spent < effort and best_bytes > 0 and failed < ATTEMPTS:
+    while search.spent < effort and best_bytes > enough_bytes and failed < ATTEMPTS:
         if time.monotonic() >= deadline:
             break
-        search.budget_bytes = int(best_bytes * (1 - STEP))
+        search.budget_bytes = max(int(best_bytes * (1 - STEP)), enough_bytes)
         if search.makes_room(min(LONGEST * graph.time_ns, search.draft.time_ns + graph.time_ns)):
             search.prune()
             best_bytes, best, failed = search.draft.worst()[1], search.draft.orders, 0

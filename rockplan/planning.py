@@ -31,6 +31,7 @@ from rockplan.graph_builder.canonical import graph_digest, problem_digest, profi
 from rockplan.graph_builder.lower import Lowered
 from rockplan.graph_builder.measure import measure, price, profile_key, roofline
 from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.reorder import gathered, renumbered
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.decode import price as option_of
@@ -96,13 +97,37 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """What plans of one problem have in common, made when it is asked for first: few budgets need
-    it. smallest: the schedule whose peak is the smallest budget, looked for until a deadline when
-    it is asked for first."""
+class Ordered:
+    """A graph whose nodes run for the first time in the order of their indices, and what plans have
+    in common that do so, made when it is asked for first: few budgets need it.
 
+    smallest: the schedule whose peak is the smallest budget, looked for until a deadline when it is
+    asked for first. numbers: of the nodes in the graph of the problem; None if they are the same.
+    """
+
+    graph: CDGraph
     chain: Callable[[], Chain]
     smallest: Callable[[float], Improved]
+    numbers: tuple[int, ...] | None
+
+    def of_problem(self, schedule: Schedule) -> Schedule:
+        """A schedule of this graph as one of the problem's."""
+        if self.numbers is None:
+            return schedule
+        events = tuple(
+            replace(event, node=self.numbers[event.node]) if isinstance(event, Compute) else event
+            for event in schedule.events
+        )
+        return replace(schedule, events=events)
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What plans of one problem have in common. first: in the order of the problem; others: in
+    further orders in which plans are looked for."""
+
+    first: Ordered
+    others: Callable[[], tuple[Ordered, ...]]
 
 
 def common_of(
@@ -110,20 +135,32 @@ def common_of(
 ) -> Common:
     """limit_s: for the options of all blocks, asked for when they are wanted; else their share of
     the time limit of one plan."""
+
+    def ordered(graph: CDGraph, numbers: tuple[int, ...] | None = None) -> Ordered:
+        @functools.cache
+        def chain() -> Chain:
+            blocks = problem.blocks if numbers is None else partition(graph)
+            chain_s = limit_s() if limit_s else options.time_limit_s * SHARE
+            return _chain(graph, blocks, options, chain_s)
+
+        known: list[Improved] = []
+
+        def smallest(deadline: float) -> Improved:
+            if not known:
+                known.append(_smallest_so_far(graph, chain, _cache(options), deadline))
+            return known[0]
+
+        return Ordered(graph, chain, smallest, numbers)
+
     graph = problem.constrained
 
     @functools.cache
-    def chain() -> Chain:
-        return _chain(problem, options, limit_s() if limit_s else options.time_limit_s * SHARE)
+    def others() -> tuple[Ordered, ...]:
+        numbers = gathered(graph)
+        is_same = numbers == tuple(range(len(numbers)))
+        return () if is_same else (ordered(renumbered(graph, numbers), numbers),)
 
-    known: list[Improved] = []
-
-    def smallest(deadline: float) -> Improved:
-        if not known:
-            known.append(_smallest_so_far(graph, chain, _cache(options), deadline))
-        return known[0]
-
-    return Common(chain, smallest)
+    return Common(ordered(graph), others)
 
 
 def measured(lowered: Lowered, options: Options, waits: Waits = ()) -> Problem:
@@ -392,56 +429,188 @@ def plan_anew(
     is_least = True
     if budget_bytes is None:
         until = _share_until(deadline, SHARE_OF_SMALLEST) if _is_small(graph) else deadline
-        least = common.smallest(until)
+        least = common.first.smallest(until)
         budget_bytes, is_least = simulate(graph, least.schedule).peak_bytes, least.is_complete
-    search = needs.Search(graph, budget_bytes) if needs.is_searched(graph) else None
+    plan = _Run(problem, common, budget_bytes, deadline, options, budget.is_minimum).plan()
+    return plan if is_least else _stopped(plan)
 
-    def finished(found: Improved, bound_ns: int) -> Plan:
-        proven_ns = max(bound_ns, 0 if search is None else search.proven_ns)
-        plan = _finish(problem, found, budget_bytes, proven_ns)
-        return plan if is_least else _stopped(plan)
 
-    kept = keep_all(graph)
-    if budget_bytes >= simulate(graph, kept).peak_bytes:
-        return finished(Improved(kept, is_complete=True), graph.time_ns)
-    is_complete = True
+class _Try:
+    """What is found within a budget where nodes run for the first time in one order. relaxed, near:
+    the relaxation, and what its schedule leads to; best: what is improved further."""
 
-    def optimal(effort: int, known: Schedule | None = None) -> Plan | None:
-        nonlocal is_complete
-        until = _share_until(deadline, SHARE)
-        optimum = _optimum(search, effort, known, until)
-        is_complete = is_complete and time.monotonic() < until
-        return None if optimum is None else finished(Improved(optimum, is_complete=True), 0)
+    def __init__(self, ordered: Ordered, budget_bytes: int) -> None:
+        self.ordered, self.graph = ordered, ordered.graph
+        is_searched = needs.is_searched(self.graph)
+        self.search = needs.Search(self.graph, budget_bytes) if is_searched else None
+        self.relaxed: Refined | None = None
+        self.near: Schedule | None = None
+        self.best: Schedule | None = None
 
-    if (plan := optimal(needs.FIRST)) is not None:
-        return plan
-    report("solving the relaxation")
-    until = _share_until(deadline, SHARE)
-    relaxed, near = _relaxed(graph, budget_bytes, until, fitting_until=deadline)
-    is_complete = time.monotonic() < until
-    if relaxed is not None and near is not None:
-        # Without time for anything else it is taken as it is.
-        if not is_complete or _is_accepted(relaxed, near, NEAR_IF_LARGE):
-            return finished(Improved(near, is_complete), relaxed.bound_ns)
-        if (plan := optimal(needs.EFFORT, near)) is not None:
+    def time_ns(self, found: Schedule | None) -> float:
+        return math.inf if found is None else simulate(self.graph, found).time_ns
+
+    def is_accepted(self, share_if_large: float) -> bool:
+        """Is what is near known to be so near the fastest that no other is looked for?"""
+        if self.relaxed is None or self.near is None:
+            return False
+        enough_ns = _accepted_ns(self.graph, self.relaxed.bound_ns, share_if_large)
+        return self.time_ns(self.near) <= enough_ns
+
+
+class _Run:
+    """The search for one plan. is_least: the budget is the smallest that is known. _is_complete:
+    nothing was cut short so far."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        common: Common,
+        budget_bytes: int,
+        deadline: float,
+        options: Options,
+        is_least: bool,
+    ) -> None:
+        self._problem, self._common, self._options = problem, common, options
+        self._budget_bytes, self._deadline = budget_bytes, deadline
+        self._is_least, self._is_complete = is_least, True
+
+    def plan(self) -> Plan:
+        """Raises InfeasibleBudget."""
+        first = _Try(self._common.first, self._budget_bytes)
+        if (plan := self._kept(first) or self._optimal(first, needs.FIRST)) is not None:
             return plan
-        until = _share_until(deadline, SHARE)
-        near = improve(relaxed, near, deadline=until)
-        is_complete = is_complete and time.monotonic() < until
-        if _is_accepted(relaxed, near, ENOUGH_IF_LARGE):
-            return finished(Improved(near, is_complete), relaxed.bound_ns)
-    # Of a small graph blocks lead to nothing where the relaxation does not.
-    blocks = common.chain() if near is not None or not _is_small(graph) else None
-    is_complete = is_complete and (blocks is None or blocks.is_complete)
-    starts = _starts(graph, blocks, near, common.smallest, budget_bytes, deadline, options)
-    best = _exchanged(graph, starts, budget_bytes, deadline)
-    if (plan := optimal(needs.EFFORT, best)) is not None:
-        return plan
-    bound_s = options.bound_time_limit_s
-    found, bound_ns = _improved(graph, relaxed, near, best, budget_bytes, deadline, bound_s)
-    if simulate(graph, found.schedule).time_ns > _accepted_ns(graph, bound_ns, ENOUGH_IF_LARGE):
-        found = replace(found, is_complete=found.is_complete and is_complete)
-    return finished(found, bound_ns)
+        others = [_Try(ordered, self._budget_bytes) for ordered in self._common.others()]
+        if (plan := next(filter(None, map(self._kept, others)), None)) is not None:
+            return plan
+        tries = [first, *others]
+        nearest = self._relaxed(tries)
+        if nearest.near is not None and (plan := self._near(nearest)) is not None:
+            return plan
+        found = self._exchanged(tries, nearest)
+        if (plan := self._optimal(found, needs.EFFORT, found.best)) is not None:
+            return plan
+        return self._improved(found)
+
+    def _finished(self, found: _Try, improved: Improved, bound_ns: int) -> Plan:
+        proven_ns = max(bound_ns, 0 if found.search is None else found.search.proven_ns)
+        made = replace(improved, schedule=found.ordered.of_problem(improved.schedule))
+        return _finish(self._problem, made, self._budget_bytes, proven_ns)
+
+    def _kept(self, found: _Try) -> Plan | None:
+        """The plan that keeps everything, if it is within the budget."""
+        kept = keep_all(found.graph)
+        if self._budget_bytes < simulate(found.graph, kept).peak_bytes:
+            return None
+        return self._finished(found, Improved(kept, is_complete=True), found.graph.time_ns)
+
+    def _optimal(self, found: _Try, effort: int, known: Schedule | None = None) -> Plan | None:
+        until = _share_until(self._deadline, SHARE)
+        optimum = _optimum(found.search, effort, known, until)
+        self._note(until)
+        if optimum is None:
+            return None
+        return self._finished(found, Improved(optimum, is_complete=True), 0)
+
+    def _relaxed(self, tries: list[_Try]) -> _Try:
+        """The one whose relaxation leads to the fastest schedule."""
+        report("solving the relaxation")
+        for found in tries:
+            until = _share_until(self._deadline, SHARE)
+            found.relaxed, found.near = _relaxed(
+                found.graph, self._budget_bytes, until, fitting_until=self._deadline
+            )
+            # A search that was cut short before left time for this.
+            self._is_complete = time.monotonic() < until
+            if found.is_accepted(NEAR_IF_LARGE) or not (self._is_complete or found.near is None):
+                break
+        return min(tries, key=lambda found: found.time_ns(found.near))
+
+    def _near(self, found: _Try) -> Plan | None:
+        """The plan of what is near, if that is near enough; without time for anything else it is
+        taken as it is."""
+        relaxed, near = found.relaxed, found.near
+        assert relaxed is not None and near is not None
+        if self._is_complete and not found.is_accepted(NEAR_IF_LARGE):
+            if (plan := self._optimal(found, needs.EFFORT, near)) is not None:
+                return plan
+            until = _share_until(self._deadline, SHARE)
+            found.near = near = improve(relaxed, near, deadline=until)
+            self._note(until)
+            if not found.is_accepted(ENOUGH_IF_LARGE):
+                return None
+        return self._finished(found, Improved(near, self._is_complete), relaxed.bound_ns)
+
+    def _exchanged(self, tries: list[_Try], nearest: _Try) -> _Try:
+        """The one of which the fastest schedule becomes: the nearest, or all of a small graph where
+        nothing is near. Raises InfeasibleBudget."""
+        is_small = _is_small(nearest.graph)
+        tried = tries if nearest.near is None and is_small else [nearest]
+        for found in tried:
+            # Of a small graph blocks lead to nothing where the relaxation does not.
+            blocks = None if is_small and nearest.near is None else found.ordered.chain()
+            self._is_complete = self._is_complete and (blocks is None or blocks.is_complete)
+            self._exchange(found, self._starts(found, blocks))
+        if tried[0].best is None:
+            self._exchange_further(tried if is_small and not self._is_least else tried[:1])
+        return min(tried, key=lambda found: found.time_ns(found.best))
+
+    def _exchange_further(self, tries: list[_Try]) -> None:
+        """Where nothing fits: of the first one what is smallest, which takes longest to find; of
+        others what leads to a smaller peak. Raises InfeasibleBudget."""
+        first, *others = tries
+        for found in others:
+            if found.best is None:
+                start = _squeezed_within(found.graph, self._budget_bytes, self._deadline)
+                self._exchange(found, [] if start is None else [start])
+        least = self._common.first.smallest(self._deadline)
+        if self._budget_bytes >= _peak_bytes(first.graph, least):
+            self._exchange(first, [least.schedule])
+        elif all(found.best is None for found in others):
+            raise _too_small(first.graph, self._budget_bytes, least, self._options)
+
+    def _starts(self, found: _Try, chain: Chain | None) -> list[Schedule]:
+        """Schedules within the budget to improve, fastest first: of the relaxation, of the chain,
+        and of evictions."""
+        graph, budget_bytes, deadline = found.graph, self._budget_bytes, self._deadline
+        known = [found.near]
+        if chain is not None:
+            known.append(chain.solver.best_schedule(budget_bytes, deadline=deadline))
+        if _is_small(graph) or known[-1] is None:
+            known.append(eviction.within(graph, budget_bytes))
+        return [schedule for schedule in known if schedule is not None]
+
+    def _exchange(self, found: _Try, starts: list[Schedule]) -> None:
+        """Which start leads further is not known before. What the budget does not ask for is left
+        out first."""
+        report("improving the plan")
+        graph, budget_bytes, deadline = found.graph, self._budget_bytes, self._deadline
+        shorter = {pruned(graph, s, budget_bytes, deadline=deadline): None for s in starts}
+        made = [
+            annealed(graph, s, budget_bytes, deadline=deadline)
+            for s in _fastest_first(graph, shorter)
+        ]
+        found.best = next(iter(_fastest_first(graph, made)), None)
+
+    def _improved(self, found: _Try) -> Plan:
+        assert found.best is not None
+        improved, bound_ns = _improved(
+            found.graph,
+            found.relaxed,
+            found.near,
+            found.best,
+            self._budget_bytes,
+            self._deadline,
+            self._options.bound_time_limit_s,
+        )
+        enough_ns = _accepted_ns(found.graph, bound_ns, ENOUGH_IF_LARGE)
+        if found.time_ns(improved.schedule) > enough_ns:
+            is_complete = improved.is_complete and self._is_complete
+            improved = replace(improved, is_complete=is_complete)
+        return self._finished(found, improved, bound_ns)
+
+    def _note(self, until: float) -> None:
+        self._is_complete = self._is_complete and time.monotonic() < until
 
 
 def _share_until(deadline: float, share: float) -> float:
@@ -450,11 +619,11 @@ def _share_until(deadline: float, share: float) -> float:
     return now + (deadline - now) * share
 
 
-def _chain(problem: Problem, options: Options, limit_s: float) -> Chain:
+def _chain(graph: CDGraph, blocks: tuple[Block, ...], options: Options, limit_s: float) -> Chain:
     """limit_s: for the options of all blocks."""
-    families = _families(problem.blocks, _cache(options), options, limit_s)
+    families = _families(blocks, _cache(options), options, limit_s)
     report("combining blocks")
-    solver = ChainSolver(problem.constrained, problem.blocks, families)
+    solver = ChainSolver(graph, blocks, families)
     return Chain(solver, all(family.is_complete for family in families))
 
 
@@ -498,12 +667,6 @@ def _fitted(
     if orders is None:
         return relaxed, None
     return relaxed, fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
-
-
-def _is_accepted(relaxed: Refined, near: Schedule, share_if_large: float) -> bool:
-    """Is it known to be so near the fastest schedule that no other is looked for?"""
-    graph = relaxed.program.facts.graph
-    return simulate(graph, near).time_ns <= _accepted_ns(graph, relaxed.bound_ns, share_if_large)
 
 
 def _accepted_ns(graph: CDGraph, bound_ns: int, share_if_large: float) -> int:
@@ -643,31 +806,17 @@ def _squeezed(graph: CDGraph, schedule: Schedule, deadline: float) -> Schedule:
     return relieved(graph, found, deadline=deadline) if needs.is_searched(graph) else found
 
 
-def _starts(
-    graph: CDGraph,
-    chain: Chain | None,
-    near: Schedule | None,
-    smallest: Callable[[float], Improved],
-    budget_bytes: int,
-    deadline: float,
-    options: Options,
-) -> list[Schedule]:
-    """Schedules within the budget to improve, fastest first: of the relaxation, of the chain, and
-    of evictions; else the smallest, which takes longest to find. Raises InfeasibleBudget."""
-    of_chain = (
-        None if chain is None else chain.solver.best_schedule(budget_bytes, deadline=deadline)
-    )
-    known = [near, of_chain]
-    if of_chain is None or _is_small(graph):
-        known.append(eviction.within(graph, budget_bytes))
-    if not any(known):
-        least = smallest(deadline)
-        if budget_bytes < simulate(graph, least.schedule).peak_bytes:
-            raise _too_small(graph, budget_bytes, least, options)
-        known.append(least.schedule)
-    fitting = (schedule for schedule in known if schedule is not None)
-    found = {pruned(graph, s, budget_bytes, deadline=deadline): None for s in fitting}
-    return _fastest_first(graph, found)
+LOOSER = 1.2
+"""A budget, as a share of the one in hand, within which evictions may lead to something."""
+
+
+def _squeezed_within(graph: CDGraph, budget_bytes: int, deadline: float) -> Schedule | None:
+    """Of what evictions lead to within more, if exchanges make its peak so small."""
+    loose = eviction.within(graph, int(LOOSER * budget_bytes))
+    if loose is None:
+        return None
+    found = squeezed(graph, loose, deadline=deadline, enough_bytes=budget_bytes)
+    return found if simulate(graph, found).peak_bytes <= budget_bytes else None
 
 
 def _improved(
@@ -697,15 +846,6 @@ def _improved(
         bound_ns = graph.time_ns if proving is None else proving.result()
     best = pruned(graph, best, budget_bytes, deadline=deadline)
     return Improved(best, is_complete), bound_ns
-
-
-def _exchanged(
-    graph: CDGraph, starts: list[Schedule], budget_bytes: int, deadline: float
-) -> Schedule:
-    """The fastest of what becomes of the starts: which one leads further is not known before."""
-    report("improving the plan")
-    found = [annealed(graph, s, budget_bytes, deadline=deadline) for s in starts]
-    return _fastest_first(graph, found)[0]
 
 
 def _fastest_first(graph: CDGraph, schedules: Iterable[Schedule]) -> list[Schedule]:
