@@ -25,9 +25,9 @@ class Status(Enum):
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """objective_ns: predicted time of the plan; bound_ns: no schedule of this graph under this
-    profile and budget is faster that executes every node for the first time in the graph's order
-    (`rockplan.ilp.refine`) and leaves the caller's loss its room (`caller_bytes`); gap:
-    (objective - bound) / objective."""
+    profile and budget is faster that executes every node for the first time in the order in which
+    the plan does (`rockplan.ilp.refine`) and leaves the caller's loss its room (`caller_bytes`);
+    gap: (objective - bound) / objective."""
 
     status: Status
     objective_ns: int

@@ -58,6 +58,11 @@ class Schedule:
         return self.computes[:forward], self.computes[forward:]
 
 
+def first_executions(schedule: Schedule) -> tuple[int, ...]:
+    """All nodes, in the order in which they run for the first time."""
+    return tuple(dict.fromkeys(schedule.computes))
+
+
 def keep_all(graph: CDGraph) -> Schedule:
     """Every node once, in order: what eager PyTorch does, with the earliest frees.
 

@@ -1,0 +1,163 @@
+"""Plans in another order of first executions: legal, the same bits, less to run again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import rockplan
+from benchmarks.models import Case, gpt2, t5
+from rockplan import planning
+from rockplan.budget import Budget
+from rockplan.codegen import random_state
+from rockplan.graph import CDGraph, producers, readers
+from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.lower import lower
+from rockplan.graph_builder.measure import roofline
+from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.reorder import gathered, predecessors, renumbered
+from rockplan.options import Options
+from rockplan.schedule import first_executions, keep_all
+from rockplan.simulate import simulate
+from rockplan.verify import verify
+from tests.graphs import with_random_takes
+from tests.test_reorder import branched
+from tests.training import QUICK, solve_case, train_side_by_side, twin
+from tests.usage import mean_square
+
+
+class Decayed(nn.Module):
+    """Linear attention with a decay, in one chunk: three matrices share the decay."""
+
+    def __init__(self, width: int = 16, length: int = 64) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.g = nn.Linear(width, 1)
+        self.register_buffer("mask", torch.ones(length, length).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        g = nn.functional.logsigmoid(self.g(x)).cumsum(1)
+        decay = (g - g.transpose(1, 2)).exp() * self.mask
+        v = v - (k @ k.transpose(1, 2) * decay) @ v
+        state = (k * g.exp()).transpose(1, 2) @ v
+        return x + (q @ k.transpose(1, 2) * decay) @ v + (q * g.exp()) @ state
+
+
+def decayed() -> Case:
+    return Case("decayed", Decayed(), (torch.randn(4, 64, 16),), {}, mean_square)
+
+
+def spans_bytes(graph: CDGraph) -> int:
+    """Bytes times backward nodes from the first to the last one that touches each storage."""
+    first, made, read = len(graph.forward), producers(graph), readers(graph)
+    total = 0
+    for data in graph.data:
+        places = [n for n in (*read[data.index], made.get(data.index, -1)) if n >= first]
+        if places and not data.kind.resident and data.index not in graph.held:
+            total += data.size_bytes * (max(places) - min(places))
+    return total
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.booleans())
+def test_random_graphs(seed: int, size: int, taking: bool) -> None:
+    rng = random.Random(seed)
+    graph = branched(rng, size)
+    graph = with_random_takes(rng, graph) if taking else graph
+    order = gathered(graph)
+    assert sorted(order) == list(range(len(graph.nodes)))
+    found = renumbered(graph, order)
+    assert found.forward == graph.forward
+    verify(found, keep_all(found))
+    place = {node: position for position, node in enumerate(order)}
+    before = predecessors(graph)
+    assert all(place[a] < place[b] for b in range(len(order)) for a in before[b])
+    assert spans_bytes(found) <= spans_bytes(graph)
+
+
+def test_some_random_graphs_gain() -> None:
+    """The property above is no empty one."""
+    gained = 0
+    for seed in range(100):
+        graph = branched(random.Random(seed), 8)
+        gained += spans_bytes(renumbered(graph, gathered(graph))) < spans_bytes(graph)
+    assert gained > 10
+
+
+def roofline_problem(case: Case) -> planning.Problem:
+    captured = capture(case.model, case.args, case.kwargs)
+    graph = lower(captured, random_state.state_bytes(torch.device("cpu"))).graph
+    return planning.problem_of(graph, roofline(graph, 1e11, 2e12), Options(cache=False))
+
+
+def test_less_runs_again() -> None:
+    torch.manual_seed(0)
+    problem = roofline_problem(decayed())
+    options = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.1)
+    common = planning.common_of(problem, options)
+    alone = planning.Common(common.first, lambda: ())
+    budget = Budget(size_bytes=312_000)
+    found = planning.plan_anew(problem, budget, options, common)
+    in_order = planning.plan_anew(problem, budget, options, alone)
+    in_graph = tuple(range(len(problem.graph.nodes)))
+    assert first_executions(in_order.schedule) == in_graph
+    assert first_executions(found.schedule) != in_graph
+    verify(problem.constrained, found.schedule)
+    assert simulate(problem.constrained, found.schedule).peak_bytes <= 312_000
+    assert found.time_ns < 0.95 * in_order.time_ns
+    assert problem.graph.time_ns <= found.certificate.bound_ns <= found.time_ns
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Plans are made in another order than the graph's, where there is one; so many are."""
+    made: list[int] = []
+    relaxed = planning._Run._relaxed
+
+    def others_only(run: planning._Run, tries: list[planning._Try]) -> planning._Try:
+        made.append(len(tries) - 1)
+        found = relaxed(run, tries[1:] or tries)
+        return found if found.near is not None else relaxed(run, tries)
+
+    monkeypatch.setattr(planning._Run, "_relaxed", others_only)
+    return made
+
+
+CASES = {
+    "decayed": decayed,
+    "gpt2": lambda: gpt2(width=32, heads=2, vocabulary=64, length=32, attention="eager"),
+    "t5": lambda: t5(1, width=32, heads=2, vocabulary=64, length=32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits(name: str, elsewhere: list[int], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    eager = twin(case)
+    options = replace(QUICK, cache=False)
+    planned = solve_case(case, "60%", options=options)
+    assert elsewhere[0] == 1
+    order = first_executions(planned.plan.schedule)
+    assert order != tuple(sorted(order))
+    train_side_by_side(case, planned, eager, steps=3)
+    rockplan.save_plan(planned, tmp_path / "plan.json")
+    loaded = rockplan.load(
+        case.model, case.args, tmp_path / "plan.json", sample_kwargs=case.kwargs, options=options
+    )
+    assert loaded.plan.schedule == planned.plan.schedule
+
+
+def test_no_other_order_of_a_chain() -> None:
+    model = nn.Sequential(*(nn.Tanh() for _ in range(6)))
+    case = Case("tanh", model, (torch.randn(8, 8, requires_grad=True),), {}, mean_square)
+    problem = roofline_problem(case)
+    assert planning.common_of(problem, Options(cache=False)).others() == ()
+    assert len(partition(problem.constrained)) > 1
