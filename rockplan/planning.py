@@ -17,26 +17,23 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from rockplan import eviction, needs
-from rockplan.anneal import annealed, annealed_again, fitted, squeezed
-from rockplan.block import Block, BlockOption, OptionFamily
+from rockplan.anneal import annealed, annealed_again, squeezed
+from rockplan.block import Block
 from rockplan.budget import Budget
 from rockplan.cache import Cache, default_folder
 from rockplan.collection import paused_collection
 from rockplan.constraints import constrain, with_room_for_loss
 from rockplan.curve import Curve, CurvePoint, useful
-from rockplan.dp.search import ChainSolver
-from rockplan.errors import IllegalSchedule, InfeasibleBudget
+from rockplan.errors import InfeasibleBudget
+from rockplan.families import Chain, chain_of
 from rockplan.graph import CDGraph, as_eager
-from rockplan.graph_builder.canonical import graph_digest, problem_digest, profile_digest
+from rockplan.graph_builder.canonical import graph_digest, profile_digest
 from rockplan.graph_builder.lower import Lowered
-from rockplan.graph_builder.measure import measure, price, profile_key, roofline
+from rockplan.graph_builder.measure import measure, price, profile_key
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.reorder import gathered, renumbered
 from rockplan.ilp.corners import Settings
-from rockplan.ilp.decode import Orders
-from rockplan.ilp.decode import price as option_of
-from rockplan.ilp.options import option_families
-from rockplan.ilp.refine import Refined, proved_ns, refined
+from rockplan.ilp.refine import Refined, proved_ns
 from rockplan.improve import improve
 from rockplan.options import Options
 from rockplan.plan import BlockSummary, Certificate, Plan, Status
@@ -44,17 +41,25 @@ from rockplan.plan_file import is_outline_of
 from rockplan.profile import Profile
 from rockplan.progress import report
 from rockplan.prune import pruned
-from rockplan.relief import relieved
 from rockplan.schedule import (
     Compute,
     Schedule,
     Waits,
     keep_all,
     merge_handovers,
-    with_frees,
     with_waits,
 )
 from rockplan.simulate import Simulation, simulate, timeline
+from rockplan.smallest import (
+    SHARE,
+    Improved,
+    fitted_relaxed,
+    is_small,
+    peak_bytes,
+    share_until,
+    smaller_so_far,
+    smallest_so_far,
+)
 from rockplan.verify import verify
 from rockplan.version import planner
 from rockplan.windows import searched
@@ -81,33 +86,13 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Improved:
-    """is_complete: nothing was cut short by the deadline, here or before."""
-
-    schedule: Schedule
-    is_complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """The blocks with their options. is_complete: those of no block were cut short."""
-
-    solver: ChainSolver
-    is_complete: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Ordered:
-    """A graph whose nodes run for the first time in the order of their indices, and what plans have
-    in common that do so, made when it is asked for first: few budgets need it.
-
-    smallest: the schedule whose peak is the smallest budget, looked for until a deadline when it is
-    asked for first. numbers: of the nodes in the graph of the problem; None if they are the same.
-    """
+    """A graph whose nodes run for the first time in the order of their indices, and its blocks,
+    solved when they are asked for first. numbers: of the nodes in the graph of the problem; None if
+    they are the same."""
 
     graph: CDGraph
     chain: Callable[[], Chain]
-    smallest: Callable[[float], Improved]
     numbers: tuple[int, ...] | None
 
     def of_problem(self, schedule: Schedule) -> Schedule:
@@ -123,11 +108,25 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What plans of one problem have in common. first: in the order of the problem; others: in
-    further orders in which plans are looked for."""
+    """What plans of one problem have in common, made when it is asked for first: few budgets need
+    it. first: in the order of the problem; others: in further orders in which plans are looked for;
+    smallest: looked for until a deadline when it is asked for first."""
 
     first: Ordered
     others: Callable[[], tuple[Ordered, ...]]
+    smallest: Callable[[float], Smallest]
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The schedule whose peak is the smallest budget."""
+
+    ordered: Ordered
+    found: Improved
+
+    @property
+    def peak_bytes(self) -> int:
+        return peak_bytes(self.ordered.graph, self.found)
 
 
 def common_of(
@@ -141,18 +140,13 @@ def common_of(
         def chain() -> Chain:
             blocks = problem.blocks if numbers is None else partition(graph)
             chain_s = limit_s() if limit_s else options.time_limit_s * SHARE
-            return _chain(graph, blocks, options, chain_s)
+            settings = Settings(time_limit_s=options.time_limit_s * SHARE)
+            return chain_of(graph, blocks, _cache(options), settings, chain_s)
 
-        known: list[Improved] = []
-
-        def smallest(deadline: float) -> Improved:
-            if not known:
-                known.append(_smallest_so_far(graph, chain, _cache(options), deadline))
-            return known[0]
-
-        return Ordered(graph, chain, smallest, numbers)
+        return Ordered(graph, chain, numbers)
 
     graph = problem.constrained
+    first = ordered(graph)
 
     @functools.cache
     def others() -> tuple[Ordered, ...]:
@@ -160,7 +154,29 @@ def common_of(
         is_same = numbers == tuple(range(len(numbers)))
         return () if is_same else (ordered(renumbered(graph, numbers), numbers),)
 
-    return Common(ordered(graph), others)
+    known: list[Smallest] = []
+
+    def smallest(deadline: float) -> Smallest:
+        if not known:
+            cache = _cache(options)
+            found = smallest_so_far(graph, first.chain, cache, deadline)
+            known.append(_smallest_of_all(Smallest(first, found), others(), cache, deadline))
+        return known[0]
+
+    return Common(first, others, smallest)
+
+
+def _smallest_of_all(
+    least: Smallest, others: tuple[Ordered, ...], cache: Cache | None, deadline: float
+) -> Smallest:
+    """Where another order leads to less, that: what it leads to is planned."""
+    is_complete = least.found.is_complete
+    for ordered in others:
+        found = smaller_so_far(ordered.graph, least.peak_bytes, cache, deadline)
+        is_complete = is_complete and time.monotonic() < deadline
+        if found is not None:
+            least = Smallest(ordered, found)
+    return replace(least, found=replace(least.found, is_complete=is_complete))
 
 
 def measured(lowered: Lowered, options: Options, waits: Waits = ()) -> Problem:
@@ -341,50 +357,6 @@ def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
     return profile
 
 
-def _families(
-    blocks: tuple[Block, ...], cache: Cache | None, options: Options, limit_s: float
-) -> list[OptionFamily]:
-    """Options of each block; equal blocks are solved once, and not if they are in the cache.
-    limit_s: for what has to be solved, if it is less than the share of the options."""
-    settings = Settings(time_limit_s=options.time_limit_s * SHARE)
-    problems = {b.digest: b.problem for b in blocks}
-    known: dict[str, OptionFamily] = {}
-    for digest, problem in problems.items():
-        is_legal = functools.partial(_is_legal, problem)
-        found = cache.family(_family_key(digest, settings), is_legal) if cache else None
-        if found is not None:
-            known[digest] = found
-    missing = {d: p for d, p in problems.items() if d not in known}
-    limited = replace(settings, time_limit_s=min(settings.time_limit_s, max(limit_s, 0.0)))
-    solved = option_families(list(missing.values()), settings=limited)
-    for digest, family in zip(missing, solved, strict=True):
-        known[digest] = family
-        if cache:
-            cache.put_family(_family_key(digest, settings), family)
-    return [known[b.digest] for b in blocks]
-
-
-def _family_key(digest: str, settings: Settings | str) -> dict[str, str]:
-    return {"block": digest, "settings": str(settings), "planner": planner()}
-
-
-def _is_legal(problem: CDGraph, option: BlockOption) -> bool:
-    """True if the option is a schedule of `problem` with the bytes and time that it states."""
-    if any(i >= len(problem.nodes) for i in (*option.forward, *option.backward)):
-        return False
-    schedule = with_frees(problem, option.forward, option.backward)
-    try:
-        verify(problem, schedule)
-    except IllegalSchedule:
-        return False
-    found = simulate(problem, schedule)
-    return (found.forward_peak_bytes, found.backward_peak_bytes, found.time_ns) == (
-        option.forward_peak_bytes,
-        option.backward_peak_bytes,
-        option.time_ns,
-    )
-
-
 # Options that do not decide which plan is found.
 _BESIDE_THE_PLAN = frozenset({"on_mismatch", "check", "cache"})
 
@@ -403,10 +375,6 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
         **{f"option {name}": repr(getattr(options, name)) for name in deciding},
     }
 
-
-SHARE = 0.5
-"""Of the time that is left for the relaxation, for each search of the whole graph, for integer
-programs that follow, and for the options of blocks, at most."""
 
 SHARE_OF_SMALLEST = 0.75
 """The same for the smallest budget: of 30 s that of 2+2 layers of T5 takes some 20."""
@@ -428,9 +396,9 @@ def plan_anew(
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     is_least = True
     if budget_bytes is None:
-        until = _share_until(deadline, SHARE_OF_SMALLEST) if _is_small(graph) else deadline
-        least = common.first.smallest(until)
-        budget_bytes, is_least = simulate(graph, least.schedule).peak_bytes, least.is_complete
+        until = share_until(deadline, SHARE_OF_SMALLEST) if is_small(graph) else deadline
+        least = common.smallest(until)
+        budget_bytes, is_least = least.peak_bytes, least.found.is_complete
     plan = _Run(problem, common, budget_bytes, deadline, options, budget.is_minimum).plan()
     return plan if is_least else _stopped(plan)
 
@@ -505,7 +473,7 @@ class _Run:
         return self._finished(found, Improved(kept, is_complete=True), found.graph.time_ns)
 
     def _optimal(self, found: _Try, effort: int, known: Schedule | None = None) -> Plan | None:
-        until = _share_until(self._deadline, SHARE)
+        until = share_until(self._deadline, SHARE)
         optimum = _optimum(found.search, effort, known, until)
         self._note(until)
         if optimum is None:
@@ -516,7 +484,7 @@ class _Run:
         """The one whose relaxation leads to the fastest schedule."""
         report("solving the relaxation")
         for found in tries:
-            until = _share_until(self._deadline, SHARE)
+            until = share_until(self._deadline, SHARE)
             found.relaxed, found.near = _relaxed(
                 found.graph, self._budget_bytes, until, fitting_until=self._deadline
             )
@@ -534,7 +502,7 @@ class _Run:
         if self._is_complete and not found.is_accepted(NEAR_IF_LARGE):
             if (plan := self._optimal(found, needs.EFFORT, near)) is not None:
                 return plan
-            until = _share_until(self._deadline, SHARE)
+            until = share_until(self._deadline, SHARE)
             found.near = near = improve(relaxed, near, deadline=until)
             self._note(until)
             if not found.is_accepted(ENOUGH_IF_LARGE):
@@ -542,32 +510,35 @@ class _Run:
         return self._finished(found, Improved(near, self._is_complete), relaxed.bound_ns)
 
     def _exchanged(self, tries: list[_Try], nearest: _Try) -> _Try:
-        """The one of which the fastest schedule becomes: the nearest, or all of a small graph where
-        nothing is near. Raises InfeasibleBudget."""
-        is_small = _is_small(nearest.graph)
-        tried = tries if nearest.near is None and is_small else [nearest]
+        """The one of which the fastest schedule becomes: of a small graph of the nearest and of all
+        where nothing is near, else of the nearest. Raises InfeasibleBudget."""
+        tried = [nearest]
+        if is_small(nearest.graph):
+            tried = [found for found in tries if found is nearest or found.near is None]
         for found in tried:
             # Of a small graph blocks lead to nothing where the relaxation does not.
-            blocks = None if is_small and nearest.near is None else found.ordered.chain()
+            is_chained = found.near is not None or not is_small(found.graph)
+            blocks = found.ordered.chain() if is_chained else None
             self._is_complete = self._is_complete and (blocks is None or blocks.is_complete)
             self._exchange(found, self._starts(found, blocks))
-        if tried[0].best is None:
-            self._exchange_further(tried if is_small and not self._is_least else tried[:1])
-        return min(tried, key=lambda found: found.time_ns(found.best))
+        if tries[0] in tried and tries[0].best is None:
+            self._exchange_further(tries)
+        return min(tries, key=lambda found: found.time_ns(found.best))
 
     def _exchange_further(self, tries: list[_Try]) -> None:
-        """Where nothing fits: of the first one what is smallest, which takes longest to find; of
-        others what leads to a smaller peak. Raises InfeasibleBudget."""
-        first, *others = tries
-        for found in others:
-            if found.best is None:
+        """Where nothing fits in the order of the graph: what is smallest, which takes longest to
+        find, and in another order what leads to a smaller peak. Raises InfeasibleBudget."""
+        least = self._common.smallest(self._deadline)
+        if self._budget_bytes < least.peak_bytes:
+            if any(found.best is not None for found in tries):
+                return
+            raise _too_small(least, self._budget_bytes, self._options)
+        for found in tries:
+            if found.ordered is least.ordered:
+                self._exchange(found, [least.found.schedule])
+            elif found.best is None and is_small(found.graph) and not self._is_least:
                 start = _squeezed_within(found.graph, self._budget_bytes, self._deadline)
                 self._exchange(found, [] if start is None else [start])
-        least = self._common.first.smallest(self._deadline)
-        if self._budget_bytes >= _peak_bytes(first.graph, least):
-            self._exchange(first, [least.schedule])
-        elif all(found.best is None for found in others):
-            raise _too_small(first.graph, self._budget_bytes, least, self._options)
 
     def _starts(self, found: _Try, chain: Chain | None) -> list[Schedule]:
         """Schedules within the budget to improve, fastest first: of the relaxation, of the chain,
@@ -576,7 +547,7 @@ class _Run:
         known = [found.near]
         if chain is not None:
             known.append(chain.solver.best_schedule(budget_bytes, deadline=deadline))
-        if _is_small(graph) or known[-1] is None:
+        if is_small(graph) or known[-1] is None:
             known.append(eviction.within(graph, budget_bytes))
         return [schedule for schedule in known if schedule is not None]
 
@@ -613,20 +584,6 @@ class _Run:
         self._is_complete = self._is_complete and time.monotonic() < until
 
 
-def _share_until(deadline: float, share: float) -> float:
-    """When a share of the time that is left is over, as of time.monotonic."""
-    now = time.monotonic()
-    return now + (deadline - now) * share
-
-
-def _chain(graph: CDGraph, blocks: tuple[Block, ...], options: Options, limit_s: float) -> Chain:
-    """limit_s: for the options of all blocks."""
-    families = _families(blocks, _cache(options), options, limit_s)
-    report("combining blocks")
-    solver = ChainSolver(graph, blocks, families)
-    return Chain(solver, all(family.is_complete for family in families))
-
-
 NEAR = 0.005
 """Share of the iteration time: a plan that is proven to be so near the fastest one is taken."""
 
@@ -634,11 +591,6 @@ NEAR_IF_LARGE, ENOUGH_IF_LARGE = 0.01, 0.02
 """The same for graphs of more than SMALL_NODES; and once exchanges were tried. On 12 layers of
 GPT-2 these take 3 to 6 s and gain 0.03 to 0.27 %; blocks took 10 to 30 s more at 25 and 28 % of
 keep-all's peak, and gained 0.00 and 0.03 %, and on 200 layers a minute, whatever the time limit."""
-
-SMALL_NODES = 800
-"""Of graphs for which more is tried: on 2+2 layers of T5 (656) evicted schedules lead further than
-the chain's, and exchanges are quick; on 12 layers of GPT-2 (958) they gained nothing and cost a
-third of the time."""
 
 
 @paused_collection()
@@ -650,28 +602,18 @@ def _relaxed(
     fitting_until: room is made until then, which is later than the deadline of the rest: with
     nothing that fits, blocks are left, which take longer on large graphs and lead less far.
     """
-    relaxed, near = _fitted(graph, budget_bytes, deadline, fitting_until)
+    relaxed, near = fitted_relaxed(graph, budget_bytes, deadline, fitting_until)
     if relaxed is None or near is None:
         return relaxed, near
     near_ns = relaxed.bound_ns + int(NEAR_IF_LARGE * graph.time_ns)
-    if _is_small(graph) or simulate(graph, near).time_ns > near_ns:
+    if is_small(graph) or simulate(graph, near).time_ns > near_ns:
         near = annealed(graph, near, budget_bytes, deadline=deadline)
     return relaxed, near
 
 
-def _fitted(
-    graph: CDGraph, budget_bytes: int, deadline: float, latest: float
-) -> tuple[Refined | None, Schedule | None]:
-    relaxed = refined(graph, budget_bytes, deadline=deadline)
-    orders = None if relaxed is None else relaxed.orders
-    if orders is None:
-        return relaxed, None
-    return relaxed, fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
-
-
 def _accepted_ns(graph: CDGraph, bound_ns: int, share_if_large: float) -> int:
     """Nothing faster is looked for, where that bound is proven."""
-    return bound_ns + int((NEAR if _is_small(graph) else share_if_large) * graph.time_ns)
+    return bound_ns + int((NEAR if is_small(graph) else share_if_large) * graph.time_ns)
 
 
 def _optimum(
@@ -686,124 +628,6 @@ def _optimum(
     if optimum is None or search.proven_ns < simulate(search.graph, optimum).time_ns:
         return None
     return optimum
-
-
-def _is_small(graph: CDGraph) -> bool:
-    return len(graph.nodes) <= SMALL_NODES
-
-
-BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
-"""Of the machine on which the smallest peak is looked for. What is found depends on times: with
-those of other machines, or as much as 40 % off, on 4 layers of an encoder 0.45 to 0.48 MiB, on
-ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend on what was
-measured, or it differs from run to run."""
-
-
-def _smallest_so_far(
-    graph: CDGraph, chain: Callable[[], Chain], cache: Cache | None, deadline: float
-) -> Improved:
-    """What `_smallest` finds, or what an earlier call did that was cut short, if it needs less: the
-    smallest budget that an error names shall work, however much time there is then."""
-    key = _family_key(problem_digest(graph), "the least peak so far")
-    stored = cache.family(key, functools.partial(_is_legal, graph)) if cache else None
-    known = None
-    if stored is not None:
-        option = stored.options[0]
-        schedule = with_frees(graph, option.forward, option.backward)
-        known = Improved(schedule, stored.is_complete)
-    if known is None or not known.is_complete:
-        of_chain = None if _is_small(graph) else chain()
-        found = _smallest(graph, of_chain, cache, deadline)
-        if known is None or _peak_bytes(graph, found) < _peak_bytes(graph, known):
-            known = found
-        known = replace(known, is_complete=found.is_complete)
-        if cache:
-            made = option_of(graph, Orders(*known.schedule.phases))
-            family = OptionFamily((made,), gap_ns=None, solves=0, is_complete=known.is_complete)
-            cache.put_family(key, family)
-    return known
-
-
-def _peak_bytes(graph: CDGraph, found: Improved) -> int:
-    return simulate(graph, found.schedule).peak_bytes
-
-
-def _smallest(
-    graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
-) -> Improved:
-    """The schedule with the least peak that is found; its peak is the smallest budget. Until the
-    deadline, as of time.monotonic, it does not depend on the clock. chain: of a large graph; of a
-    small one it does not come so far."""
-    report("looking for the smallest peak")
-    is_complete = True
-    if needs.is_searched(graph):
-        until = _share_until(deadline, SHARE)
-        least = needs.thriftiest(graph, deadline=until)
-        if least is not None:
-            return Improved(least, is_complete=True)
-        is_complete = time.monotonic() < until
-    # The relaxation is asked first when a plan is made: what it leads to with less would be
-    # accepted below the smallest budget.
-    found = _smallest_relaxed(graph, _smallest_elsewhere(graph, chain, cache, deadline), deadline)
-    return Improved(found, is_complete and time.monotonic() < deadline)
-
-
-def _smallest_elsewhere(
-    graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
-) -> Schedule:
-    """On the other machine. In the cache it is the one option of the graph as a block, unless it
-    was cut short."""
-    there = _elsewhere(graph)
-    key = _family_key(problem_digest(there), "the least peak")
-    known = cache.family(key, functools.partial(_is_legal, there)) if cache else None
-    if known is not None:
-        return with_frees(graph, known.options[0].forward, known.options[0].backward)
-    # First what leads further in little time, where it does.
-    of_chain = None if chain is None else chain.solver.thriftiest(deadline=deadline)
-    evicted = eviction.thriftiest(there, deadline=deadline)
-    found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
-    found = _smallest_relaxed(there, _squeezed(there, found, deadline), deadline)
-    if needs.is_searched(there):
-        less_bytes = simulate(there, found).peak_bytes - 1
-        while (less := needs.within(there, less_bytes, deadline=deadline)) is not None:
-            found, less_bytes = less, simulate(there, less).peak_bytes - 1
-    if cache and time.monotonic() < deadline:
-        option = option_of(there, Orders(*found.phases))
-        cache.put_family(key, OptionFamily((option,), gap_ns=None, solves=0))
-    return found
-
-
-def _elsewhere(graph: CDGraph) -> CDGraph:
-    """The graph with the times of the machine on which the smallest peak is looked for."""
-    times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S)).nodes]
-    return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))
-
-
-def _smallest_relaxed(graph: CDGraph, found: Schedule, deadline: float) -> Schedule:
-    """`found`, or what the relaxation leads to within less, or evictions: what a plan for less
-    starts from."""
-    less_bytes = 1
-    while less_bytes:
-        asked_bytes = simulate(graph, found).peak_bytes - less_bytes
-        _, near = _fitted(graph, asked_bytes, deadline, deadline)
-        if near is None and less_bytes == 1 and time.monotonic() < deadline:
-            near = eviction.within(graph, asked_bytes)
-        if near is not None:
-            found, less_bytes = _squeezed(graph, near, deadline), 2 * less_bytes
-        else:
-            less_bytes = 1 if less_bytes > 1 else 0
-    return found
-
-
-def _squeezed(graph: CDGraph, schedule: Schedule, deadline: float) -> Schedule:
-    found = squeezed(graph, schedule, deadline=deadline)
-    # Leaving something out may lower the peak as well.
-    while time.monotonic() < deadline:
-        shorter = pruned(graph, found, simulate(graph, found).peak_bytes, deadline=deadline)
-        if shorter == found:
-            break
-        found = shorter
-    return relieved(graph, found, deadline=deadline) if needs.is_searched(graph) else found
 
 
 LOOSER = 1.2
@@ -839,7 +663,7 @@ def _improved(
         proven_ns = graph.time_ns if relaxed is None else relaxed.bound_ns
         enough_ns = _accepted_ns(graph, proven_ns, ENOUGH_IF_LARGE)
         best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
-        if _is_small(graph):
+        if is_small(graph):
             best = searched(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         is_complete = time.monotonic() < deadline
         report("proving a bound")
@@ -852,18 +676,17 @@ def _fastest_first(graph: CDGraph, schedules: Iterable[Schedule]) -> list[Schedu
     return sorted(schedules, key=lambda schedule: simulate(graph, schedule).time_ns)
 
 
-def _too_small(
-    graph: CDGraph, budget_bytes: int, smallest: Improved, options: Options
-) -> InfeasibleBudget:
-    peak = simulate(graph, smallest.schedule)
-    event = smallest.schedule.events[peak.peak_event]
+def _too_small(least: Smallest, budget_bytes: int, options: Options) -> InfeasibleBudget:
+    graph, schedule = least.ordered.graph, least.found.schedule
+    peak = simulate(graph, schedule)
+    event = schedule.events[peak.peak_event]
     where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
     if event == Compute(len(graph.forward) - 1):
         # Of a plan it is no part: the peak that one states may be less.
         where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
-    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where, smallest.is_complete)
+    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where, least.found.is_complete)
 
 
 def _operation(graph: CDGraph, node: int) -> str:

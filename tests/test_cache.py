@@ -65,9 +65,9 @@ def test_the_second_plan_measures_and_solves_nothing(
     first = make_plan()
     assert {p.parent.name for p in entries(folder)} == set(KINDS)
     monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
-    monkeypatch.setattr("rockplan.planning.option_families", forbidden)
-    monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.planning.refined", forbidden)
+    monkeypatch.setattr("rockplan.families.option_families", forbidden)
+    monkeypatch.setattr("rockplan.families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.smallest.refined", forbidden)
     monkeypatch.setattr("rockplan.needs.LARGEST", 1000)
     monkeypatch.setattr("rockplan.needs.Search", forbidden)
     assert make_plan() == first
@@ -124,7 +124,7 @@ def test_options_beside_the_plan_do_not_matter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.families.ChainSolver", forbidden)
     assert make_plan(on_mismatch="error") == first
 
 

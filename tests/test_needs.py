@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rockplan import Options, examples, needs, planning
+from rockplan import Options, examples, needs, planning, smallest
 from rockplan.budget import Budget
 from rockplan.codegen import random_state
 from rockplan.eviction import thriftiest
@@ -175,7 +175,7 @@ def test_the_least_peak_is_left_to_others_where_the_search_is_given_up(
     assert needs.thriftiest(graph) is not None
     monkeypatch.setattr(needs, "OF_PEAK", 1)
     assert needs.thriftiest(graph) is None
-    least = planning._smallest(graph, None, None, math.inf)
+    least = smallest._smallest(graph, None, None, math.inf)
     assert least.is_complete
     assert simulate(graph, least.schedule).peak_bytes < simulate(graph, keep_all(graph)).peak_bytes
 

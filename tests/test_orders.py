@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_less_runs_again() -> None:
     problem = roofline_problem(decayed())
     options = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.1)
     common = planning.common_of(problem, options)
-    alone = planning.Common(common.first, lambda: ())
+    alone = replace(common, others=lambda: ())
     budget = Budget(size_bytes=312_000)
     found = planning.plan_anew(problem, budget, options, common)
     in_order = planning.plan_anew(problem, budget, options, alone)
@@ -116,18 +117,16 @@ def test_less_runs_again() -> None:
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Plans are made in another order than the graph's, where there is one; so many are."""
-    made: list[int] = []
-    relaxed = planning._Run._relaxed
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made in another order than the graph's alone."""
+    common_of = planning.common_of
 
-    def others_only(run: planning._Run, tries: list[planning._Try]) -> planning._Try:
-        made.append(len(tries) - 1)
-        found = relaxed(run, tries[1:] or tries)
-        return found if found.near is not None else relaxed(run, tries)
+    def in_other(*args: Any) -> planning.Common:
+        common = common_of(*args)
+        (other,) = common.others()
+        return replace(common, first=other, others=lambda: ())
 
-    monkeypatch.setattr(planning._Run, "_relaxed", others_only)
-    return made
+    monkeypatch.setattr(planning, "common_of", in_other)
 
 
 CASES = {
@@ -138,13 +137,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bits(name: str, elsewhere: list[int], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_bits(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
     eager = twin(case)
     options = replace(QUICK, cache=False)
     planned = solve_case(case, "60%", options=options)
-    assert elsewhere[0] == 1
     order = first_executions(planned.plan.schedule)
     assert order != tuple(sorted(order))
     train_side_by_side(case, planned, eager, steps=3)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan import plan_file, planning, serial
+from rockplan import plan_file, serial, smallest
 from rockplan.graph import as_eager
 from rockplan.plan import Status
 from rockplan.plan_file import dump_plans, outline, parse_plans
@@ -78,8 +78,8 @@ def forbidden(*args: Any, **kwargs: Any) -> Any:
 @pytest.fixture
 def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rockplan.planning.measure", forbidden)
-    monkeypatch.setattr("rockplan.planning.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.planning.option_families", forbidden)
+    monkeypatch.setattr("rockplan.families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.families.option_families", forbidden)
     monkeypatch.setattr("rockplan.planning.Cache", forbidden)
 
 
@@ -255,12 +255,12 @@ def test_a_smallest_budget_that_time_cut_short_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No plan within as many bytes is faster, but with more time they might be fewer."""
-    smallest = planning._smallest
+    found = smallest._smallest
 
-    def cut_short(*args: Any) -> planning.Improved:
-        return replace(smallest(*args), is_complete=False)
+    def cut_short(*args: Any) -> smallest.Improved:
+        return replace(found(*args), is_complete=False)
 
-    monkeypatch.setattr(planning, "_smallest", cut_short)
+    monkeypatch.setattr(smallest, "_smallest", cut_short)
     planned = rockplan.solve(net(), sample(), "min", options=rockplan.Options(cache=False))
     certificate = planned.plan.certificate
     assert certificate.status is Status.TIME_LIMIT

@@ -18,7 +18,7 @@ import rockplan
 from benchmarks import models, priced
 from benchmarks.models import Case
 from benchmarks.priced import prepared
-from rockplan import Options, planning
+from rockplan import Options, families, planning, smallest
 from rockplan.anneal import fitted
 from rockplan.api import plan_each
 from rockplan.block import OptionFamily
@@ -56,7 +56,7 @@ def forbid_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> tuple[OptionFamily, ...]:
         raise AssertionError("blocks are solved")
 
-    monkeypatch.setattr(planning, "option_families", unwanted)
+    monkeypatch.setattr(families, "option_families", unwanted)
 
 
 def test_what_the_relaxation_proves_near_needs_no_options_of_blocks(
@@ -78,7 +78,7 @@ def test_of_large_graphs_a_plan_need_not_be_so_near(
     forbid_blocks(monkeypatch)
     with pytest.raises(AssertionError, match="blocks are solved"):
         plan(problem, budget="41%")
-    monkeypatch.setattr(planning, "SMALL_NODES", len(problem.graph.nodes) - 1)
+    monkeypatch.setattr(smallest, "SMALL_NODES", len(problem.graph.nodes) - 1)
     found = plan(problem, budget="41%").certificate
     gap = (found.objective_ns - found.bound_ns) / problem.graph.time_ns
     assert planning.NEAR < planning.NEAR_IF_LARGE < gap <= planning.ENOUGH_IF_LARGE
@@ -94,7 +94,7 @@ def test_of_large_graphs_nothing_is_exchanged_if_a_plan_is_near(
     monkeypatch.setattr(planning, "annealed", unwanted)
     with pytest.raises(AssertionError, match="exchanges are tried"):
         plan(problem)
-    monkeypatch.setattr(planning, "SMALL_NODES", len(problem.graph.nodes) - 1)
+    monkeypatch.setattr(smallest, "SMALL_NODES", len(problem.graph.nodes) - 1)
     found = plan(problem).certificate
     gap = (found.objective_ns - found.bound_ns) / problem.graph.time_ns
     assert 0 <= gap <= planning.NEAR_IF_LARGE
@@ -110,7 +110,7 @@ def test_after_a_late_relaxation_room_is_made_with_the_time_for_the_rest(
         return refined(graph, budget_bytes, deadline=deadline + 600)
 
     monkeypatch.setattr(planning, "SHARE", 0.0)
-    monkeypatch.setattr(planning, "refined", late)
+    monkeypatch.setattr(smallest, "refined", late)
     forbid_blocks(monkeypatch)
     found = plan(problem, budget="41%")
     assert found.peak_bytes <= found.budget_bytes
@@ -178,7 +178,7 @@ def test_the_smallest_budget_does_not_depend_on_what_was_measured(
     noise = random.Random(2)
     nodes = (replace(n, time_ns=int(n.time_ns * noise.uniform(0.7, 1.4))) for n in graph.nodes)
     graphs = [graph, replace(graph, nodes=tuple(nodes))]
-    least = (planning._smallest(g, None, None, math.inf) for g in graphs)
+    least = (smallest._smallest(g, None, None, math.inf) for g in graphs)
     found = {simulate(g, s.schedule).peak_bytes for g, s in zip(graphs, least, strict=True)}
     assert len(found) == 1
 
@@ -189,9 +189,9 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
         planning.plan_anew(made, Budget(size_bytes=1), NO_CACHE)
     monkeypatch.setattr(planning, "NEAR", -1.0)
-    monkeypatch.setattr(planning.ChainSolver, "best_schedule", lambda *_, **__: None)
+    monkeypatch.setattr(families.ChainSolver, "best_schedule", lambda *_, **__: None)
     monkeypatch.setattr(planning.eviction, "within", lambda *_: None)
-    monkeypatch.delattr(planning, "_smallest")
+    monkeypatch.delattr(smallest, "_smallest")
     budget = Budget(size_bytes=caught.value.minimum_bytes)
     found = planning.plan_anew(made, budget, NO_CACHE)
     assert found.peak_bytes <= caught.value.minimum_bytes
@@ -250,10 +250,10 @@ def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
 ) -> None:
     """It takes longest."""
 
-    def unwanted(*_: object) -> planning.Improved:
+    def unwanted(*_: object) -> smallest.Improved:
         raise AssertionError("the smallest peak is looked for")
 
-    monkeypatch.setattr(planning, "_smallest", unwanted)
+    monkeypatch.setattr(smallest, "_smallest", unwanted)
     found = plan(problem, replace(NO_CACHE, time_limit_s=0.0))
     assert found.certificate.status is Status.TIME_LIMIT
     assert found.peak_bytes <= found.budget_bytes
@@ -262,13 +262,13 @@ def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
 def test_plans_of_one_problem_look_for_the_smallest_peak_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    smallest, looked_for = planning._smallest, list[planning.Improved]()
+    found, looked_for = smallest._smallest, list[smallest.Improved]()
 
-    def counted(*args: Any) -> planning.Improved:
-        looked_for.append(smallest(*args))
+    def counted(*args: Any) -> smallest.Improved:
+        looked_for.append(found(*args))
         return looked_for[-1]
 
-    monkeypatch.setattr(planning, "_smallest", counted)
+    monkeypatch.setattr(smallest, "_smallest", counted)
     case = models.mlp(depth=3)
     budgets = (100, 200, "min")
     first, second, least = plan_each(case.model, case.args, budgets, options=NO_CACHE)
@@ -306,10 +306,10 @@ def test_a_smallest_budget_that_was_named_works_whatever_is_found_later(
     hurry = Options(time_limit_s=0.0)
     graph = problem.constrained
     found = [
-        planning.Improved(keep_all(graph), is_complete=False),
-        replace(planning._smallest(graph, None, None, math.inf), is_complete=False),
+        smallest.Improved(keep_all(graph), is_complete=False),
+        replace(smallest._smallest(graph, None, None, math.inf), is_complete=False),
     ]
-    monkeypatch.setattr(planning, "_smallest", lambda *_: found.pop())
+    monkeypatch.setattr(smallest, "_smallest", lambda *_: found.pop())
     with pytest.raises(InfeasibleBudget) as caught:
         planning.plan_anew(problem, Budget(size_bytes=1), hurry)
     named = Budget(size_bytes=caught.value.minimum_bytes)

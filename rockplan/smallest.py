@@ -1,0 +1,214 @@
+"""The smallest budget: the schedule with the least peak that is found.
+
+takes: a priced CDGraph. returns: Improved. guarantees: the schedule is legal; the same on every run
+unless the deadline strikes, whatever was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rockplan import eviction, needs
+from rockplan.anneal import fitted, squeezed
+from rockplan.block import OptionFamily
+from rockplan.cache import Cache
+from rockplan.families import Chain, family_key, is_legal
+from rockplan.graph import CDGraph
+from rockplan.graph_builder.canonical import problem_digest
+from rockplan.graph_builder.measure import price, roofline
+from rockplan.ilp.decode import Orders
+from rockplan.ilp.decode import price as option_of
+from rockplan.ilp.refine import Refined, refined
+from rockplan.progress import report
+from rockplan.prune import pruned
+from rockplan.relief import relieved
+from rockplan.schedule import Schedule, with_frees
+from rockplan.simulate import simulate
+
+SMALL_NODES = 800
+"""Of graphs for which more is tried: on 2+2 layers of T5 (656) evicted schedules lead further than
+the chain's, and exchanges are quick; on 12 layers of GPT-2 (958) they gained nothing and cost a
+third of the time."""
+
+
+SHARE = 0.5
+"""Of the time that is left for the relaxation, for each search of the whole graph, for integer
+programs that follow, and for the options of blocks, at most."""
+
+
+BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
+"""Of the machine on which the smallest peak is looked for. What is found depends on times: with
+those of other machines, or as much as 40 % off, on 4 layers of an encoder 0.45 to 0.48 MiB, on
+ResNet-50 0.50 to 0.53, on 2+2 layers of T5 35.4 to 37.1. So it must not depend on what was
+measured, or it differs from run to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """is_complete: nothing was cut short by the deadline, here or before."""
+
+    schedule: Schedule
+    is_complete: bool
+
+
+def smallest_so_far(
+    graph: CDGraph, chain: Callable[[], Chain], cache: Cache | None, deadline: float
+) -> Improved:
+    """What `_smallest` finds, or what an earlier call did that was cut short, if it needs less: the
+    smallest budget that an error names shall work, however much time there is then."""
+    known = _stored(graph, cache)
+    if known is None or not known.is_complete:
+        of_chain = None if is_small(graph) else chain()
+        found = _smallest(graph, of_chain, cache, deadline)
+        if known is None or peak_bytes(graph, found) < peak_bytes(graph, known):
+            known = found
+        known = replace(known, is_complete=found.is_complete)
+        _store(graph, known, cache)
+    return known
+
+
+def smaller_so_far(
+    graph: CDGraph, than_bytes: int, cache: Cache | None, deadline: float
+) -> Improved | None:
+    """The same in another order of first executions, if it needs less than is known: what a plan
+    for a byte less starts from, made as small as it gets."""
+    known = _stored(graph, cache)
+    if known is not None and peak_bytes(graph, known) < than_bytes:
+        than_bytes = peak_bytes(graph, known)
+    else:
+        known = None
+    near = _near(graph, than_bytes - 1, deadline, is_evicted=True)
+    if near is not None:
+        found = _smallest_relaxed(graph, _squeezed(graph, near, deadline), deadline)
+        known = Improved(found, time.monotonic() < deadline)
+        _store(graph, known, cache)
+    return known
+
+
+def _stored(graph: CDGraph, cache: Cache | None) -> Improved | None:
+    key = family_key(problem_digest(graph), "the least peak so far")
+    stored = cache.family(key, functools.partial(is_legal, graph)) if cache else None
+    if stored is None:
+        return None
+    option = stored.options[0]
+    return Improved(with_frees(graph, option.forward, option.backward), stored.is_complete)
+
+
+def _store(graph: CDGraph, found: Improved, cache: Cache | None) -> None:
+    if cache:
+        key = family_key(problem_digest(graph), "the least peak so far")
+        made = option_of(graph, Orders(*found.schedule.phases))
+        family = OptionFamily((made,), gap_ns=None, solves=0, is_complete=found.is_complete)
+        cache.put_family(key, family)
+
+
+def peak_bytes(graph: CDGraph, found: Improved) -> int:
+    return simulate(graph, found.schedule).peak_bytes
+
+
+def _smallest(
+    graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
+) -> Improved:
+    """The schedule with the least peak that is found; its peak is the smallest budget. Until the
+    deadline, as of time.monotonic, it does not depend on the clock. chain: of a large graph; of a
+    small one it does not come so far."""
+    report("looking for the smallest peak")
+    is_complete = True
+    if needs.is_searched(graph):
+        until = share_until(deadline, SHARE)
+        least = needs.thriftiest(graph, deadline=until)
+        if least is not None:
+            return Improved(least, is_complete=True)
+        is_complete = time.monotonic() < until
+    # The relaxation is asked first when a plan is made: what it leads to with less would be
+    # accepted below the smallest budget.
+    found = _smallest_relaxed(graph, _smallest_elsewhere(graph, chain, cache, deadline), deadline)
+    return Improved(found, is_complete and time.monotonic() < deadline)
+
+
+def _smallest_elsewhere(
+    graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
+) -> Schedule:
+    """On the other machine. In the cache it is the one option of the graph as a block, unless it
+    was cut short."""
+    there = _elsewhere(graph)
+    key = family_key(problem_digest(there), "the least peak")
+    known = cache.family(key, functools.partial(is_legal, there)) if cache else None
+    if known is not None:
+        return with_frees(graph, known.options[0].forward, known.options[0].backward)
+    # First what leads further in little time, where it does.
+    of_chain = None if chain is None else chain.solver.thriftiest(deadline=deadline)
+    evicted = eviction.thriftiest(there, deadline=deadline)
+    found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
+    found = _smallest_relaxed(there, _squeezed(there, found, deadline), deadline)
+    if needs.is_searched(there):
+        less_bytes = simulate(there, found).peak_bytes - 1
+        while (less := needs.within(there, less_bytes, deadline=deadline)) is not None:
+            found, less_bytes = less, simulate(there, less).peak_bytes - 1
+    if cache and time.monotonic() < deadline:
+        option = option_of(there, Orders(*found.phases))
+        cache.put_family(key, OptionFamily((option,), gap_ns=None, solves=0))
+    return found
+
+
+def _elsewhere(graph: CDGraph) -> CDGraph:
+    """The graph with the times of the machine on which the smallest peak is looked for."""
+    times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S)).nodes]
+    return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))
+
+
+def _smallest_relaxed(graph: CDGraph, found: Schedule, deadline: float) -> Schedule:
+    """`found`, or what the relaxation leads to within less, or evictions: what a plan for less
+    starts from."""
+    less_bytes = 1
+    while less_bytes:
+        asked_bytes = simulate(graph, found).peak_bytes - less_bytes
+        near = _near(graph, asked_bytes, deadline, is_evicted=less_bytes == 1)
+        if near is not None:
+            found, less_bytes = _squeezed(graph, near, deadline), 2 * less_bytes
+        else:
+            less_bytes = 1 if less_bytes > 1 else 0
+    return found
+
+
+def _near(
+    graph: CDGraph, budget_bytes: int, deadline: float, *, is_evicted: bool
+) -> Schedule | None:
+    _, near = fitted_relaxed(graph, budget_bytes, deadline, deadline)
+    if near is None and is_evicted and time.monotonic() < deadline:
+        near = eviction.within(graph, budget_bytes)
+    return near
+
+
+def _squeezed(graph: CDGraph, schedule: Schedule, deadline: float) -> Schedule:
+    found = squeezed(graph, schedule, deadline=deadline)
+    # Leaving something out may lower the peak as well.
+    while time.monotonic() < deadline:
+        shorter = pruned(graph, found, simulate(graph, found).peak_bytes, deadline=deadline)
+        if shorter == found:
+            break
+        found = shorter
+    return relieved(graph, found, deadline=deadline) if needs.is_searched(graph) else found
+
+
+def fitted_relaxed(
+    graph: CDGraph, budget_bytes: int, deadline: float, latest: float
+) -> tuple[Refined | None, Schedule | None]:
+    relaxed = refined(graph, budget_bytes, deadline=deadline)
+    orders = None if relaxed is None else relaxed.orders
+    if orders is None:
+        return relaxed, None
+    return relaxed, fitted(graph, orders.forward, orders.backward, budget_bytes, deadline=latest)
+
+
+def is_small(graph: CDGraph) -> bool:
+    return len(graph.nodes) <= SMALL_NODES
+
+
+def share_until(deadline: float, share: float) -> float:
+    """When a share of the time that is left is over, as of time.monotonic."""
+    now = time.monotonic()
+    return now + (deadline - now) * share
