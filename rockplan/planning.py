@@ -483,13 +483,14 @@ class _Run:
     def _relaxed(self, tries: list[_Try]) -> _Try:
         """The one whose relaxation leads to the fastest schedule."""
         report("solving the relaxation")
+        # A search that was cut short before left time for this.
+        self._is_complete = True
         for found in tries:
             until = share_until(self._deadline, SHARE)
             found.relaxed, found.near = _relaxed(
                 found.graph, self._budget_bytes, until, fitting_until=self._deadline
             )
-            # A search that was cut short before left time for this.
-            self._is_complete = time.monotonic() < until
+            self._note(until)
             if found.is_accepted(NEAR_IF_LARGE) or not (self._is_complete or found.near is None):
                 break
         return min(tries, key=lambda found: found.time_ns(found.near))
@@ -510,8 +511,8 @@ class _Run:
         return self._finished(found, Improved(near, self._is_complete), relaxed.bound_ns)
 
     def _exchanged(self, tries: list[_Try], nearest: _Try) -> _Try:
-        """The one of which the fastest schedule becomes: of a small graph of the nearest and of all
-        where nothing is near, else of the nearest. Raises InfeasibleBudget."""
+        """The one of which the fastest schedule becomes: the nearest or, of a small graph, one in
+        which nothing is near. Raises InfeasibleBudget."""
         tried = [nearest]
         if is_small(nearest.graph):
             tried = [found for found in tries if found is nearest or found.near is None]
@@ -541,8 +542,8 @@ class _Run:
                 self._exchange(found, [] if start is None else [start])
 
     def _starts(self, found: _Try, chain: Chain | None) -> list[Schedule]:
-        """Schedules within the budget to improve, fastest first: of the relaxation, of the chain,
-        and of evictions."""
+        """Schedules within the budget to improve: of the relaxation, of the chain, and of
+        evictions."""
         graph, budget_bytes, deadline = found.graph, self._budget_bytes, self._deadline
         known = [found.near]
         if chain is not None:
@@ -552,8 +553,8 @@ class _Run:
         return [schedule for schedule in known if schedule is not None]
 
     def _exchange(self, found: _Try, starts: list[Schedule]) -> None:
-        """Which start leads further is not known before. What the budget does not ask for is left
-        out first."""
+        """The best becomes what a start leads to, if that is faster; which one is not known before.
+        What the budget does not ask for is left out first."""
         report("improving the plan")
         graph, budget_bytes, deadline = found.graph, self._budget_bytes, self._deadline
         shorter = {pruned(graph, s, budget_bytes, deadline=deadline): None for s in starts}
@@ -561,7 +562,8 @@ class _Run:
             annealed(graph, s, budget_bytes, deadline=deadline)
             for s in _fastest_first(graph, shorter)
         ]
-        found.best = next(iter(_fastest_first(graph, made)), None)
+        known = [] if found.best is None else [found.best]
+        found.best = next(iter(_fastest_first(graph, [*known, *made])), None)
 
     def _improved(self, found: _Try) -> Plan:
         assert found.best is not None
