@@ -38,7 +38,11 @@ CASES: dict[str, Callable[[], Case]] = {
 def prepared(name: str, options: Options) -> planning.Problem:
     """As `rockplan.plan` prepares it, with roofline prices."""
     torch.manual_seed(0)
-    case = CASES[name]()
+    return prepared_case(CASES[name](), options)
+
+
+def prepared_case(case: Case, options: Options) -> planning.Problem:
+    """The same for any case."""
     captured = capture(case.model, case.args, case.kwargs)
     lowered = lower(captured, random_state.state_bytes(torch.device("cpu")))
     profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
