@@ -44,6 +44,7 @@ from benchmarks.priced import prepared
 from benchmarks.timing import where
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest
+from rockplan.graph_builder.reorder import gathered, renumbered
 from rockplan.ilp.refine import lower_bound_ns
 from rockplan.needs import certain
 from rockplan.options import Options
@@ -350,7 +351,10 @@ def main() -> None:
         for index in arguments.budgets:
             row = found[name, digest, index]
             assert isinstance(row, Row) and row.once_ns == made.constrained.time_ns
-            add(found, prove(row, made.constrained, arguments.most, arguments.limit))
+            graph = made.constrained
+            if not row.is_in_order:
+                graph = renumbered(graph, gathered(graph))
+            add(found, prove(row, graph, arguments.most, arguments.limit))
             write(found)
 
 

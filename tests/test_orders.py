@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, gpt2, t5
-from rockplan import planning
+from rockplan import planning, smallest
 from rockplan.budget import Budget
 from rockplan.codegen import random_state
 from rockplan.graph import CDGraph, producers, readers
@@ -114,6 +115,26 @@ def test_less_runs_again() -> None:
     assert simulate(problem.constrained, found.schedule).peak_bytes <= 312_000
     assert found.time_ns < 0.95 * in_order.time_ns
     assert problem.graph.time_ns <= found.certificate.bound_ns <= found.time_ns
+
+
+def test_what_another_order_leads_to_counts_for_the_smallest_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And is known later, however much time there is then."""
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    problem = roofline_problem(decayed())
+    graph = problem.constrained
+    everything = smallest.Improved(keep_all(graph), is_complete=True)
+    monkeypatch.setattr(smallest, "_smallest", lambda *_: everything)
+    found = planning.common_of(problem, Options()).smallest(math.inf)
+    assert found.ordered.numbers is not None
+    assert found.peak_bytes < smallest.peak_bytes(graph, everything)
+    verify(graph, found.ordered.of_problem(found.found.schedule))
+    hurried = planning.common_of(problem, Options()).smallest(-math.inf)
+    assert hurried.peak_bytes == found.peak_bytes
+    budget = Budget(size_bytes=found.peak_bytes)
+    plan = planning.plan_anew(problem, budget, Options(time_limit_s=0.0))
+    assert plan.peak_bytes <= found.peak_bytes
 
 
 @pytest.fixture
