@@ -25,9 +25,9 @@ class Options:
     logits where the loss is all that is used: their memory is free then. What the caller holds all
     the same comes on top of the predicted peak. A leaf that backward starts from is always held.
     time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
-    is returned, and its status says that time was short. Half of what is left at most is for each relaxation
-    of the whole graph, unless its schedule does not fit yet, half of what is left for each exact
-    search and for options of blocks, and three quarters for the smallest budget where that is asked
+    is returned, and its status says that time was short. Half of what is left at most is for each
+    relaxation of the whole graph, unless its schedule does not fit yet, for each exact search and
+    for options of blocks, and three quarters for the smallest budget where that is asked
     for (of more than 800 operations all of it); cut short, this one is larger than with more time.
     Single passes over a schedule are not cut short. For `pareto` it is the limit of each of some 16
     plans.
