@@ -1366,6 +1366,78 @@ def test_checkpoint_around_a_planned_module(reentrant: bool) -> None:
         both(planned, eager, use, f"step {step}")
 
 
+def test_a_checkpoint_around_planned_modules_keeps_what_it_keeps_of_eager_ones() -> None:
+    """Between forward and backward nothing but the result, nor what flows between the modules."""
+    planned, eager = pair(net_case(32))
+    x = SAMPLE.clone().requires_grad_()
+
+    def forward_alone(module: nn.Module) -> int:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return module(module(x).repeat(1, 4) + x)
+
+        held = []
+        return rockplan.peak_live_bytes(
+            lambda: held.append(checkpoint(call, x, use_reentrant=False))
+        )[1]
+
+    assert forward_alone(planned) == forward_alone(eager) > 0
+
+
+def test_a_checkpoint_around_a_planned_module_and_other_gradients() -> None:
+    """Backward passes that no forward was planned for, one of a retained graph among them."""
+    planned, eager = pair(net_case(32))
+
+    def use(module: nn.Module) -> Any:
+        x = SAMPLE.clone().requires_grad_()
+        loss = checkpoint(lambda x: module(x).tanh(), x, use_reentrant=False).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        checkpoint(module, x, use_reentrant=False).sum().backward()
+        return x.grad
+
+    for step in range(2):
+        both(planned, eager, use, f"step {step}")
+
+
+class ChangesOtherInput(nn.Module):
+    """Its backward pass reads nothing of its forward."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2.0, other.add_(1.0)
+
+
+def test_a_checkpoint_runs_no_forward_again_where_nothing_is_needed() -> None:
+    """It could not: an argument was changed."""
+    x, other = SAMPLE.clone().requires_grad_(), SAMPLE.clone()
+    planned, eager = pair(Case("changes", ChangesOtherInput(), (x, other), {}, loss_of))
+
+    def use(module: nn.Module) -> Any:
+        x, other = SAMPLE.clone().requires_grad_(), SAMPLE.clone()
+        mean_square(checkpoint(module, x, other, use_reentrant=False)[0]).backward()
+        return x.grad, other
+
+    both(planned, eager, use, "changes")
+
+
+def test_what_backward_needed_goes_with_it() -> None:
+    """As in eager: also where the loss is still held, what came into the module is not."""
+    planned, eager = pair(net_case(32))
+
+    def bytes_left(module: nn.Module) -> int:
+        first = nn.Linear(16, 16)
+
+        def step() -> None:
+            held.append(mean_square(module(first(SAMPLE).exp())))
+            held[-1].backward()
+            first.zero_grad()
+            module.zero_grad()
+
+        held: list[torch.Tensor] = []
+        return rockplan.peak_live_bytes(step)[1]
+
+    assert bytes_left(planned) == bytes_left(eager)
+
+
 def test_saved_tensors_hooks_of_the_caller() -> None:
     planned, eager = pair(net_case(32))
     with torch.autograd.graph.save_on_cpu():

@@ -1,4 +1,9 @@
-"""Call: one call of a planned module, from its forward to its last backward."""
+"""Call: one call of a planned module, from its forward to its last backward.
+
+What the forward keeps (`Kept`) hangs on a tensor that autograd saves, and on nothing else: so it
+goes when autograd lets saved tensors go, after the backward pass or by an activation checkpoint
+around the module, which brings that of a forward that it ran again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,39 @@ Replan = Callable[[Pattern], Executable]
 
 
 class Call:
-    """State of one call; several can be in flight.
+    """One call; several can be in flight.
+
+    executable: its plan; returned: its results, of which the caller may do what the gradients do
+    not tell. What its forward keeps is no part of it but of autograd's graph (`Kept`), and what a
+    backward pass needs goes when that is over.
+    """
+
+    returned: Returned
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self._backward: _Backward | None = None
+
+    def begin_backward(self, kept: Kept, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Take in the incoming gradients of the outputs.
+
+        Raises BackwardError where what the backward pass needs was modified since the forward, or
+        where operators would return other dtypes than they did.
+        """
+        running, frame = kept.begin_backward(self.executable, gradients)
+        self._backward = _Backward(self.executable, running, frame, kept)
+
+    def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
+        """What backward slice `number` of the plan hands to autograd."""
+        assert self._backward is not None
+        found = self._backward.gradients(number)
+        if number + 1 == len(self.executable.targets):
+            self._backward = None
+        return found
+
+
+class Kept:
+    """What the forward of a call keeps for its backward passes.
 
     A first backward whose incoming gradients have the pattern of the plan continues from what
     its forward saved. Any other (a second one through a retained graph, gradients of other
@@ -26,41 +63,39 @@ class Call:
     and without changing buffers (where it reads what it changes, on copies of them), by the same
     plan or by the one that `replan` gives; so it is bit for bit what eager does, and takes the time
     of one more forward.
-
-    returned: its results, of which the caller may do what the gradients do not tell.
     """
-
-    returned: Returned
 
     def __init__(
         self, executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
     ) -> None:
-        self.executable = executable
-        self._residents = residents
+        self.residents = residents
+        self._executable = executable
         self._replan = replan
-        self._running = executable
         self._frame = Frame(residents)
         self._is_used = False
-        self._next_slice = 0
-        self._waiting: dict[int, list[torch.Tensor]] = {}
         self._default_dtype = torch.get_default_dtype()
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The forward phase; returns the outputs."""
-        executable = self.executable
+        executable = self._executable
         self._starts = random_state.starts(executable.devices) if executable.random else ()
         outputs = run_forward(executable, self._frame)
         self._copies = dict(zip(executable.code.copied, self._frame.copies, strict=True))
-        self._versions = [_version(t) for t in self._residents]
+        self._versions = [_version(t) for t in self.residents]
         self._saved_versions = [_version(t) for t in self._frame.saved.values()]
         return outputs
 
-    def begin_backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Take in the incoming gradients of the outputs.
+    @property
+    def is_needed(self) -> bool:
+        """Does the planned backward pass read anything of it?"""
+        return bool(self._frame.saved) or any(self._executable.code.read)
 
-        Raises BackwardError where what the backward pass needs was modified since the forward, or
-        where operators would return other dtypes than they did.
-        """
+    def begin_backward(
+        self, planned: Executable, gradients: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Executable, Frame]:
+        """(the plan whose slices are to run, with what). planned: the plan of the call.
+
+        Raises BackwardError as `Call.begin_backward`."""
         if torch.get_default_dtype() != self._default_dtype:
             raise BackwardError(
                 f"the default dtype was {self._default_dtype} in the forward pass, and what runs "
@@ -68,21 +103,21 @@ class Call:
                 "same (torch.set_default_dtype)"
             )
         pattern = _pattern(gradients)
-        if self._is_used or pattern != self.executable.pattern:
-            self._forward_again(pattern)
-        elif self._saved_versions != [_version(t) for t in self._frame.saved.values()]:
-            raise BackwardError(_MODIFIED)
+        if self._is_used or pattern != self._executable.pattern:
+            running, frame = self._forward_again(planned, pattern)
         else:
-            self._check_residents(self.executable.code.checked, _MODIFIED)
+            running, frame = self._executable, self._frame
+            if self._saved_versions != [_version(t) for t in frame.saved.values()]:
+                raise BackwardError(_MODIFIED)
+            self.check_residents(running.code.checked, _MODIFIED)
         self._is_used = True
-        self._next_slice = 0
-        self._waiting = defaultdict(list)
-        self._frame.put_tangents(tuple(g for g in gradients if g is not None))
+        frame.put_tangents(tuple(g for g in gradients if g is not None))
+        return running, frame
 
-    def _forward_again(self, pattern: Pattern) -> None:
-        is_own = pattern == self.executable.pattern
-        running = (self.executable if is_own else self._replan(pattern)).again()
-        if not _counts(running).keys() <= _counts(self.executable).keys():
+    def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
+        is_own = pattern == self._executable.pattern
+        running = (self._executable if is_own else self._replan(pattern)).again()
+        if not _counts(running).keys() <= _counts(planned).keys():
             raise BackwardError(
                 "this backward pass starts from other outputs of the module than the plan knows, "
                 "and reaches parameters or inputs that it did not reach before; name all leaves "
@@ -100,49 +135,62 @@ class Call:
                 "state of the generators, which a CUDA graph cannot capture; capture one backward "
                 "pass, from the outputs and in the strides of the plan"
             )
-        self._check_residents(running.code.checked, _MODIFIED)
-        self._running = running
-        self._frame = Frame(self._as_before(running.code.copied))
+        self.check_residents(running.code.checked, _MODIFIED)
+        frame = Frame(self._as_before(running.code.copied))
         with random_state.restarted(self._starts):
-            run_forward(running, self._frame)
-        self._frame.residents = self._residents  # as what eager's backward pass has kept
+            run_forward(running, frame)
+        frame.residents = self.residents  # as what eager's backward pass has kept
+        return running, frame
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
         """The residents, at `positions` copies that are what they were before the forward."""
-        residents = list(self._residents)
+        residents = list(self.residents)
         for position in positions:
             before, residents[position] = self._copies[position].unbind()
             residents[position].copy_(before)
         return tuple(residents)
 
-    def _check_residents(self, positions: Iterable[int], message: str) -> None:
-        if any(_version(self._residents[i]) != self._versions[i] for i in positions):
+    def check_residents(self, positions: Iterable[int], message: str) -> None:
+        """Raise BackwardError with `message` where one was changed since the forward."""
+        if any(_version(self.residents[i]) != self._versions[i] for i in positions):
             raise BackwardError(message)
 
+
+class _Backward:
+    """One backward pass: the slices of `running`, for those of the plan of the call."""
+
+    def __init__(self, planned: Executable, running: Executable, frame: Frame, kept: Kept) -> None:
+        self._planned = planned
+        self._running = running
+        self._frame = frame
+        self._kept = kept
+        self._next_slice = 0
+        self._waiting: dict[int, list[torch.Tensor]] = defaultdict(list)
+
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """What backward slice `number` of the plan hands to autograd."""
-        if self._running.targets == self.executable.targets:
+        """Of slice `number` of the plan of the call."""
+        if self._running.targets == self._planned.targets:
             return self._run_slice()
         return self._from_other_plan(number)
 
     def _run_slice(self) -> tuple[torch.Tensor, ...]:
         number = self._next_slice
         self._next_slice += 1
-        self._check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
+        self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
         return run_slice(self._running, self._frame, number)
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
         """Slices of the other plan run as far as the gradients of this one need. Autograd adds
         what it is handed, one after another, as eager's contributions to a gradient; of more than
         there are places for, the first place takes the sum of the first ones."""
-        places, made = _counts(self.executable), _counts(self._running)
-        taken = {t for targets in self.executable.targets[:number] for t in targets}
+        places, made = _counts(self._planned), _counts(self._running)
+        taken = {t for targets in self._planned.targets[:number] for t in targets}
         found: list[torch.Tensor | None] = []
-        for target in self.executable.targets[number]:
+        for target in self._planned.targets[number]:
             more = 0 if target in taken else max(made[target] - places[target], 0)
             found.append(self._contribution(target, 1 + more))
             taken.add(target)
-        if number + 1 == len(self.executable.targets):
+        if number + 1 == len(self._planned.targets):
             self._run_until(lambda: False)
         return tuple(found)
 

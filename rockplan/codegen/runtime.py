@@ -3,8 +3,8 @@
 One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
 results, and a `_Result` for each of several: the engine runs the slices in order and hands the
 gradients of each slice on at once. Activations and inner gradients never travel through autograd:
-they live in the Call, so several calls can be in flight, and dropping the outputs frees everything.
-See docs/model.md, Execution.
+they hang on one saved tensor of zero elements (`Kept`), so several calls can be in flight, and
+dropping the outputs frees everything. See docs/model.md, Execution.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rockplan.codegen.call import Call, Replan
+from rockplan.codegen.call import Call, Kept, Replan
 from rockplan.codegen.executable import Executable
 from rockplan.codegen.returned import Returned
 from rockplan.errors import BackwardError
@@ -68,10 +68,11 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, tensors: tuple[torch.Tensor, ...], token: torch.Tensor
+        ctx: Any, call: Call, kept: Kept, tensors: tuple[torch.Tensor, ...], token: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
-        ctx.save_for_backward(token)
+        ctx.device = token.device
+        _hang(ctx, kept)
         ctx.set_materialize_grads(False)
         outputs = tuple(t.detach() for t in tensors)
         leaves = call.executable.outputs
@@ -81,7 +82,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        (token,) = ctx.saved_tensors  # raises eager's error if the graph was not retained
+        saved = ctx.saved_tensors  # raises eager's error if the graph was not retained
         if torch.is_grad_enabled():
             raise BackwardError(
                 "a planned module cannot be differentiated twice (create_graph=True); "
@@ -96,8 +97,26 @@ class _Outputs(torch.autograd.Function):
         call: Call = ctx.call
         _check_autocast(call.executable)
         call.returned.check_memory(gradients)
-        call.begin_backward(gradients)
-        return None, None, torch.empty_like(token)
+        call.begin_backward(ctx.kept or saved[0].kept, gradients)
+        return None, None, None, torch.empty(0, device=ctx.device)
+
+
+def _hang(ctx: Any, kept: Kept) -> None:
+    """Have autograd save `kept`, on a tensor of zero elements.
+
+    Hooks on saved tensors that replace them would lose it, so that it hangs on the node under
+    these. Those of `torch.utils.checkpoint` hand back what was saved when the forward ran again:
+    where backward needs nothing of it, nothing is saved, and no forward runs again for it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    ctx.kept = None
+    if hooks is not None and not (is_checkpoint and kept.is_needed):
+        ctx.kept = kept
+    else:
+        carrier: Any = torch.empty(0)
+        carrier.kept = kept
+        ctx.save_for_backward(carrier)
 
 
 def _check_autocast(executable: Executable) -> None:
@@ -114,14 +133,14 @@ def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward phase and hang the backward slices into autograd."""
-    made = Call(executable, residents, replan)
-    outputs = made.forward()
+    made, kept = Call(executable), Kept(executable, residents, replan)
+    outputs = kept.forward()
     token: torch.Tensor | None = None
     for number in reversed(range(len(executable.targets))):
         targets = [residents[i] for i in executable.targets[number]]
         token = _Seam.apply(made, number, token, *targets)
     relations = executable.relations
-    results = dict(zip(relations.results, _Outputs.apply(made, outputs, token), strict=True))
+    results = dict(zip(relations.results, _Outputs.apply(made, kept, outputs, token), strict=True))
     for position, inner in relations.apart:
         inner_results = [results[i] for i in inner]
         results[position] = _Result.apply(made, position, results[position], *inner_results)
