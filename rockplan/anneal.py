@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rockplan.draft import Draft
-from rockplan.graph import CDGraph
+from rockplan.draft import EMPTY, Draft
+from rockplan.graph import CDGraph, movable
 from rockplan.prune import prune
 from rockplan.schedule import Schedule, with_frees
 from rockplan.simulate import simulate
@@ -111,12 +111,15 @@ def annealed(
     effort: int = EFFORT,
     hot: float = HOT,
     seed: int = 0,
+    moves: bool = False,
 ) -> Schedule:
     """`schedule` or a faster one within `budget_bytes`; deadline: as of time.monotonic; hot:
-    temperature at the start; seed: of the random numbers."""
+    temperature at the start; seed: of the random numbers; moves: first executions come sooner and
+    later, where that makes room."""
     if time.monotonic() >= deadline:
         return schedule
-    search = _Search(graph, budget_bytes, Draft(graph, *schedule.phases), deadline, seed)
+    draft = Draft(graph, *schedule.phases, movable(graph) if moves else frozenset())
+    search = _Search(graph, budget_bytes, draft, deadline, seed)
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
@@ -141,6 +144,7 @@ def annealed_again(
     enough_ns: int,
     deadline: float,
     effort: int = EFFORT,
+    moves: bool = False,
 ) -> Schedule:
     """`schedule`, which a search has found, or a faster one that others find, each from the best so
     far; enough_ns: nothing faster than this is looked for."""
@@ -152,7 +156,14 @@ def annealed_again(
             break
         seed, without_gain = seed + 1, without_gain + 1
         found = annealed(
-            graph, best, budget_bytes, deadline=deadline, effort=effort, hot=HOTTER, seed=seed
+            graph,
+            best,
+            budget_bytes,
+            deadline=deadline,
+            effort=effort,
+            hot=HOTTER,
+            seed=seed,
+            moves=moves,
         )
         found_ns = simulate(graph, found).time_ns
         if found_ns < best_ns - GAIN * once_ns:
@@ -223,11 +234,13 @@ def squeezed(
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """Of one exchange. distance_power: of the scores; never: what was left out, which is not to
-    run again for others; made: how often it was inserted, by storage and the node that reads it."""
+    run again for others; made: how often it was inserted, by storage and the node that reads it;
+    hastened: how often a node was."""
 
     distance_power: float
     never: int | None
     made: Counter[tuple[int, int]] = field(default_factory=Counter)
+    hastened: Counter[int] = field(default_factory=Counter)
 
 
 class _Search:
@@ -249,7 +262,9 @@ class _Search:
         self.deadline = deadline
         self.spent = 0
         self.sizes = np.array([d.size_bytes for d in graph.data], dtype=np.float64)
-        self.times_ns = np.array([n.time_ns for n in graph.nodes], dtype=np.float64)
+        # What makes it again may only be moved.
+        times_ns = [0 if n.index in draft.movable else n.time_ns for n in graph.nodes]
+        self.least_ns = 1.0 + np.array(times_ns, dtype=np.float64)
         self.makers = np.array([draft.producer.get(d.index, -1) for d in graph.data])
 
     def prune(self) -> None:
@@ -279,17 +294,47 @@ class _Search:
         while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
             if draft.changes - before == INSERTIONS or time.monotonic() > self.deadline:
                 break
-            cheapest = self._cheapest(position, rule)
-            if cheapest is None:
+            if not (self._hastens(position, rule) or self._makes_again(position, rule)):
                 break
-            d, next_read = cheapest
-            rule.made[d, draft.nodes[next_read]] += 1
-            draft.insert(draft.slot_before(next_read), draft.producer[d])
             position, bytes_ = self._worst()
         if bytes_ <= self.budget_bytes and draft.time_ns < limit_ns:
             return True
         draft.undo(before)
         return False
+
+    def _hastens(self, position: int, rule: _Rule) -> bool:
+        """Moves what reads something for the last time to before `position`, if less is alive there
+        then; False if nothing does."""
+        draft = self.draft
+        if not draft.movable or position <= draft.boundary:
+            return False
+        first, most_bytes = EMPTY, 0.0
+        for read in np.unique(draft.around(position)[1]).tolist():
+            self.spent += 1
+            if rule.hastened[draft.nodes[read]] < AGAIN:
+                bytes_ = draft.hastened_bytes(read, position) * self._noise()
+                if bytes_ > most_bytes:
+                    first, most_bytes = read, bytes_
+        if first == EMPTY:
+            return False
+        rule.hastened[draft.nodes[first]] += 1
+        draft.hasten(first, position)
+        return True
+
+    def _makes_again(self, position: int, rule: _Rule) -> bool:
+        """Has what is cheapest go at `position`; False if nothing can."""
+        draft = self.draft
+        cheapest = self._cheapest(position, rule)
+        if cheapest is None:
+            return False
+        d, next_read = cheapest
+        rule.made[d, draft.nodes[next_read]] += 1
+        draft.insert(draft.slot_before(next_read), draft.producer[d])
+        draft.delay(draft.producer[d])
+        return True
+
+    def _noise(self) -> float:
+        return 1.0 + NOISE * self.random.random()
 
     def _worst(self) -> tuple[int, int]:
         self.spent += 1 + self.draft.end // POSITIONS
@@ -302,7 +347,7 @@ class _Search:
         data, next_read = draft.around(position)
         makers = self.makers[data]
         weights = self.sizes[data] * (next_read - position) ** rule.distance_power
-        at_least = (1.0 + self.times_ns[makers]) / weights
+        at_least = self.least_ns[makers] / weights
         if rule.never is not None:
             at_least[makers == rule.never] = NEVER
         best, least = None, NEVER
@@ -313,8 +358,11 @@ class _Search:
             d, read = int(data[k]), int(next_read[k])
             if rule.made[d, draft.nodes[read]] >= AGAIN:
                 continue
-            cost_ns = self._cost_ns(d, read, {}, 0, least * weights[k])
-            score = cost_ns / weights[k] * (1.0 + NOISE * self.random.random())
+            maker = draft.producer[d]
+            less_ns = self.graph.nodes[maker].time_ns if draft.is_delayed(maker, read) else 0
+            limit_ns = least * weights[k] + less_ns
+            cost_ns = self._cost_ns(d, read, {}, 0, limit_ns) - less_ns
+            score = cost_ns / weights[k] * self._noise()
             if score < least:
                 best, least = (d, read), score
         return best

@@ -61,8 +61,16 @@ class Draft:
     backward phase starts.
     """
 
-    def __init__(self, graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> None:
+    def __init__(
+        self,
+        graph: CDGraph,
+        forward: Sequence[int],
+        backward: Sequence[int],
+        movable: frozenset[int] = frozenset(),
+    ) -> None:
+        """movable: nodes whose first execution may go where another one is left."""
         self.graph = graph
+        self.movable = movable
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
         self.producer = producers(graph)
         self.may_run_again = may_run_again(graph)
@@ -188,7 +196,7 @@ class Draft:
         self._changes.clear()
 
     def leave_out(self, position: int) -> None:
-        """Removes a re-execution, and those of which nothing is read then."""
+        """Removes a re-execution, and whatever may go of which nothing is read then."""
         pending = [position]
         while pending:
             position = pending.pop()
@@ -197,7 +205,45 @@ class Draft:
                 continue
             makers = [self._maker(d, position) for d in self.reads[node]]
             self.remove(position)
-            pending += [p for p in makers if self._is_rerun(p) and self._is_idle(p)]
+            pending += [p for p in makers if self._may_go(p) and self._is_idle(p)]
+
+    def delay(self, node: int) -> None:
+        """Removes the first execution of a node that runs again, if it may go and nothing is read
+        of it: so the node comes later."""
+        first = self._runs[node][0]
+        if self._may_go(first) and self._is_idle(first):
+            self.leave_out(first)
+
+    def is_delayed(self, node: int, position: int) -> bool:
+        """Could that be, if the node ran again at `position`?"""
+        first, *others = self._runs[node]
+        if node not in self.movable or (others and others[0] < position):
+            return False
+        made = (self._reads_of(d, first) for d in self.graph.nodes[node].writes)
+        return not any(read and read[0] < position for read in made)
+
+    def hasten(self, first: int, position: int) -> None:
+        """Moves the first execution of a node that is at `first` to before `position`."""
+        node = self.nodes[first]
+        slot = self.slot_before(position)
+        self.insert(slot, node)
+        self.remove(self._runs[node][1])
+
+    def hastened_bytes(self, first: int, position: int) -> int:
+        """How much less is alive at `position` for that; 0 if it cannot be."""
+        node = self.nodes[first]
+        if node not in self.movable or self._runs[node][0] != first:
+            return 0
+        makers = {d: self._maker(d, first) for d in self.reads[node]}
+        if any(maker >= position for maker in makers.values()):
+            return 0
+        made = self.graph.nodes[node].writes
+        bytes_ = -sum(self.sizes[d] for d in made if self._reads_of(d, first))
+        for d, maker in makers.items():
+            later = [p for p in self._reads_of(d, maker) if p >= position]
+            if d not in self._held and later == [first]:
+                bytes_ += self.sizes[d]
+        return bytes_
 
     def around(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Storages that may go and are alive at `position`, unused, and next read in the backward
@@ -346,6 +392,13 @@ class Draft:
         node = self.nodes[position]
         return node != EMPTY and self._runs[node][0] != position
 
+    def _may_go(self, position: int) -> bool:
+        """Does what runs there run elsewhere, too, and may that be the first time?"""
+        node = self.nodes[position]
+        if node == EMPTY or len(self._runs[node]) == 1:
+            return False
+        return node in self.movable or self._is_rerun(position)
+
     def _is_idle(self, position: int, left_out: set[int] | frozenset[int] = frozenset()) -> bool:
         """Is nothing read of what runs again there, but at positions that are left out?"""
         for d in self.graph.nodes[self.nodes[position]].writes:
@@ -364,7 +417,8 @@ class Draft:
         ends = made[k] if k < len(made) else self.end
         made.insert(k, position)
         if k == 0:
-            stop = read[-1] if j < len(read) else position
+            last = bisect_left(read, ends)
+            stop = read[last - 1] if j < last else position
             self._alive(d, position, stop + 1, 1)
         elif j < len(read) and read[j] < ends:
             self._settle(d, k - 1, j, position, -1)

@@ -240,6 +240,26 @@ def may_run_again(graph: CDGraph) -> frozenset[int]:
     return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
 
 
+def movable(graph: CDGraph) -> frozenset[int]:
+    """Backward nodes that may run for the first time sooner or later than by their index, wherever
+    what they read is made before, and what reads them comes after.
+
+    Others draw numbers, act on something outside, make what the caller holds, or are added by
+    autograd to what was handed to it, all of it in order.
+    """
+    in_order = frozenset(graph.handed)
+    held = frozenset(graph.held)
+    return frozenset(
+        n.index
+        for n in graph.backward
+        if n.recomputable
+        and not n.random
+        and n.calls == n.recalls
+        and in_order.isdisjoint(n.reads)
+        and held.isdisjoint(n.writes)
+    )
+
+
 def producers(graph: CDGraph) -> dict[int, int]:
     """data index -> index of the node that writes it; resident data and tangents have none."""
     return {d: n.index for n in graph.nodes for d in n.writes}

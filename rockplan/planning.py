@@ -45,8 +45,10 @@ from rockplan.schedule import (
     Compute,
     Schedule,
     Waits,
+    first_executions,
     keep_all,
     merge_handovers,
+    with_numbers,
     with_waits,
 )
 from rockplan.simulate import Simulation, simulate, timeline
@@ -97,22 +99,24 @@ class Ordered:
 
     def of_problem(self, schedule: Schedule) -> Schedule:
         """A schedule of this graph as one of the problem's."""
+        return schedule if self.numbers is None else with_numbers(schedule, self.numbers)
+
+    def from_problem(self, schedule: Schedule) -> Schedule:
+        """The reverse."""
         if self.numbers is None:
             return schedule
-        events = tuple(
-            replace(event, node=self.numbers[event.node]) if isinstance(event, Compute) else event
-            for event in schedule.events
-        )
-        return replace(schedule, events=events)
+        own = sorted(range(len(self.numbers)), key=self.numbers.__getitem__)
+        return with_numbers(schedule, own)
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
     """What plans of one problem have in common, made when it is asked for first: few budgets need
     it. first: in the order of the problem; others: in further orders in which plans are looked for;
-    smallest: looked for until a deadline when it is asked for first."""
+    in_order: in any; smallest: looked for until a deadline when it is asked for first."""
 
     first: Ordered
+    in_order: Callable[[tuple[int, ...]], Ordered]
     others: Callable[[], tuple[Ordered, ...]]
     smallest: Callable[[float], Smallest]
 
@@ -148,11 +152,15 @@ def common_of(
     graph = problem.constrained
     first = ordered(graph)
 
+    def in_order(numbers: tuple[int, ...]) -> Ordered:
+        if numbers == tuple(range(len(numbers))):
+            return first
+        return ordered(renumbered(graph, numbers), numbers)
+
     @functools.cache
     def others() -> tuple[Ordered, ...]:
-        numbers = gathered(graph)
-        is_same = numbers == tuple(range(len(numbers)))
-        return () if is_same else (ordered(renumbered(graph, numbers), numbers),)
+        found = in_order(gathered(graph))
+        return () if found is first else (found,)
 
     known: list[Smallest] = []
 
@@ -163,7 +171,7 @@ def common_of(
             known.append(_smallest_of_all(Smallest(first, found), others(), cache, deadline))
         return known[0]
 
-    return Common(first, others, smallest)
+    return Common(first, in_order, others, smallest)
 
 
 def _smallest_of_all(
@@ -458,7 +466,10 @@ class _Run:
         found = self._exchanged(tries, nearest)
         if (plan := self._optimal(found, needs.EFFORT, found.best)) is not None:
             return plan
-        return self._improved(found)
+        moved = self._moved(found)
+        if moved is not found and (plan := self._optimal(moved, needs.EFFORT, moved.best)):
+            return plan
+        return self._improved(moved)
 
     def _finished(self, found: _Try, improved: Improved, bound_ns: int) -> Plan:
         proven_ns = max(bound_ns, 0 if found.search is None else found.search.proven_ns)
@@ -565,12 +576,44 @@ class _Run:
         known = [] if found.best is None else [found.best]
         found.best = next(iter(_fastest_first(graph, [*known, *made])), None)
 
+    def _moved(self, found: _Try) -> _Try:
+        """The best, improved by what the relaxation says and by exchanges that move first
+        executions: where they do, in their order."""
+        graph, budget_bytes, deadline = found.graph, self._budget_bytes, self._deadline
+        assert found.best is not None
+        bound_ns = graph.time_ns
+        if found.relaxed is not None:
+            bound_ns = found.relaxed.bound_ns
+            # What was improved already is not again: it would end where it is.
+            if found.best != found.near:
+                found.best = improve(found.relaxed, found.best, deadline=deadline)
+        enough_ns = _accepted_ns(graph, bound_ns, ENOUGH_IF_LARGE)
+        found.best = annealed_again(
+            graph, found.best, budget_bytes, enough_ns=enough_ns, deadline=deadline
+        )
+        # Of another order nothing is proven.
+        enough_ns = graph.time_ns if is_small(graph) else enough_ns
+        until = share_until(deadline, SHARE)
+        found.best = annealed_again(
+            graph, found.best, budget_bytes, enough_ns=enough_ns, deadline=until, moves=True
+        )
+        self._note(until)
+        if first_executions(found.best) == tuple(range(len(graph.nodes))):
+            return found
+        of_problem = found.ordered.of_problem(found.best)
+        moved = _Try(self._common.in_order(first_executions(of_problem)), budget_bytes)
+        until = share_until(deadline, SHARE)
+        moved.relaxed, moved.near = fitted_relaxed(moved.graph, budget_bytes, until, deadline)
+        self._note(until)
+        known = [moved.ordered.from_problem(of_problem), moved.near]
+        moved.best = min(known, key=moved.time_ns)
+        return moved
+
     def _improved(self, found: _Try) -> Plan:
         assert found.best is not None
         improved, bound_ns = _improved(
             found.graph,
             found.relaxed,
-            found.near,
             found.best,
             self._budget_bytes,
             self._deadline,
@@ -648,7 +691,6 @@ def _squeezed_within(graph: CDGraph, budget_bytes: int, deadline: float) -> Sche
 def _improved(
     graph: CDGraph,
     relaxed: Refined | None,
-    near: Schedule | None,
     best: Schedule,
     budget_bytes: int,
     deadline: float,
@@ -658,13 +700,9 @@ def _improved(
     with ThreadPoolExecutor(max_workers=1) as beside:
         latest = min(deadline, time.monotonic() + bound_s)
         proving = None if relaxed is None else beside.submit(proved_ns, relaxed, deadline=latest)
-        # What was improved already is not again: it would end where it is.
-        if relaxed is not None and best != near:
-            best = improve(relaxed, best, deadline=deadline)
         # What is proven meanwhile depends on the machine; the plan does not.
         proven_ns = graph.time_ns if relaxed is None else relaxed.bound_ns
         enough_ns = _accepted_ns(graph, proven_ns, ENOUGH_IF_LARGE)
-        best = annealed_again(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         if is_small(graph):
             best = searched(graph, best, budget_bytes, enough_ns=enough_ns, deadline=deadline)
         is_complete = time.monotonic() < deadline

@@ -9,7 +9,7 @@ import pytest
 from rockplan.draft import EMPTY, Draft
 from rockplan.errors import IllegalSchedule
 from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, movable
 from rockplan.schedule import Compute, with_frees, without_idle
 from rockplan.simulate import simulate, timeline
 from rockplan.verify import verify
@@ -41,21 +41,22 @@ def check(graph: CDGraph, draft: Draft) -> None:
     assert draft.time_ns == found.time_ns
 
 
-def started(graph: CDGraph) -> Draft:
-    return Draft(graph, *thriftiest(graph).phases)
+def started(graph: CDGraph, moved: bool = False) -> Draft:
+    return Draft(graph, *thriftiest(graph).phases, movable(graph) if moved else frozenset())
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("slots", [4, 64])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_is_that_of_the_simulator_after_every_change(
-    monkeypatch: pytest.MonkeyPatch, seed: int, slots: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, slots: int, moved: bool
 ) -> None:
-    """Few positions: all move apart again and again."""
+    """Few positions: all move apart again and again. moved: first executions, too."""
     monkeypatch.setattr("rockplan.draft.MOST_SLOTS", slots)
     monkeypatch.setattr("rockplan.draft.LEAST_SLOTS", slots)
     rng = random.Random(seed)
     graph = draw(rng)
-    draft = started(graph)
+    draft = started(graph, moved)
     check(graph, draft)
     for _ in range(12):
         before, during = draft.orders, draft.during_bytes()
@@ -75,10 +76,32 @@ def change(draft: Draft, rng: random.Random) -> None:
     if reruns and rng.random() < 0.5:
         draft.leave_out(rng.choice(reruns))
         return
+    if draft.movable and rng.random() < 0.5 and hasten_any(draft, rng):
+        return
     gaps = sorted({g for p in range(draft.boundary, draft.end) for g in gaps_around(draft, p)})
     if gaps:
         d, next_read = rng.choice(gaps)
-        draft.insert(draft.slot_before(next_read), draft.producer[d])
+        maker = draft.producer[d]
+        delayed = draft.is_delayed(maker, next_read)
+        count = draft.nodes.count(maker)
+        draft.insert(draft.slot_before(next_read), maker)
+        draft.delay(maker)
+        assert (draft.nodes.count(maker) == count) == delayed
+
+
+def hasten_any(draft: Draft, rng: random.Random) -> bool:
+    """Moves a random first execution to before a random other one; False if none can be."""
+    used = [p for p, n in enumerate(draft.nodes) if n != EMPTY and p > draft.boundary]
+    found = [(p, q, draft.hastened_bytes(p, q)) for q in used for p in used if p > q]
+    can = [(p, q, bytes_) for p, q, bytes_ in found if bytes_ != 0]
+    if not can:
+        return False
+    first, position, bytes_ = rng.choice(can)
+    place = position - draft.nodes[:position].count(EMPTY)
+    before = draft.during_bytes()[place]
+    draft.hasten(first, position)
+    assert draft.during_bytes()[place + 1] <= before - bytes_
+    return True
 
 
 def gaps_around(draft: Draft, position: int) -> list[tuple[int, int]]:

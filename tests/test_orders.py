@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -16,7 +17,8 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, gpt2, t5
-from rockplan import planning, smallest
+from rockplan import eviction, planning, smallest
+from rockplan.anneal import annealed_again
 from rockplan.budget import Budget
 from rockplan.codegen import random_state
 from rockplan.graph import CDGraph, producers, readers
@@ -26,7 +28,7 @@ from rockplan.graph_builder.measure import roofline
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.reorder import gathered, predecessors, renumbered
 from rockplan.options import Options
-from rockplan.schedule import first_executions, keep_all
+from rockplan.schedule import Schedule, first_executions, keep_all
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 from tests.graphs import with_random_takes
@@ -99,7 +101,14 @@ def roofline_problem(case: Case) -> planning.Problem:
     return planning.problem_of(graph, roofline(graph, 1e11, 2e12), Options(cache=False))
 
 
-def test_less_runs_again() -> None:
+def test_less_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second order as it is."""
+    exchanged = planning.annealed_again
+
+    def without_moves(*args: Any, moves: bool = False, **kwargs: Any) -> Schedule:
+        return exchanged(*args, **kwargs)
+
+    monkeypatch.setattr(planning, "annealed_again", without_moves)
     torch.manual_seed(0)
     problem = roofline_problem(decayed())
     options = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.1)
@@ -137,15 +146,72 @@ def test_what_another_order_leads_to_counts_for_the_smallest_budget(
     assert plan.peak_bytes <= found.peak_bytes
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_executions_move() -> None:
+    """Within a budget that is short for both orders, to one that is neither."""
+    torch.manual_seed(0)
+    problem = roofline_problem(decayed())
+    graph = problem.constrained
+    start = eviction.within(graph, 290_000)
+    assert start is not None
+    search = functools.partial(
+        annealed_again, graph, start, 290_000, enough_ns=graph.time_ns, deadline=math.inf
+    )
+    stay, move = search(effort=100_000), search(effort=100_000, moves=True)
+    assert simulate(graph, move).peak_bytes <= 290_000
+    assert simulate(graph, move).time_ns < 0.9 * simulate(graph, stay).time_ns
+    assert first_executions(stay) == tuple(range(len(graph.nodes)))
+    order = first_executions(move)
+    assert order not in (first_executions(stay), gathered(graph))
+    place = {node: position for position, node in enumerate(order)}
+    before = predecessors(graph)
+    assert all(place[a] < place[b] for b in range(len(order)) for a in before[b])
+
+
+def test_a_plan_is_certified_in_the_order_to_which_its_first_executions_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    problem = roofline_problem(decayed())
+    graph = problem.constrained
+    bounds: dict[CDGraph, int] = {}
+    relaxed = planning.fitted_relaxed
+
+    def noted(graph: CDGraph, *args: Any) -> Any:
+        found = relaxed(graph, *args)
+        bounds[graph] = found[0].bound_ns
+        return found
+
+    monkeypatch.setattr(planning, "fitted_relaxed", noted)
+    options = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.0)
+    plan = planning.plan_anew(problem, Budget(size_bytes=330_000), options)
+    order = first_executions(plan.schedule)
+    assert order not in (tuple(range(len(order))), gathered(graph))
+    assert plan.certificate.bound_ns == bounds[renumbered(graph, order)]
+    assert plan.peak_bytes <= 330_000
+
+
+def topological(rng: random.Random, graph: CDGraph) -> tuple[int, ...]:
+    """Nodes in a random order in which they may run for the first time."""
+    before = predecessors(graph)
+    order = list(range(len(graph.forward)))
+    left = [n.index for n in graph.backward]
+    while left:
+        ready = [n for n in left if before[n].issubset(order)]
+        order.append(rng.choice(ready))
+        left.remove(order[-1])
+    return tuple(order)
+
+
+@pytest.fixture(params=["gathered", "random"])
+def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made in another order than the graph's alone."""
     common_of = planning.common_of
 
-    def in_other(*args: Any) -> planning.Common:
-        common = common_of(*args)
-        (other,) = common.others()
-        return replace(common, first=other, others=lambda: ())
+    def in_other(problem: planning.Problem, *args: Any) -> planning.Common:
+        common, graph = common_of(problem, *args), problem.constrained
+        is_random = request.param == "random"
+        order = topological(random.Random(0), graph) if is_random else gathered(graph)
+        return replace(common, first=common.in_order(order), others=lambda: ())
 
     monkeypatch.setattr(planning, "common_of", in_other)
 
@@ -164,7 +230,7 @@ def test_bits(name: str, tmp_path: Path) -> None:
     case = CASES[name]()
     eager = twin(case)
     options = replace(QUICK, cache=False)
-    planned = solve_case(case, "60%", options=options)
+    planned = solve_case(case, "70%", options=options)
     order = first_executions(planned.plan.schedule)
     assert order != tuple(sorted(order))
     train_side_by_side(case, planned, eager, steps=3)
