@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,9 +67,8 @@ class Least:
 @dataclass(frozen=True, slots=True)
 class Row:
     """The plan for budget `index` of ten; once_ns: of every node once. bound_where: the run that
-    proved the bound, in bound_cpu_seconds beside the plan. is_in_order: the plan runs operations
-    for the first time in the order of the graph, else in the second one; so does what the bound
-    holds for."""
+    proved the bound, in bound_cpu_seconds beside the plan. order: in which the plan runs operations
+    for the first time, as does what the bound holds for; empty if it is that of the graph."""
 
     model: str
     digest: str
@@ -83,7 +83,7 @@ class Row:
     bound_cpu_seconds: float
     bound_where: str
     where: str
-    is_in_order: bool = True
+    order: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -126,13 +126,13 @@ def row(
     plan = planning.plan_anew(made, Budget(size_bytes=budget_bytes), options)
     planned = time.process_time()
     proofs = [(plan.certificate.bound_ns, 0.0, where())]
-    order = first_executions(plan.schedule)
-    is_in_order = order == tuple(range(len(order)))
+    first = first_executions(plan.schedule)
+    order = first if first != tuple(range(len(first))) else ()
     is_same = known is not None and known.budget_bytes == budget_bytes
-    if known is not None and is_same and known.is_in_order == is_in_order:
+    if known is not None and is_same and known.order == order:
         proofs.insert(0, (known.bound_ns, known.bound_cpu_seconds, known.bound_where))
     if plan.time_ns - max(proof[0] for proof in proofs) > PROVEN * made.graph.time_ns:
-        graph = renumbered(made.graph, order)
+        graph = renumbered(made.graph, first)
         bound_ns = lower_bound_ns(graph, budget_bytes, time_limit_s=bound_s)
         proofs.append((bound_ns, round(time.process_time() - planned, 1), where()))
     # Of equal ones the first.
@@ -151,7 +151,7 @@ def row(
         bound_cpu_seconds=bound_seconds,
         bound_where=bound_where,
         where=where(),
-        is_in_order=is_in_order,
+        order=order,
     )
 
 
@@ -192,9 +192,13 @@ def read() -> Found:
     path = RESULTS / "gap.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
-    made = [Row(**r) if "index" in r else Least(**r) for r in rows]
+    made = [row_of(r) if "index" in r else Least(**r) for r in rows]
     latest = {r.model: r.digest for r in made}
     return {r.key: r for r in made if latest[r.model] == r.digest}
+
+
+def row_of(line: dict[str, Any]) -> Row:
+    return Row(**{**line, "order": tuple(line.get("order", ()))})
 
 
 def report(found: Found) -> str:
@@ -222,7 +226,8 @@ def report(found: Found) -> str:
     ]
     lines += [
         "",
-        "Predicted time over one execution of every node, the bound, and the gap between them as "
+        "Predicted time over one execution of every node, the bound of schedules in the same order "
+        "of first executions, and the gap between them as "
         "a share of one execution of every node, at budgets from the smallest (0) to keep-all (9); "
         "some bounds are proven by `python -m benchmarks.proof`. "
         f"Within 1 %: {near} of {len(rows)}.",

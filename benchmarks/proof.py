@@ -5,7 +5,7 @@
 
 takes: rows of benchmarks/results/gap.jsonl. returns: the same with larger bounds where more is
 proven. guarantees: no schedule that executes every node for the first time in the order of the
-graph, within the budget, takes less time than the bound.
+plan, within the budget, takes less time than the bound.
 
 The search is that of `rockplan.needs`, backwards over what is needed, compiled: `proof.cpp`, which
 needs a C++ compiler (`c++`, or $CXX). Two things make it reach graphs of 150 operations. First, it
@@ -44,7 +44,7 @@ from benchmarks.priced import prepared
 from benchmarks.timing import where
 from rockplan.graph import CDGraph
 from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.reorder import gathered, renumbered
+from rockplan.graph_builder.reorder import renumbered
 from rockplan.ilp.refine import lower_bound_ns
 from rockplan.needs import certain
 from rockplan.options import Options
@@ -352,8 +352,8 @@ def main() -> None:
             row = found[name, digest, index]
             assert isinstance(row, Row) and row.once_ns == made.constrained.time_ns
             graph = made.constrained
-            if not row.is_in_order:
-                graph = renumbered(graph, gathered(graph))
+            if row.order:
+                graph = renumbered(graph, row.order)
             add(found, prove(row, graph, arguments.most, arguments.limit))
             write(found)
 

@@ -388,6 +388,11 @@ SHARE_OF_SMALLEST = 0.75
 """The same for the smallest budget: of 30 s that of 2+2 layers of T5 takes some 20."""
 
 
+SHARE_OF_MOVES = 0.75
+"""The same for exchanges that move first executions: the relaxation in their order takes what is
+left, a second or two."""
+
+
 def plan_anew(
     problem: Problem, budget: Budget, options: Options, common: Common | None = None
 ) -> Plan:
@@ -593,7 +598,7 @@ class _Run:
         )
         # Of another order nothing is proven.
         enough_ns = graph.time_ns if is_small(graph) else enough_ns
-        until = share_until(deadline, SHARE)
+        until = share_until(deadline, SHARE_OF_MOVES)
         found.best = annealed_again(
             graph, found.best, budget_bytes, enough_ns=enough_ns, deadline=until, moves=True
         )
