@@ -472,9 +472,9 @@ class _Run:
         if (plan := self._optimal(found, needs.EFFORT, found.best)) is not None:
             return plan
         moved = self._moved(found)
-        if moved is not found and (plan := self._optimal(moved, needs.EFFORT, moved.best)):
-            return plan
-        return self._improved(moved)
+        if moved is not found:
+            plan = self._optimal(moved, needs.EFFORT, moved.best)
+        return plan or self._improved(moved)
 
     def _finished(self, found: _Try, improved: Improved, bound_ns: int) -> Plan:
         proven_ns = max(bound_ns, 0 if found.search is None else found.search.proven_ns)
