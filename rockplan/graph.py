@@ -240,14 +240,21 @@ def may_run_again(graph: CDGraph) -> frozenset[int]:
     return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
 
 
+def added_to(graph: CDGraph) -> frozenset[int]:
+    """Gradients to which autograd may add others, in the order of the nodes that read them: those
+    that it is handed, and those of inputs, which are alive to the end."""
+    held = (d for d in graph.held if graph.data[d].kind is DataKind.GRADIENT)
+    return frozenset((*graph.handed, *held))
+
+
 def movable(graph: CDGraph) -> frozenset[int]:
     """Backward nodes that may run for the first time sooner or later than by their index, wherever
     what they read is made before, and what reads them comes after.
 
-    Others draw numbers, act on something outside, make what the caller holds, or are added by
-    autograd to what was handed to it, all of it in order.
+    Others draw numbers, act on something outside, make what the caller holds, or what autograd adds
+    to a gradient: all of that in order.
     """
-    in_order = frozenset(graph.handed)
+    in_order = added_to(graph)
     held = frozenset(graph.held)
     return frozenset(
         n.index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ class Decayed(nn.Module):
 
 def decayed() -> Case:
     return Case("decayed", Decayed(), (torch.randn(4, 64, 16),), {}, mean_square)
+
+
+class Thrice(nn.Module):
+    """Autograd adds the second and the third gradient of the input to the first, in this order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x).tanh() for layer in self.layers])
+
+
+def thrice() -> Case:
+    return Case("thrice", Thrice(), (torch.randn(8, 16, requires_grad=True),), {}, mean_square)
 
 
 def spans_bytes(graph: CDGraph) -> int:
@@ -202,18 +218,22 @@ def topological(rng: random.Random, graph: CDGraph) -> tuple[int, ...]:
     return tuple(order)
 
 
-@pytest.fixture(params=["gathered", "random"])
-def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made in another order than the graph's alone."""
+def plan_in(order_of: Callable[[CDGraph], tuple[int, ...]], monkeypatch: Any) -> None:
+    """Has plans be made in another order than the graph's alone."""
     common_of = planning.common_of
 
     def in_other(problem: planning.Problem, *args: Any) -> planning.Common:
-        common, graph = common_of(problem, *args), problem.constrained
-        is_random = request.param == "random"
-        order = topological(random.Random(0), graph) if is_random else gathered(graph)
-        return replace(common, first=common.in_order(order), others=lambda: ())
+        common = common_of(problem, *args)
+        first = common.in_order(order_of(problem.constrained))
+        return replace(common, first=first, others=lambda: ())
 
     monkeypatch.setattr(planning, "common_of", in_other)
+
+
+@pytest.fixture(params=["gathered", "random"])
+def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_random = functools.partial(topological, random.Random(0))
+    plan_in(at_random if request.param == "random" else gathered, monkeypatch)
 
 
 CASES = {
@@ -239,6 +259,20 @@ def test_bits(name: str, tmp_path: Path) -> None:
         case.model, case.args, tmp_path / "plan.json", sample_kwargs=case.kwargs, options=options
     )
     assert loaded.plan.schedule == planned.plan.schedule
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gradients_of_an_input_are_added_in_order(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    case = thrice()
+    eager = twin(case)
+    plan_in(functools.partial(topological, random.Random(seed)), monkeypatch)
+    planned = solve_case(case, "200%", options=replace(QUICK, cache=False))
+    order = first_executions(planned.plan.schedule)
+    assert order != tuple(sorted(order))
+    train_side_by_side(case, planned, eager, steps=2)
 
 
 def test_no_other_order_of_a_chain() -> None:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from rockplan.graph import CDGraph, ComputeNode, caller_bytes, producers, readers
+from rockplan.graph import CDGraph, ComputeNode, added_to, caller_bytes, producers, readers
 from rockplan.schedule import Compute, keep_all
 from rockplan.simulate import simulate, timeline
 
@@ -167,8 +167,8 @@ def predecessors(graph: CDGraph) -> list[set[int]]:
                 found[node.index].add(last)
             last = node.index
     reading = readers(graph)
-    for data in graph.handed:  # what autograd adds to it, it adds in order
-        for earlier, later in pairwise(reading.get(data, ())):
+    for data in added_to(graph):
+        for earlier, later in pairwise(reading[data]):
             found[later].add(earlier)
     return found
 
