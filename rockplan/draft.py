@@ -205,13 +205,13 @@ class Draft:
                 continue
             makers = [self._maker(d, position) for d in self.reads[node]]
             self.remove(position)
-            pending += [p for p in makers if self._may_go(p) and self._is_idle(p)]
+            pending += [p for p in makers if self._is_spare(p) and self._is_idle(p)]
 
     def delay(self, node: int) -> None:
         """Removes the first execution of a node that runs again, if it may go and nothing is read
         of it: so the node comes later."""
         first = self._runs[node][0]
-        if self._may_go(first) and self._is_idle(first):
+        if self._is_spare(first) and self._is_idle(first):
             self.leave_out(first)
 
     def is_delayed(self, node: int, position: int) -> bool:
@@ -392,8 +392,8 @@ class Draft:
         node = self.nodes[position]
         return node != EMPTY and self._runs[node][0] != position
 
-    def _may_go(self, position: int) -> bool:
-        """Does what runs there run elsewhere, too, and may that be the first time?"""
+    def _is_spare(self, position: int) -> bool:
+        """Does what runs there run elsewhere, too, and may that be for the first time?"""
         node = self.nodes[position]
         if node == EMPTY or len(self._runs[node]) == 1:
             return False

@@ -1399,6 +1399,22 @@ def test_a_checkpoint_around_a_planned_module_and_other_gradients() -> None:
         both(planned, eager, use, f"step {step}")
 
 
+@pytest.mark.parametrize("around", ["nothing", "checkpoint", "save_on_cpu"])
+def test_a_graph_that_is_not_retained_is_gone(around: str) -> None:
+    """Whatever saved tensors become, the error is eager's."""
+    for module in pair(net_case(32)):
+        if around == "save_on_cpu":
+            with torch.autograd.graph.save_on_cpu():
+                loss = module(SAMPLE).sum()
+        elif around == "checkpoint":
+            loss = checkpoint(module, SAMPLE, use_reentrant=False).sum()
+        else:
+            loss = module(SAMPLE).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
 class ChangesOtherInput(nn.Module):
     """Its backward pass reads nothing of its forward."""
 
