@@ -215,8 +215,18 @@ def row_of(line: dict[str, Any]) -> Row:
 def report(found: Found) -> str:
     sizes = [r for r in found.values() if isinstance(r, Least)]
     rows = [r for r in found.values() if isinstance(r, Row)]
+    of = {(size.model, size.digest): size for size in sizes}
+    nothing_fits = {r for r in rows if r.budget_bytes < of[r.model, r.digest].bound_bytes}
     near = sum(r.time_ns - r.bound_ns <= 0.01 * r.once_ns for r in rows)
-    graphs = sum(r.time_ns - r.in_graphs_order_ns <= 0.01 * r.once_ns for r in rows)
+    near_graphs = sum(
+        r in nothing_fits or r.time_ns - r.in_graphs_order_ns <= 0.01 * r.once_ns for r in rows
+    )
+
+    def in_graphs_order(row: Row) -> str:
+        if row in nothing_fits:
+            return "nothing fits"
+        return f"{row.graph_bound_ns / row.once_ns - 1:+.2%}" if row.order else ""
+
     lines = [
         "# Plans and proven bounds",
         "",
@@ -242,20 +252,18 @@ def report(found: Found) -> str:
         "of first executions, and the gap between them as "
         "a share of one execution of every node, at budgets from the smallest (0) to keep-all (9); "
         "some bounds are proven by `python -m benchmarks.proof`. "
-        f"Within 1 %: {near} of {len(rows)}. Where the plan has an order of its own, what is proven "
-        "in the order of the graph is given too, which such a plan may be below; within 1 % of that "
-        f"or below it: {graphs}.",
+        f"Within 1 %: {near} of {len(rows)}. Where the plan has an order of its own, what is "
+        "proven in the order of the graph is given too, which such a plan may be below; within 1 % "
+        f"of that or below it: {near_graphs}.",
         "",
         "| model | budget | of keep-all | plan | bound | gap | in the graph's order | status "
         "| seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    keep_all_bytes = {(r.model, r.digest): r.keep_all_bytes for r in sizes}
     lines += [
-        f"| {r.model} | {r.index} | {r.budget_bytes / keep_all_bytes[r.model, r.digest]:.1%} | "
+        f"| {r.model} | {r.index} | {r.budget_bytes / of[r.model, r.digest].keep_all_bytes:.1%} | "
         f"{r.time_ns / r.once_ns - 1:+.2%} | {r.bound_ns / r.once_ns - 1:+.2%} | "
-        f"{(r.time_ns - r.bound_ns) / r.once_ns:.2%} | "
-        f"{f'{r.graph_bound_ns / r.once_ns - 1:+.2%}' if r.order else ''} | "
+        f"{(r.time_ns - r.bound_ns) / r.once_ns:.2%} | {in_graphs_order(r)} | "
         f"{r.status} | {r.plan_cpu_seconds} |"
         for r in rows
     ]
