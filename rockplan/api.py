@@ -193,13 +193,12 @@ def arguments(
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
-    wrappers = (nn.DataParallel, torch.jit.ScriptModule)
     if hasattr(model, "_orig_mod"):
         raise InvalidInput(
             "model is compiled by torch.compile, and a plan runs without a compiler; plan the "
             "module inside it (model._orig_mod)"
         )
-    if isinstance(model, wrappers):
+    if isinstance(model, nn.DataParallel):
         raise InvalidInput(
             f"model is a {type(model).__name__}; plan the module inside it, then wrap the "
             "planned module"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils import _pytree as pytree
 
+from rockplan import trees
 from rockplan.codegen.random_state import cuda_devices
 from rockplan.contents import parts_of
 from rockplan.errors import CheckFailed
@@ -58,7 +58,7 @@ class _Given:
         named = itertools.chain(
             ((f"parameter {n}", p) for n, p in module.named_parameters()),
             ((f"buffer {n}", b) for n, b in module.named_buffers()),
-            ((f"input {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves(call))),
+            ((f"input {i}", leaf) for i, leaf in enumerate(trees.tree_leaves(call))),
             (
                 (f"self.{name} of module '{path or '(root)'}'", part)
                 for path, m in module.named_modules()
@@ -165,13 +165,13 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 def _detached(call: Any) -> Any:
     """`call` with tensors of their own over the same memory: what made them, what is made of them
     in place, and hooks on them, are the caller's."""
-    leaves, structure = pytree.tree_flatten(call)
+    leaves, structure = trees.tree_flatten(call)
     own = {
         id(leaf): leaf.detach().requires_grad_(leaf.requires_grad)
         for leaf in leaves
         if isinstance(leaf, torch.Tensor)
     }
-    return pytree.tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], structure)
+    return trees.tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
 def _run(
@@ -182,7 +182,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> _Step:
     args, kwargs = _detached((args, kwargs))
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = trees.tree_leaves((args, kwargs))
     targets: dict[str, torch.Tensor] = {
         n: p for n, p in given.module.named_parameters() if p.requires_grad
     }
@@ -192,7 +192,7 @@ def _run(
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
     with torch.enable_grad(), swap.empty_cache_of_parametrizations():
-        outputs = pytree.tree_leaves(forward(*args, **kwargs))
+        outputs = trees.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]
     kinds = {t.device.type for t in (*roots, *targets.values())}

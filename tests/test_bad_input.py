@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         lambda: nn.Linear(4, 4),
         torch.randn(3, 5),
         rockplan.CaptureError,
-        ["sample", "shapes"],
+        ["these arguments", "shapes"],
     ),
     "sample is the dictionary that the forward takes": (
         TakesOneDictionary,
@@ -609,6 +609,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
     "hook on a submodule": (hooked, SAMPLE, rockplan.UnsupportedModel, ["'0'", "hook"]),
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),
     "lazy": (lambda: nn.LazyLinear(4), SAMPLE, rockplan.InvalidInput, ["lazy", "run"]),
+    "lazy inside": (
+        lambda: nn.Sequential(nn.LazyLinear(4)),
+        SAMPLE,
+        rockplan.InvalidInput,
+        ["0.weight", "lazy", "run"],
+    ),
     "meta": (
         lambda: nn.Linear(4, 4, device="meta"),
         SAMPLE,
@@ -846,6 +852,19 @@ def test_options_that_are_written_otherwise() -> None:
     assert options.differentiated == (0,) and options.time_limit_s == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, SAMPLE)])
+def test_torchscript_modules_are_refused(make: Callable[[nn.Module], Any], inside: bool) -> None:
+    scripted = make(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), scripted) if inside else scripted
+    part = "submodule '1'" if inside else "model"
+    with pytest.raises(rockplan.UnsupportedModel, match=f"{part} is a .*TorchScript.*in its place"):
+        rockplan.solve(model, SAMPLE, "50%")
+    model(SAMPLE).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_wrapped_modules_are_refused() -> None:
     with pytest.raises(rockplan.InvalidInput, match="inside"):
         rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
@@ -913,7 +932,7 @@ def test_writing_to_an_input_that_has_a_history_is_refused(view: bool) -> None:
     x = SAMPLE.clone().requires_grad_()
     with pytest.raises(rockplan.UnsupportedModel, match=r"argument \(leaf 0.*clone"):
         rockplan.solve(WritesToItsInput(view, clone=False), (x * 1,), "100%")
-    with pytest.raises(rockplan.CaptureError, match="the sample does not run"):
+    with pytest.raises(rockplan.CaptureError, match="does not run on these"):
         rockplan.solve(WritesToItsInput(view, clone=False), (x,), "100%")
     model = WritesToItsInput(view, clone=True)
     planned = rockplan.solve(model, (x * 1,), "100%")

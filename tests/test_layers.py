@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
 VALUES |= {"progress", "curve", "version", "names", "options", "collection", "literals", "contents"}
+VALUES |= {"trees"}
 ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
 ORACLES |= {"memory", "report", "palette"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {
-    "torch": {"graph_builder", "codegen", "contents"},
+    "torch": {"graph_builder", "codegen", "contents", "trees"},
     "pulp": {"ilp"},
     "highspy": {"ilp"},
     "graphviz": {"render"},

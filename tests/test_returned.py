@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -423,3 +424,36 @@ def test_only_tensors_of_the_result_can_be_released(released: tuple[int, ...]) -
 def test_released_is_a_tuple_of_positions() -> None:
     with pytest.raises(rockplan.InvalidInput, match="released"):
         rockplan.Options(released="1")  # type: ignore[arg-type]
+
+
+class Sized(nn.Module):
+    """What it returns besides, and is given, are sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, size: torch.Size) -> dict[str, Any]:
+        h = self.linear(x).reshape(size) / size.numel()
+        return {
+            "h": h,
+            "size": h.shape,
+            "more": (h.mT.shape, tuple(h.shape), h.detach().max(dim=0)),
+        }
+
+
+def test_sizes_are_sizes() -> None:
+    case = Case("sized", Sized(), (SAMPLE, SAMPLE.shape), {}, lambda r: mean_square(r["h"]))
+    planned, eager = pair(case)
+
+    def use(module: nn.Module, size: torch.Size) -> list[Any]:
+        found = module(SAMPLE, size)
+        mean_square(found["h"]).backward()
+        more: tuple[Any, ...] = found["more"]
+        return [found["size"], type(found["size"]), *map(type, more), *more[:2]]
+
+    for size in (SAMPLE.shape, SAMPLE.mT.shape):
+        both(planned, eager, lambda module, size=size: use(module, size), f"{size}")
+    assert len(planned.plans) == 2
+    eager.zero_grad()
+    both(pickle.loads(pickle.dumps(planned)), eager, lambda m: use(m, SAMPLE.shape), "a copy")

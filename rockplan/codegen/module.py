@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from rockplan import trees
 from rockplan.codegen import parametrizations, runtime
 from rockplan.codegen.call import Replan
 from rockplan.codegen.executable import Executable, Pattern, build
@@ -85,7 +85,7 @@ class Program:
     interface: Interface
     executable: Executable
     constants: tuple[torch.Tensor, ...]
-    output_spec: pytree.TreeSpec
+    output_spec: trees.TreeSpec
     hooked: frozenset[str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
@@ -100,7 +100,7 @@ def build_program(
     plan: Plan,
     interface: Interface,
     constants: tuple[torch.Tensor, ...],
-    output_spec: pytree.TreeSpec,
+    output_spec: trees.TreeSpec,
     hooked: frozenset[str] = frozenset(),
 ) -> Program:
     """Generate the code of `plan`, whose values meet the caller as `interface` says."""
@@ -227,7 +227,7 @@ class Planned:
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
         _warn_of_dispatch_modes()
-        leaves, input_spec = pytree.tree_flatten((args, kwargs))
+        leaves, input_spec = trees.tree_flatten((args, kwargs))
         key = (input_spec, call_key(leaves))
         with without_default_device():
             bound = _matching(state.programs.get(key, ()), leaves)
@@ -314,7 +314,7 @@ class _Situation:
         _bind_again(module, {self.key: state.programs[self.key]})
         bounds = state.programs[self.key]
         known = [b for b in bounds if b.program.executable.pattern == pattern]
-        found = _matching(known, pytree.tree_leaves((self.args, self.kwargs)))
+        found = _matching(known, trees.tree_leaves((self.args, self.kwargs)))
         if found is None:
             found = _bind(module, self._program(pattern))
         else:
@@ -408,7 +408,7 @@ def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
     bound = _bind(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _run(bound, pytree.tree_leaves((args, kwargs)), _no_other_plan)
+        return _run(bound, trees.tree_leaves((args, kwargs)), _no_other_plan)
 
     return forward
 
@@ -519,7 +519,7 @@ def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     leaves = [
         leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs
     ]
-    return pytree.tree_unflatten(leaves, program.output_spec)
+    return trees.tree_unflatten(leaves, program.output_spec)
 
 
 def _bind(module: nn.Module, program: Program) -> _Bound:
@@ -572,7 +572,7 @@ def planned_module(
     )
     planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
-    leaves, input_spec = pytree.tree_flatten((args, kwargs))
+    leaves, input_spec = trees.tree_flatten((args, kwargs))
     state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]
     state.latest = program
     return planned

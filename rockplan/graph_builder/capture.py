@@ -22,8 +22,8 @@ from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
 
+from rockplan import trees
 from rockplan.contents import data_in
 from rockplan.errors import (
     CaptureError,
@@ -105,7 +105,7 @@ class Capture:
     gradients: tuple[tuple[int, int | None], ...]
     guards: tuple[Guard, ...]
     backward_ignores_autocast: bool
-    output_spec: pytree.TreeSpec
+    output_spec: trees.TreeSpec
     samples: dict[int, torch.Tensor]
     copies: tuple[tuple[int, int], ...] = ()
 
@@ -125,8 +125,10 @@ def capture(
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     _refuse_function_modes()
+    _refuse_scripted(module)
+    _refuse_unmade(module)
     _refuse_hooks(module)
-    leaves, input_spec = pytree.tree_flatten((args, kwargs))
+    leaves, input_spec = trees.tree_flatten((args, kwargs))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Distinct calls are worked out once (`results`): what a second cache keeps is not asked for.
     fake_mode.cache_enabled = False
@@ -203,13 +205,13 @@ class _Forward:
     that does the same; data: the plain data among the module's attributes afterwards."""
 
     outputs: list[Any]
-    spec: pytree.TreeSpec
+    spec: trees.TreeSpec
     done: tuple[Any, ...]
     data: dict[tuple[str, str], Any]
 
     @classmethod
     def of(
-        cls, recorder: Recorder, outputs: list[Any], spec: pytree.TreeSpec, module: nn.Module
+        cls, recorder: Recorder, outputs: list[Any], spec: trees.TreeSpec, module: nn.Module
     ) -> _Forward:
         result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
         constants = [id(tensor) for _, tensor in recorder.constants]
@@ -225,18 +227,18 @@ class _ForwardCall:
     module: nn.Module
     forward: Callable[..., Any]
     leaves: Sequence[Any]
-    spec: pytree.TreeSpec
+    spec: trees.TreeSpec
     results_of_others: Sequence[int]
     reader: ValueReader
 
     def run(self, recorder: Recorder) -> _Forward:
-        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        args, kwargs = trees.tree_unflatten(self.leaves, self.spec)
         refuse = functools.partial(_refuse_here, recorder)
         paths = _module_paths(self.module, recorder)
         with recorder, paths, draws.refused(self.module, refuse):
             result = _call_module(self.forward, args, kwargs, self.results_of_others)
         self.reader.refuse_writes()
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = trees.tree_flatten(result)
         outputs = [_known_output(recorder, *found) for found in enumerate(leaves)]
         return _Forward.of(recorder, outputs, spec, self.module)
 
@@ -305,16 +307,29 @@ class _StandIns:
 def _tensor_names(
     module: nn.Module,
 ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-    parameters: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
-    buffers = list(module.named_buffers())
-    for name, tensor in (*parameters, *buffers):
-        if is_lazy(tensor):
-            raise InvalidInput(f"{name} is lazy: run the module once on a sample, then plan it")
-        if tensor.device.type == "meta":
-            raise InvalidInput(
-                f"{name} is on the meta device: materialize the module, then plan it"
+    return list(module.named_parameters()), list(module.named_buffers())
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for path, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            part = f"submodule '{path}'" if path else "model"
+            raise UnsupportedModel(
+                f"{part} is a {type(m).__name__}: what TorchScript runs cannot be followed. Plan "
+                "the model with the module that was scripted or traced in its place",
+                module_path=path,
             )
-    return parameters, buffers
+
+
+def _refuse_unmade(module: nn.Module) -> None:
+    for names in _tensor_names(module):
+        for name, tensor in names:
+            if is_lazy(tensor):
+                raise InvalidInput(f"{name} is lazy: run the module once on a sample, then plan it")
+            if tensor.device.type == "meta":
+                raise InvalidInput(
+                    f"{name} is on the meta device: materialize the module, then plan it"
+                )
 
 
 def _given(
@@ -403,9 +418,8 @@ def _call_module(
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
         raise CaptureError(
-            "the sample does not run through the model's forward: "
-            f"{_named(error)}. Check the shapes, dtypes and devices of sample_input (and "
-            f"sample_kwargs) by calling the module on them{remedy}"
+            f"the model's forward does not run on these arguments: {_named(error)}. Check their "
+            f"shapes, dtypes and devices by calling the original module on them{remedy}"
         ) from error
 
 
@@ -604,7 +618,8 @@ def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> No
 
 
 def _refuse_opaque(output: object, position: int) -> None:
-    plain = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
+    plain += (torch.dtype, torch.device, torch.Size)
     if isinstance(output, plain):
         return
     remedy = (
