@@ -36,7 +36,7 @@ third of the time."""
 
 SHARE = 0.5
 """Of the time that is left for the relaxation, for each search of the whole graph, for integer
-programs that follow, and for the options of blocks, at most."""
+programs that follow, for the options of blocks, and for evictions of a large graph, at most."""
 
 BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
 """Of the machine on which the smallest peak is looked for. What is found depends on times: with
@@ -124,33 +124,40 @@ def _smallest(
         is_complete = time.monotonic() < until
     # The relaxation is asked first when a plan is made: what it leads to with less would be
     # accepted below the smallest budget.
-    found = _smallest_relaxed(graph, _smallest_elsewhere(graph, chain, cache, deadline), deadline)
+    elsewhere = _smallest_elsewhere(graph, chain, cache, deadline)
+    found = _smallest_relaxed(graph, elsewhere.schedule, deadline)
+    is_complete = is_complete and elsewhere.is_complete
     return Improved(found, is_complete and time.monotonic() < deadline)
 
 
 def _smallest_elsewhere(
     graph: CDGraph, chain: Chain | None, cache: Cache | None, deadline: float
-) -> Schedule:
+) -> Improved:
     """On the other machine. In the cache it is the one option of the graph as a block, unless it
     was cut short."""
     there = _elsewhere(graph)
     key = family_key(problem_digest(there), "the least peak")
     known = cache.family(key, functools.partial(is_legal, there)) if cache else None
     if known is not None:
-        return with_frees(graph, known.options[0].forward, known.options[0].backward)
+        stored = with_frees(graph, known.options[0].forward, known.options[0].backward)
+        return Improved(stored, is_complete=True)
     # First what leads further in little time, where it does.
     of_chain = None if chain is None else chain.solver.thriftiest(deadline=deadline)
-    evicted = eviction.thriftiest(there, deadline=deadline)
+    # Where there is a chain, evictions may take all the time and lead less far than exchanges.
+    until = deadline if chain is None else share_until(deadline, SHARE)
+    evicted = eviction.thriftiest(there, deadline=until)
+    is_complete = time.monotonic() < until
     found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
     found = _smallest_relaxed(there, _squeezed(there, found, deadline), deadline)
     if needs.is_searched(there):
         less_bytes = simulate(there, found).peak_bytes - 1
         while (less := needs.within(there, less_bytes, deadline=deadline)) is not None:
             found, less_bytes = less, simulate(there, less).peak_bytes - 1
-    if cache and time.monotonic() < deadline:
+    is_complete = is_complete and time.monotonic() < deadline
+    if cache and is_complete:
         option = option_of(there, Orders(*found.phases))
         cache.put_family(key, OptionFamily((option,), gap_ns=None, solves=0))
-    return found
+    return Improved(found, is_complete)
 
 
 def _elsewhere(graph: CDGraph) -> CDGraph:

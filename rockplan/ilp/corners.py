@@ -183,6 +183,7 @@ class Search:
 
 def search_corners(problem: CDGraph, settings: Settings) -> Search:
     """Find the ends, then sweep from the loosest corners as long as the effort lasts."""
+    deadline = time.monotonic() + settings.time_limit_s
     units = in_units(problem)
     stages = find_stages(units)
     fits_solver = 0 < entries(stages) <= MAX_ENTRIES
@@ -190,7 +191,7 @@ def search_corners(problem: CDGraph, settings: Settings) -> Search:
         units=units,
         model=formulate(stages) if fits_solver else None,
         settings=settings,
-        deadline=time.monotonic() + settings.time_limit_s,
+        deadline=deadline,
         bounds=[(UNLIMITED, UNLIMITED, problem.time_ns)],
     )
     for orders in seed_orders(units.graph):

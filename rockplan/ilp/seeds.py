@@ -6,6 +6,8 @@ of a search, and all the answers for a problem that is too large for the solver.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rockplan.graph import CDGraph, DataKind, producers
 from rockplan.ilp.decode import Orders, keep_all_orders
 from rockplan.schedule import without_idle
@@ -13,10 +15,15 @@ from rockplan.schedule import without_idle
 PREFIXES = 16
 """How many sets of dropped storages are tried between keep-all and keep-nothing."""
 
+LONGEST = 50_000
+"""Executions of a seed: to make everything again for each reader takes their square (of a loop over
+250 steps, 5690 nodes, 258 times keep-all, which took longer to write down than any time limit)."""
+
 
 def seed_orders(problem: CDGraph) -> list[Orders]:
     """Keep-all first; then more and more is dropped, what is cheapest for its size first. The
-    last one makes everything again for each reader: the least that stays alive in between."""
+    last one makes everything again for each reader, if that is not too long: the least that stays
+    alive in between."""
     producer = producers(problem)
     read = {d for node in problem.backward for d in node.reads}
     droppable = [
@@ -36,24 +43,38 @@ def seed_orders(problem: CDGraph) -> list[Orders]:
     count = len(droppable)
     sizes = dict.fromkeys(-(-count * k // PREFIXES) for k in range(1, PREFIXES + 1))
     orders = [keep_all_orders(problem)]
-    orders += [_dropping(problem, frozenset(droppable[:size]), forget=False) for size in sizes]
-    orders.append(_dropping(problem, frozenset(droppable), forget=True))
+    orders += [_dropping(problem, producer, frozenset(droppable[:size])) for size in sizes]
+    orders += _forgetting(problem, producer, frozenset(droppable))
     return list(dict.fromkeys(orders))
 
 
-def _dropping(problem: CDGraph, dropped: frozenset[int], *, forget: bool) -> Orders:
-    """Forward once; before each backward node, what it needs and is not there.
-
-    forget: what was made again for one backward node is not there for the next.
-    """
-    kept = _kept(problem, dropped)
-    there = set(kept)
+def _dropping(problem: CDGraph, producer: Mapping[int, int], dropped: frozenset[int]) -> Orders:
+    """Forward once; before each backward node, what it needs and is not there."""
+    there = _kept(problem, dropped)
     backward: list[int] = []
     for node in problem.backward:
-        again = _missing(problem, there, node.reads)
+        again = _missing(problem, producer, there, node.reads)
         backward += [*sorted(again), node.index]
-        if not forget:
-            there.update(d for i in again for d in problem.nodes[i].writes)
+        there.update(d for i in again for d in problem.nodes[i].writes)
+    return _orders(problem, backward)
+
+
+def _forgetting(
+    problem: CDGraph, producer: Mapping[int, int], dropped: frozenset[int]
+) -> list[Orders]:
+    """The same where nothing that was made again for one backward node is there for the next; none
+    if that is too long."""
+    kept = _kept(problem, dropped)
+    backward: list[int] = []
+    for node in problem.backward:
+        again = _missing(problem, producer, kept, node.reads)
+        backward += [*sorted(again), node.index]
+        if len(backward) > LONGEST:
+            return []
+    return [_orders(problem, backward)]
+
+
+def _orders(problem: CDGraph, backward: list[int]) -> Orders:
     return Orders(*without_idle(problem, keep_all_orders(problem).forward, backward))
 
 
@@ -70,9 +91,10 @@ def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:
     return kept | {d.index for d in problem.data if d.index not in made}
 
 
-def _missing(problem: CDGraph, there: set[int], reads: tuple[int, ...]) -> set[int]:
+def _missing(
+    problem: CDGraph, producer: Mapping[int, int], there: set[int], reads: tuple[int, ...]
+) -> set[int]:
     """Nodes to run again so that `reads` can be read."""
-    producer = producers(problem)
     again: set[int] = set()
     pending = [d for d in reads if d not in there]
     while pending:
