@@ -12,17 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rockplan.block import BlockOption
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, DataKind
 from rockplan.ilp import corners
 from rockplan.ilp.corners import Settings
 from rockplan.ilp.decode import dominates, keep_all_orders, peak_bytes, price
 from rockplan.ilp.options import option_families, option_family
+from rockplan.ilp.seeds import seed_orders
 from rockplan.ilp.units import in_units
 from rockplan.schedule import with_frees
 from rockplan.simulate import simulate
 from rockplan.verify import verify
 from tests.exhaustive import Exhaustive, stage_schedules
 from tests.graphs import (
+    Roofline,
     attention_block,
     block_graphs,
     cd_graphs,
@@ -213,3 +215,24 @@ def test_families_do_not_depend_on_the_hash_seed() -> None:
         for seed in ("0", "1")
     }
     assert len(results) == 1
+
+
+def loop(steps: int) -> CDGraph:
+    """Each step reads what the one before has made; so does its backward node."""
+    r = Roofline()
+    made = [r.source(DataKind.INPUT, 8, "x")]
+    for k in range(steps):
+        made += r.forward(f"step {k}", [made[-1]], {f"h{k}": 8})
+    gradient = r.source(DataKind.TANGENT, 8, "g")
+    for k in reversed(range(steps)):
+        gradient = r.backward(f"back {k}", [gradient, made[k + 1]], {f"g{k}": 8})
+    return r.draft.finish((made[-1],), (gradient,), rng_state_bytes=0)
+
+
+@pytest.mark.parametrize(("steps", "makes_all_for_each_reader"), [(30, True), (400, False)])
+def test_seeds_of_loops(steps: int, makes_all_for_each_reader: bool) -> None:
+    """Of a long one none takes the square of its steps."""
+    lengths = [len(orders.backward) for orders in seed_orders(loop(steps))]
+    squared = steps + steps * (steps - 1) // 2
+    assert (max(lengths) >= squared) == makes_all_for_each_reader
+    assert sorted(lengths)[-2] <= 2 * steps
