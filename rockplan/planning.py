@@ -388,6 +388,10 @@ SHARE_OF_SMALLEST = 0.75
 """The same for the smallest budget: of 30 s that of 2+2 layers of T5 takes some 20."""
 
 
+SHARE_WITHOUT_MOVES = 0.2
+"""The same for exchanges that move nothing, where no plan is near: they may gain all the time, and
+those with moves gain more."""
+
 SHARE_OF_MOVES = 0.75
 """The same for exchanges that move first executions: the relaxation in their order takes what is
 left, a second or two."""
@@ -595,9 +599,11 @@ class _Run:
                 found.best = improve(found.relaxed, found.best, deadline=until)
                 self._note(until)
         enough_ns = _accepted_ns(graph, bound_ns, ENOUGH_IF_LARGE)
+        until = share_until(deadline, SHARE_WITHOUT_MOVES)
         found.best = annealed_again(
-            graph, found.best, budget_bytes, enough_ns=enough_ns, deadline=deadline
+            graph, found.best, budget_bytes, enough_ns=enough_ns, deadline=until
         )
+        self._note(until)
         # Of another order nothing is proven.
         enough_ns = graph.time_ns if is_small(graph) else enough_ns
         until = share_until(deadline, SHARE_OF_MOVES)
