@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -83,24 +84,36 @@ def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that at any time `path` holds all of the old or all of the new content.
+    """Write a file so that at any time `path` holds all of the old or all of the new content, with
+    the permissions that it had. A link stays one; a pipe or a device is written to as it is.
 
     Raises InvalidInput for a path without a name, OSError (of `path`) if it cannot be written.
     """
     if not path.name:
         raise InvalidInput(f"the path '{path}' names no file; name the file to write")
     data = content.encode("utf-8") if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            target.write_bytes(data)
+        else:
+            _replace(target, data)
+    except OSError as error:
+        # The name that was asked for, not the one beside it.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
+            if path.is_file():
+                shutil.copymode(path, temporary)
             file.write(data)
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError):
-            # The name that was asked for, not the one beside it.
-            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

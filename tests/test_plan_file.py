@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import stat
 import subprocess
 import sys
 import warnings
@@ -21,7 +22,7 @@ import rockplan
 from rockplan import plan_file, serial, smallest
 from rockplan.graph import as_eager
 from rockplan.plan import Status
-from rockplan.plan_file import dump_plans, outline, parse_plans
+from rockplan.plan_file import dump_plans, outline, parse_plans, write_whole
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
 
@@ -391,3 +392,19 @@ def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(
         rockplan.save_plan(planned, tmp_path)
     assert caught.value.filename == str(tmp_path) and ".part" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_keeps_links_and_permissions_and_fills_pipes(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo() and {p.name for p in tmp_path.iterdir()} == {"target", "link", "pipe"}
