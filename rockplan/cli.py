@@ -552,7 +552,9 @@ def plot(
             "Perfetto; .dot: the graph for Graphviz.",
         ),
     ] = "rockplan.html",
-    picture: Annotated[Picture, typer.Option(help="For .svg and .png.")] = Picture.MEMORY,
+    picture: Annotated[
+        Picture | None, typer.Option(help="For .svg and .png, which have one; memory by default.")
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -572,6 +574,11 @@ def plot(
                 f"--output {output}: name a file in a folder that exists, with one "
                 f"of the endings {', '.join(_DRAWN)}"
             )
+        if picture is not None and suffix not in _OF_ONE:
+            raise InvalidInput(
+                f"--picture is for {' and '.join(_OF_ONE)}; a {suffix} file always holds the same"
+            )
+        chosen = picture or Picture.MEMORY
         if _is_file(source):
             _check_of_file(budget is not None)
             found = _Drawn(rockplan.read_plans(source)[0])
@@ -580,14 +587,17 @@ def plot(
         else:
             subject = make_subject(source)
             with _autocast(subject, autocast):
-                shown = _shown(suffix, picture)
+                shown = _shown(suffix, chosen)
                 options = _options(no_cache, time_limit)
                 found = _drawn(subject, budget, shown, measure, options)
-        path, note = _draw(found, Path(output), picture)
+        path, note = _draw(found, Path(output), chosen)
     print(f"written: {path}{note and f' ({note})'}")
 
 
-_DRAWN = (".html", ".svg", ".png", ".json", ".dot")
+_OF_ONE = (".svg", ".png")
+"""Endings of files that hold one picture."""
+
+_DRAWN = (".html", *_OF_ONE, ".json", ".dot")
 
 _ROUNDS = 5
 """Of the comparison on the curve: a mark in a picture needs less than a table."""

@@ -65,20 +65,35 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
         )
     if len({p.graph_digest for p in plans}) < len(plans):
         raise InvalidInput("two of the plans are for the same kind of call; save one of them")
-    write_whole(Path(path), dump_plans(plans))
+    write_whole(_path_of(path), dump_plans(plans))
+
+
+def _path_of(path: object) -> Path:
+    """Raises InvalidInput for what names no file."""
+    try:
+        found = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidInput(
+            f"the path of a plan is a str or a pathlib.Path, not a {type(path).__name__}"
+        ) from error
+    if "\0" in found:
+        raise InvalidInput(f"the path {found!r} has a null character, which no file name has")
+    return Path(found)
 
 
 def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     """The plans in a file that `save_plan` wrote, for printing and pictures.
 
     Their graphs are outlines: `rockplan.load` makes a module that runs them.
-    Raises PlanFormatError if the file is not such a file, OSError if it cannot be opened.
+    Raises InvalidInput for what is no path, PlanFormatError if the file is not such a file, OSError
+    if it cannot be opened.
     """
+    found = _path_of(path)
     try:
-        return parse_plans(serial.read_text(Path(path)))
+        return parse_plans(serial.read_text(found))
     except PlanFormatError as error:
         raise PlanFormatError(
-            f"{os.fspath(path)} is no plan of rockplan {VERSION} ({error}); write it again with "
+            f"{found} is no plan of rockplan {VERSION} ({error}); write it again with "
             "rockplan.save_plan"
         ) from error
 

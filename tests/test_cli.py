@@ -584,6 +584,13 @@ def test_plot_a_plan_file(plan_file: Path, output: str, begins: bytes) -> None:
     assert [p.name for p in Path.cwd().iterdir()] == [output]
 
 
+@pytest.mark.parametrize("ending", [".dot", ".json", ".html"])
+def test_plot_has_no_picture_to_choose_in_other_files(plan_file: Path, ending: str) -> None:
+    said = errors("plot", str(plan_file), "-o", f"plot{ending}", "--picture", "curve", code=2)
+    assert f"a {ending} file always holds the same" in " ".join(said.split())
+    assert not Path(f"plot{ending}").exists()
+
+
 @pytest.mark.parametrize("picture", ["memory", "curve", "schedule"])
 def test_plot_a_picture(plan_file: Path, picture: str) -> None:
     pytest.importorskip("matplotlib")

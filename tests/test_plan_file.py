@@ -394,6 +394,16 @@ def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", [None, 3, b"", "a\0b", b"a\0b"])
+def test_what_is_no_path_is_invalid_input(planned: nn.Module, path: Any) -> None:
+    words = "names no file" if path == b"" else "path"
+    with pytest.raises(rockplan.InvalidInput, match=words):
+        rockplan.save_plan(planned, path)
+    if path != b"":
+        with pytest.raises(rockplan.InvalidInput, match=words):
+            rockplan.load(net(), sample(), path)
+
+
 def test_writing_keeps_links_and_permissions_and_fills_pipes(tmp_path: Path) -> None:
     target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
     target.write_text("old")
