@@ -291,8 +291,8 @@ class Draft:
 
     def _spread(self, position: int) -> int:
         """Moves apart what is in use; returns where what was at `position` is then."""
-        used = {p for runs in self._runs for p in runs if p > self.boundary}
-        used |= {change.position for change in self._changes}
+        known = (*(p for runs in self._runs for p in runs), *(c.position for c in self._changes))
+        used = {p for p in known if p > self.boundary}
         old = np.array([*range(self.boundary + 1), *sorted(used)])
         room = np.where(old < self.boundary, 1, self._slots)
         new = np.cumsum(room) - room

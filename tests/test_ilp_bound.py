@@ -19,10 +19,11 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lower import lower
 from rockplan.ilp import refine
 from rockplan.ilp.corners import Settings
-from rockplan.ilp.decode import keep_all_orders, peak_bytes, price
-from rockplan.ilp.moments import Facts
+from rockplan.ilp.decode import keep_all_orders, peak_bytes, price, proven_ns
+from rockplan.ilp.moments import Facts, program
 from rockplan.ilp.options import option_family
 from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.ilp.solve import SolverStatus, solve
 from rockplan.prune import pruned
 from rockplan.schedule import keep_all
 from rockplan.simulate import simulate
@@ -36,6 +37,7 @@ from tests.graphs import (
     random_schedule,
     with_more_held,
 )
+from tests.moments import random_moments
 
 
 def draw(seed: int) -> CDGraph:
@@ -66,6 +68,57 @@ def test_no_legal_schedule_is_faster() -> None:
             tight += fastest > graph.time_ns and bound == fastest
     assert costly >= 12
     assert tight >= costly // 3
+
+
+def test_no_legal_schedule_is_faster_than_programs_at_any_moments() -> None:
+    """In either phase, drawn at random, with the rows of spans that one moment split."""
+    tight = costly = forward = 0
+    for seed in range(60):
+        graph, rng = draw(seed), random.Random(seed)
+        facts = Facts(graph)
+        option = rng.choice(option_family(graph, settings=Settings(effort=2_000)).options)
+        budget = peak_bytes(option) - rng.choice((0, 0, 1))
+        fastest = Exhaustive(graph, budget, None, is_free=True, in_order=True).fastest_ns()
+        if fastest is None:
+            continue
+        moments = random_moments(rng, facts)
+        made = program(facts, moments, budget)
+        found = solve(made.linear, time_limit_s=60, absolute_gap=0.0)
+        assert found.status is SolverStatus.OPTIMAL
+        bound = graph.time_ns + proven_ns(found.bound, graph.time_ns)
+        assert solve(made.relaxed, time_limit_s=60, absolute_gap=0.0).bound <= found.bound + 1e-6
+        assert bound <= fastest
+        costly += fastest > graph.time_ns
+        tight += fastest > graph.time_ns and bound == fastest
+        forward += min(moments.ends) < len(graph.forward)
+    assert forward >= 30
+    assert costly >= 12
+    assert tight >= 8
+
+
+class Stacked(nn.Module):
+    """Only the end of the forward phase is short of memory: all states at once, twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, states = x, []
+        for _ in range(4):
+            h = torch.sigmoid(h * x) * torch.tanh(h)
+            states.append(h)
+        return torch.stack(states, 1).softmax(1).sum(1)
+
+
+def test_the_bound_knows_of_the_forward_phase() -> None:
+    lowered = lower(capture(Stacked(), (torch.randn(64, 64, requires_grad=True),), {}), 0)
+    profile = measure.roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    graph = measure.price(lowered.graph, profile)
+    kept = simulate(graph, keep_all(graph))
+    assert kept.peak_bytes == kept.forward_peak_bytes
+    for share in (0.95, 0.8, 0.7):
+        budget_bytes = int(share * kept.peak_bytes)
+        fastest = needs.Search(graph, budget_bytes).fastest(needs.EFFORT, deadline=math.inf)
+        assert fastest is not None
+        time_ns = simulate(graph, fastest).time_ns
+        assert graph.time_ns < lower_bound_ns(graph, budget_bytes, time_limit_s=60) == time_ns
 
 
 def test_no_schedule_that_is_known_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import highspy
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from rockplan.ilp import solve as solve_module
-from rockplan.ilp.solve import LinearProgram, ProgramBuilder, SolverStatus, solve
+from rockplan.ilp.solve import (
+    INFINITY,
+    LinearProgram,
+    ProgramBuilder,
+    SolveReport,
+    SolverStatus,
+    solve,
+)
 
 
 def knapsack(seed: int, count: int, demands: int = 2) -> LinearProgram:
@@ -82,3 +90,20 @@ def test_other_users_of_highs_do_not_matter() -> None:
 
     with ThreadPoolExecutor(max_workers=4) as threads:
         assert set(threads.map(again, range(8))) == {expected.objective}
+
+
+def test_a_solve_that_does_not_look_at_the_clock_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on in its own thread; what was asked for is answered."""
+    done = threading.Event()
+
+    def slow(*_: object) -> SolveReport:
+        done.wait(60)
+        raise AssertionError("nobody asks for this")
+
+    monkeypatch.setattr(solve_module, "_solve", slow)
+    monkeypatch.setattr(solve_module, "PATIENCE_S", 0.01)
+    found = solve(knapsack(1, 4), time_limit_s=0.01, absolute_gap=0.0)
+    done.set()
+    assert found.status is SolverStatus.STOPPED
+    assert found.values is None
+    assert found.bound == -INFINITY

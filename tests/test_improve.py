@@ -39,7 +39,9 @@ from tests.graphs import (
     mlp_block,
     random_chain,
     random_graph,
+    random_schedule,
 )
+from tests.moments import random_moments
 
 RANGES = Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15)
 WITH_STATES = replace(RANGES, random_percent=40, max_rng_state_bytes=6)
@@ -109,8 +111,9 @@ def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
 
 def with_pinches(moments: Moments, pinches: Pinches, schedule: Orders) -> Moments:
     """With the narrowest one before each first execution that has any."""
-    firsts = [i for i, first in zip(schedule.backward, schedule.is_first, strict=True) if first]
-    for end in firsts[1:]:
+    turn = min(i for i in schedule.backward if i not in schedule.forward)
+    firsts = [i for i, first in zip(schedule.computations, schedule.is_first, strict=True) if first]
+    for end in (i for i in firsts if i > turn):
         pinch = min(pinches.before(end), key=lambda pinch: pinch.room_bytes, default=None)
         if pinch is not None:
             following = next((cut for cut in moments.cuts if cut.end == end), None)
@@ -134,6 +137,29 @@ def is_feasible(made: Program, chosen: dict[int, float]) -> bool:
         lower[column] = upper[column] = value
     fixed = replace(made.relaxed, column_lower=lower, column_upper=upper)
     return solve(fixed, time_limit_s=60, absolute_gap=0.0).status is SolverStatus.OPTIMAL
+
+
+def test_every_schedule_is_a_solution_of_programs_with_forward_moments() -> None:
+    """Also such as run nodes of the forward phase again in it."""
+    tight = again = 0
+    for seed in range(60):
+        rng, graph = random.Random(seed), draw(seed)
+        facts = Facts(graph)
+        drawn = [random_schedule(rng, graph) for _ in range(3)]
+        for schedule in (*drawn, thriftiest(graph)):
+            found = Orders(*schedule.phases)
+            moments = random_moments(rng, facts)
+            priced = simulate(graph, schedule)
+            made = program(facts, moments, priced.peak_bytes)
+            solution = solution_of(made, found)
+            assert is_feasible(made, solution)
+            cost = sum(made.linear.costs[column] * value for column, value in solution.items())
+            assert cost * TIME_UNIT * graph.time_ns <= priced.time_ns - graph.time_ns + 1e-3
+            again += len(set(found.forward)) < len(found.forward)
+            tighter = program(facts, moments, priced.peak_bytes // 2)
+            tight += not is_feasible(tighter, solution_of(tighter, found))
+    assert tight >= 40
+    assert again >= 30
 
 
 def test_a_solution_of_a_schedule_reads_as_the_schedule() -> None:

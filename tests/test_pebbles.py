@@ -104,9 +104,10 @@ def between_first_executions(
     """Before each first execution but the first one: what is alive after the one before it, and
     before each computation from there on."""
     alive = alive_before(Facts(graph), found)
-    at = [place for place, first in enumerate(found.is_first) if first]
+    turn = len(found.forward)
+    at = [place for place, first in enumerate(found.is_first) if first and place >= turn]
     for before, place in itertools.pairwise(at):
-        yield found.backward[place], alive[before + 1 : place + 1]
+        yield found.computations[place], alive[before + 1 : place + 1]
 
 
 def fits(graph: CDGraph, budget_bytes: int) -> bool:

@@ -31,11 +31,15 @@ class Orders:
     backward: tuple[int, ...]
 
     @property
+    def computations(self) -> tuple[int, ...]:
+        return self.forward + self.backward
+
+    @property
     def is_first(self) -> list[bool]:
-        """Of each computation of the backward phase: does its node run for the first time?"""
-        executed = set(self.forward)
+        """Of each computation: does its node run for the first time?"""
+        executed: set[int] = set()
         found: list[bool] = []
-        for i in self.backward:
+        for i in self.computations:
             found.append(i not in executed)
             executed.add(i)
         return found

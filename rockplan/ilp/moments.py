@@ -5,11 +5,12 @@ and `simulate` finds within the budget, if it executes every node for the first 
 the graph, is a solution that costs what its re-executions take: the optimum is a lower bound, and a
 solution whose schedule (`orders_of`) keeps the budget is optimal.
 
-Moments are first executions of backward nodes. In the interval up to a moment, what is read for the
-first time is alive from before, or made again, or made for the first time; what is made again needs
-its own inputs in the same way, and what draws again the generator's state from before its first
-draw; what is alive after a moment was alive before it or made in the interval. At each moment, and
-at the start of the backward phase, there is the memory of what is alive.
+Moments are first executions. In the interval up to a moment, what is read for the first time is
+alive from before, or made again, or made for the first time; what is made again needs its own
+inputs in the same way, and what draws again the generator's state from before its first draw; what
+is alive after a moment was alive before it or made in the interval. At each moment, and at the
+start of the backward phase (the *turn*), there is the memory of what is alive. Without moments in
+the forward phase intervals begin at the turn, where anything that was made may be alive.
 
 Where memory is short between two first executions, a re-execution is a moment too (`Mark`): the
 last one of its node between them, or, where the node does not run there, the first of the two. So
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,7 +60,11 @@ Key = tuple[int, int]
 """Of an interval: the first execution that it ends with, and 0, or the one after it, and the number
 of the cut that it ends with."""
 
-START: Key = (-1, 0)
+BEGINNING: Key = (-2, 0)
+"""Of the forward phase, before the first interval."""
+
+TURN: Key = (-1, 0)
+"""Before the first interval, or at the end of one, if moments of the forward phase come before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +101,43 @@ class Pinch:
         return self.end, self.number
 
 
-Cut = Mark | Pinch
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where the backward phase starts, between the first executions of `end - 1` and of `end`."""
+
+    end: int
+
+    @property
+    def number(self) -> int:
+        """It divides before all others."""
+        return -2
+
+    @property
+    def key(self) -> Key:
+        return TURN
+
+
+Cut = Mark | Pinch | Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Where the program looks.
 
-    ends: backward nodes, the last one among them. cuts: of one end in order of time. spans: (key of
-    the interval before, key of the last one) of unions of intervals.
+    ends: nodes, the last one among them. cuts: of one end in order of time; the turn follows from
+    the ends. spans: (key of the interval before, key of the last one) of unions of intervals.
     """
 
     ends: frozenset[int]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[Mark | Pinch, ...] = ()
     spans: frozenset[tuple[Key, Key]] = frozenset()
 
-    def with_cut(self, cut: Cut, before: Cut | None) -> Moments:
+    def with_cut(self, cut: Mark | Pinch, before: Mark | Pinch | None) -> Moments:
         """before: what comes next of the same end, None if it comes last."""
         place = len(self.cuts) if before is None else self.cuts.index(before)
         return replace(self, cuts=(*self.cuts[:place], cut, *self.cuts[place:]))
 
-    def without(self, moment: int | Cut) -> Moments:
+    def without(self, moment: int | Mark | Pinch) -> Moments:
         """An end, or a cut."""
         key = (moment, 0) if isinstance(moment, int) else moment.key
         return Moments(
@@ -128,9 +149,8 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From one moment to the next: of the backward nodes from `first` to before `stop`, which run
-    for the first time there, up to the first execution of the last of them, or to the `cut` after
-    it.
+    """From one moment to the next: of the nodes from `first` to before `stop`, which run for the
+    first time there, up to the first execution of the last of them, or to the `cut` after it.
 
     wanted: open storages (not held, made before `first`) that these or later nodes read, or that
     are read to make those again; reads: of these nodes; absent: nodes that do not run again in it.
@@ -155,8 +175,9 @@ class Facts:
     which nothing makes again; of no size only where they have to be dropped. states: by random
     node, a number of its own, beyond those of storages, for the generator's state before it, which
     is alive until it runs for the last time if it runs again. producer: -1 for tangents and states.
-    again: nodes that may run again. spent_ns: of some backward nodes, what is known to be spent on
-    re-executions until the first execution of the node before, in every schedule within the budget.
+    born: the same, but for states the node that draws from them first. again: nodes that may run
+    again. spent_ns: of some backward nodes, what is known to be spent on re-executions until the
+    first execution of the node before, in every schedule within the budget.
     """
 
     def __init__(self, graph: CDGraph, spent_ns: Mapping[int, int] | None = None) -> None:
@@ -164,9 +185,10 @@ class Facts:
         self.again = may_run_again(graph)
         drawn = sorted(i for i in self.again if graph.nodes[i].random and graph.rng_state_bytes)
         self.states = {i: k for k, i in enumerate(drawn, len(graph.data))}
-        tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
-        once = dict.fromkeys((*tangents, *self.states.values()), -1)
+        self.tangents = frozenset(d.index for d in graph.data if d.kind is DataKind.TANGENT)
+        once = dict.fromkeys((*self.tangents, *self.states.values()), -1)
         self.producer = producers(graph) | once
+        self.born = self.producer | {state: i for i, state in self.states.items()}
         self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
         self.sizes += [graph.rng_state_bytes] * len(drawn)
         held, dropped = set(graph.held), set(graph.dropped)
@@ -189,8 +211,7 @@ class Facts:
         """Storage -> first and last node at which it is alive in every schedule: tangents, and
         what is held."""
         read_by, start = readers(self.graph), len(self.graph.forward)
-        tangents = (d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
-        found = {d: (start, max(read_by[d])) for d in tangents if read_by[d]}
+        found = {d: (start, max(read_by[d])) for d in self.tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
         for d in self.graph.held:
             found[d] = (self.producer[d] if self.producer[d] >= 0 else start, last)
@@ -251,16 +272,21 @@ class Facts:
         return closed
 
     def intervals(self, moments: Moments) -> list[Interval]:
+        start = len(self.graph.forward)
+        stops = _stops(moments, start)
+        firsts = [0 if min(moments.ends) < start else start, *(stop for stop, _, _ in stops)]
         found: list[Interval] = []
         wanted: set[int] = set()
-        stops = _stops(moments)
-        firsts = [len(self.graph.forward), *(stop for stop, _, _ in stops)]
+        unborn: frozenset[int] = frozenset()
         for first, (stop, cut, absent) in reversed(list(zip(firsts, stops, strict=False))):
+            if isinstance(cut, Turn):
+                unborn = self.tangents
             nodes = self.graph.nodes[first:stop]
             read = {d for n in nodes for d in n.reads if d in self.is_open}
             # What is made for the first time from here on is there for what comes after it.
-            wanted = self.closure(d for d in wanted | read if self.producer[d] < first)
-            reads = frozenset(d for d in read if self.producer[d] < first)
+            older = {d for d in wanted | read if self.born[d] < first} - unborn
+            wanted = self.closure(older)
+            reads = frozenset(read & older)
             found.append(Interval(first, stop, cut, reads, tuple(sorted(wanted)), absent))
         return found[::-1]
 
@@ -268,12 +294,15 @@ class Facts:
 Stop = tuple[int, Cut | None, frozenset[int]]
 
 
-def _stops(moments: Moments) -> list[Stop]:
+def _stops(moments: Moments, turn: int) -> list[Stop]:
     """Of each interval: before which first execution it ends, with which cut, and what does not run
-    again in it."""
+    again in it. turn: the first backward node."""
+    cuts: list[Cut] = [*moments.cuts]
+    if min(moments.ends) < turn:
+        cuts.insert(0, Turn(turn))
     found: list[Stop] = []
-    for end in sorted(moments.ends.union(cut.end for cut in moments.cuts)):
-        *parts, (_, absent) = _parts([c for c in moments.cuts if c.end == end], None, frozenset())
+    for end in sorted(moments.ends.union(cut.end for cut in cuts)):
+        *parts, (_, absent) = _parts([c for c in cuts if c.end == end], None, frozenset())
         found += [(end, cut, absent_there) for cut, absent_there in parts]
         if end in moments.ends:
             found.append((end + 1, None, absent))
@@ -314,48 +343,63 @@ class Program:
     @property
     def spans(self) -> frozenset[tuple[Key, Key]]:
         keys = [part.key for part in self.intervals]
-        return frozenset(zip([START, *keys], keys, strict=False))
+        before = BEGINNING if turn_of(self.intervals) else TURN
+        return frozenset(zip([before, *keys], keys, strict=False))
 
     def places(self, schedule: Orders) -> list[int]:
-        """For each computation of the backward phase: its interval; their number where no first
-        execution follows."""
+        """For each computation: its interval; their number where no first execution follows, -1
+        before the first of them."""
         cuts = [part.cut for part in self.intervals if part.cut is not None]
         ends = {part.stop - 1 for part in self.intervals if part.cut is None}
         is_pinched = any(isinstance(cut, Pinch) for cut in cuts)
         alive = alive_before(self.facts, schedule) if is_pinched else []
-        found: list[int] = []
-        start = s = 0
-        for place, (i, first) in enumerate(zip(schedule.backward, schedule.is_first, strict=True)):
-            if not first:
+        start = 0 if turn_of(self.intervals) else len(schedule.forward)
+        found = [-1] * start
+        s = 0
+        for place, (i, first) in enumerate(
+            zip(schedule.computations, schedule.is_first, strict=True)
+        ):
+            if place < start or not first:
                 continue
-            here = slice(start, place + 1)
-            own = [cut for cut in cuts if cut.end == i]
-            lengths = self._lengths(schedule.backward[here], alive[here], own)
+            here = range(start, place + 1)
+            lengths = self._lengths(schedule, here, alive, [cut for cut in cuts if cut.end == i])
             for part, length in enumerate(lengths, s):
                 found += [part] * length
             # Where it is no moment, the last part goes on.
             s += len(lengths) - (i not in ends)
             start = place + 1
-        return found + [len(self.intervals)] * (len(schedule.backward) - len(found))
+        return found + [len(self.intervals)] * (len(schedule.computations) - len(found))
 
     def _lengths(
-        self, nodes: Sequence[int], alive: Sequence[frozenset[int]], cuts: Sequence[Cut]
+        self, schedule: Orders, here: range, alive: Sequence[Set[int]], cuts: Sequence[Cut]
     ) -> list[int]:
-        """How many of `nodes`, the last one for the first time, run in each part; alive: before
-        each of them."""
+        """How many computations of `here`, the last one for the first time, run in each part;
+        alive: before each of all."""
         if not cuts:
-            return [len(nodes)]
+            return [len(here)]
         k = _oldest(cuts)
         cut = cuts[k]
-        if isinstance(cut, Mark):
-            at = max((p + 1 for p, i in enumerate(nodes) if i == cut.node), default=0)
-        else:
-            beside_bytes = [self.facts.beside_bytes(there, cut) for there in alive]
-            at = beside_bytes.index(min(beside_bytes))
+        match cut:
+            case Turn():
+                at = len(schedule.forward)
+            case Mark():
+                at = max(
+                    (p + 1 for p in here if schedule.computations[p] == cut.node),
+                    default=here.start,
+                )
+            case Pinch():
+                at = min(here, key=lambda p: self.facts.beside_bytes(alive[p], cut))
+        before, after = range(here.start, at), range(at, here.stop)
         return [
-            *self._lengths(nodes[:at], alive[:at], cuts[:k]),
-            *self._lengths(nodes[at:], alive[at:], cuts[k + 1 :]),
+            *self._lengths(schedule, before, alive, cuts[:k]),
+            *self._lengths(schedule, after, alive, cuts[k + 1 :]),
         ]
+
+
+def turn_of(intervals: Sequence[Interval]) -> int:
+    """The number of the first one in the backward phase."""
+    turns = (s + 1 for s, part in enumerate(intervals) if isinstance(part.cut, Turn))
+    return next(turns, 0)
 
 
 def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
@@ -393,6 +437,7 @@ class _Rows:
         self.unit_bytes = unit_bytes
         self.builder = builder = ProgramBuilder()
         self.intervals = facts.intervals(moments)
+        turn = turn_of(self.intervals)
         nodes = facts.graph.nodes
         dropped = set(facts.graph.dropped)
         unit_ns = max(facts.graph.time_ns, 1) * TIME_UNIT
@@ -400,7 +445,7 @@ class _Rows:
             (s, d): builder.binary()
             for s, part in enumerate(self.intervals)
             for d in part.wanted
-            if s > 0 or d not in dropped
+            if s != turn or d not in dropped
         }
         self.reruns: list[Runs] = [
             {
@@ -412,7 +457,7 @@ class _Rows:
             for part in self.intervals
         ]
         self._spans(moments.spans)
-        self.memory = [self._start(), *map(self._moment, self._numbers)]
+        self.memory = [self._turn(turn), *map(self._moment, self._moments)]
         self.rooms = self._rooms()
 
     def spend(self) -> None:
@@ -434,6 +479,11 @@ class _Rows:
     def _numbers(self) -> range:
         return range(len(self.intervals))
 
+    @property
+    def _moments(self) -> list[int]:
+        """Those that do not end at the turn."""
+        return [s for s in self._numbers if not isinstance(self.intervals[s].cut, Turn)]
+
     def _units(self, d: int) -> int:
         return self.facts.sizes[d] // self.unit_bytes
 
@@ -448,7 +498,8 @@ class _Rows:
             single = self.span(s, s, [self.reruns[s]])
             end = len(self.intervals) - 1
             later = self.span(s, end, [single, later]) if s < end else single
-        number = {part.key: s for s, part in enumerate(self.intervals)} | {START: -1}
+        number = {BEGINNING: -1, TURN: -1}
+        number |= {part.key: s for s, part in enumerate(self.intervals)}
         spans = ((number[before] + 1, number[last]) for before, last in split)
         # The largest spans so far that each interval is in; these form a tree.
         widest = list(self.reruns)
@@ -490,14 +541,14 @@ class _Rows:
                 builder.at_least([*available(d), (column, -1)], 0)
         return runs
 
-    def _start(self) -> tuple[Terms, int]:
-        """Where the backward phase starts: outputs are there, kept or not."""
+    def _turn(self, s: int) -> tuple[Terms, int]:
+        """Where the backward phase starts, with interval s: outputs are there, kept or not."""
         graph = self.facts.graph
         made_forward = {d for n in graph.forward for d in n.writes}
         there = {d for d in graph.held if d in made_forward} | set(graph.outputs)
-        there |= {d.index for d in graph.data if d.kind is DataKind.TANGENT}
-        kept = [d for d in self.intervals[0].wanted if d not in there]
-        terms = [term for d in kept for term in self._kept(0, d)]
+        there |= self.facts.tangents
+        kept = [d for d in self.intervals[s].wanted if d not in there]
+        terms = [term for d in kept for term in self._kept(s, d)]
         return terms, sum(self.facts.sizes[d] for d in there)
 
     def _moment(self, s: int) -> tuple[Terms, int]:
@@ -547,7 +598,8 @@ class _Rows:
 def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = False) -> Orders:
     """The order that a solution stands for: what it does not keep runs again when it is read next,
     with what that needs, or before the mark beyond which it is kept; at_once: before any moment
-    beyond which it is kept. Legal whatever the solution is."""
+    beyond which it is kept. In the forward phase nothing runs again. Legal whatever the solution
+    is."""
     facts = found.facts
     order = _Order(facts)
 
@@ -559,7 +611,7 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
         order.drop(d for d, c in columns.items() if c is not None and not is_chosen(c))
         kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
         made_again = [d for d in kept if facts.producer[d] in facts.again]
-        for index in range(part.first, part.stop):
+        for index in range(max(part.first, len(facts.graph.forward)), part.stop):
             is_last = part.cut is None and index == part.stop - 1
             order.execute(index, made_again if is_last and at_once else ())
         if isinstance(part.cut, Pinch) and at_once:
@@ -618,8 +670,8 @@ def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
     chosen = dict.fromkeys(columns, 0.0)
     count = len(found.intervals)
     places = found.places(schedule)
-    for i, s, first in zip(schedule.backward, places, schedule.is_first, strict=True):
-        if not first and s < count and i in found.reruns[s]:
+    for i, s, first in zip(schedule.computations, places, schedule.is_first, strict=True):
+        if not first and 0 <= s < count and i in found.reruns[s]:
             chosen[found.reruns[s][i]] = 1.0
     alive = alive_before(found.facts, schedule)
     kept = dict(reversed(list(zip(places, alive, strict=True))))
@@ -631,13 +683,14 @@ def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
 
 
 def alive_before(facts: Facts, schedule: Orders) -> list[frozenset[int]]:
-    """For each computation of the backward phase: what is there that it or a later one reads."""
+    """For each computation: what is there that it or a later one reads."""
     found: list[frozenset[int]] = []
     read_next: set[int] = set()
-    computed = zip(schedule.backward, schedule.is_first, strict=True)
-    for i, is_first in reversed(list(computed)):
+    for i, is_first in reversed(list(zip(schedule.computations, schedule.is_first, strict=True))):
         node = facts.graph.nodes[i]
         read_next.difference_update(node.writes)
+        if is_first:
+            read_next.discard(facts.states.get(i, -1))
         read_next.update(node.reads if is_first else facts.reads_again(i))
         found.append(frozenset(read_next))
     return found[::-1]

@@ -40,6 +40,7 @@ from rockplan.ilp.moments import (
     Moments,
     Pinch,
     Program,
+    Turn,
     alive_before,
     orders_of,
     peak_program,
@@ -267,12 +268,12 @@ def looking_closer(
 ) -> Moments | None:
     """With a moment at which the schedule does not keep the budget and that the program does not
     have: the one of `pinches` whose room it exceeds most, or else where it needs most; None if
-    there is none. at_reruns: re-executions count too."""
-    first = len(made.facts.graph.forward)
+    there is none. at_reruns: re-executions in the backward phase count too."""
+    turn = len(made.facts.graph.forward)
     spans = moments.spans | made.spans
     excesses = _excesses(made, found, budget_bytes)
     if pinches is not None:
-        pinch = _exceeded(made, found, {e.end for e in excesses}, pinches)
+        pinch = _exceeded(made, found, {e.end for e in excesses if e.end >= turn}, pinches)
         if pinch is not None:
             marks = (cut for cut in moments.cuts if cut.end == pinch.end)
             return replace(moments.with_cut(pinch, next(marks, None)), spans=spans)
@@ -283,12 +284,11 @@ def looking_closer(
     if worst.node == worst.end:
         return replace(moments, ends=moments.ends | {worst.end}, spans=spans)
     # All that runs for the first time there is the end.
-    ends = moments.ends | {e for e in (worst.end - 1, worst.end) if e >= first}
+    ends = moments.ends | {e for e in (worst.end - 1, worst.end) if e >= turn}
     number = 1 + max([0, *(cut.number for cut in moments.cuts)])
     mark = Mark(worst.node, worst.end, number)
-    following = made.intervals[worst.interval].cut
-    if following is not None and following.end != worst.end:
-        following = None
+    cut = made.intervals[worst.interval].cut
+    following = None if isinstance(cut, Turn) or cut is None or cut.end != worst.end else cut
     return replace(moments.with_cut(mark, following), ends=ends, spans=spans)
 
 
@@ -304,16 +304,20 @@ class _Excess:
 
 def _excesses(made: Program, found: Orders, budget_bytes: int) -> list[_Excess]:
     during = _during(made.facts.graph, found)
-    at = zip(during, _following(found), found.backward, made.places(found), strict=True)
+    at = zip(during, _following(found), found.computations, made.places(found), strict=True)
+    turn = len(found.forward)
     return [
         _Excess(bytes_, end, i, s)
-        for bytes_, end, i, s in at
-        if end is not None and bytes_ > budget_bytes
+        for place, (bytes_, end, i, s) in enumerate(at)
+        if end is not None and bytes_ > budget_bytes and (place >= turn or i == end)
     ]
 
 
 def _is_new(excess: _Excess, made: Program, at_reruns: bool) -> bool:
     """Does the program not look there?"""
+    if excess.interval < 0:
+        # Before the turn, with which it begins.
+        return True
     part = made.intervals[excess.interval]
     if excess.node == excess.end:
         return part.cut is not None or part.stop != excess.end + 1
@@ -329,12 +333,13 @@ def _exceeded(
     facts = made.facts
     known = {part.cut.end for part in made.intervals if isinstance(part.cut, Pinch)}
     alive = alive_before(facts, found)
-    firsts = zip(found.backward, found.is_first, strict=True)
+    turn = len(facts.graph.forward)
+    firsts = zip(found.computations, found.is_first, strict=True)
     at = {i: place for place, (i, is_first) in enumerate(firsts) if is_first}
     states = {
         end: alive[at[end - 1] + 1 : at[end] + 1]
         for end in {*ends, *(e + 1 for e in ends)} - known
-        if end - 1 in at and end in at
+        if end > turn and end in at
     }
 
     def least_bytes(end: int) -> int:
@@ -357,21 +362,20 @@ def _first(facts: Facts) -> Moments | None:
 
 
 def _following(found: Orders) -> list[int | None]:
-    """For each computation of the backward phase: itself or the next first execution."""
+    """For each computation: itself or the next first execution."""
     following: list[int | None] = []
     end: int | None = None
-    for i, first in zip(reversed(found.backward), reversed(found.is_first), strict=True):
+    for i, first in zip(reversed(found.computations), reversed(found.is_first), strict=True):
         end = i if first else end
         following.append(end)
     return following[::-1]
 
 
 def _during(graph: CDGraph, found: Orders) -> list[int]:
-    """Bytes during each computation of the backward phase."""
+    """Bytes during each computation."""
     schedule = with_frees(graph, found.forward, found.backward)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
-    during = [step.during_bytes for event, step in steps if isinstance(event, Compute)]
-    return during[len(found.forward) :]
+    return [step.during_bytes for event, step in steps if isinstance(event, Compute)]
 
 
 def _proven_ns(graph: CDGraph, bound: float) -> int:
