@@ -28,8 +28,8 @@ class Executable:
 
     targets: for each backward slice, positions among the residents of the tensors whose
     gradients it returns; outputs: leaves of the result that are tensors, one for each tensor;
-    relations: among those; pattern: of the incoming gradients that the plan was made for; devices:
-    device types that the graph computes on; random: it draws numbers; early: positions of those of
+    relations: among those; pattern: of the incoming gradients that the plan was made for; devices,
+    device_types: that the graph computes on; random: it draws numbers; early: positions of those of
     the targets that are read after their gradient is complete and handed over; again: the same plan
     for a forward phase that runs once more, and so changes no buffers (raises BackwardError where
     that cannot be had).
@@ -42,6 +42,7 @@ class Executable:
     relations: Relations
     pattern: Pattern
     devices: tuple[str, ...]
+    device_types: tuple[str, ...]
     random: bool
     early: tuple[int, ...]
     backward_ignores_autocast: bool
@@ -57,6 +58,7 @@ def build(
     position = {v: i for i, v in enumerate(interface.residents)}
     outputs = tuple(interface.outputs[i] for i in interface.results)
     targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
+    devices = {v.spec.device for v in graph.values}
     return Executable(
         code=code,
         functions=load(code, interface, f"{name} again" if again else name),
@@ -66,7 +68,8 @@ def build(
         pattern=tuple(
             None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
         ),
-        devices=tuple(sorted({v.spec.device for v in graph.values})),
+        devices=tuple(sorted(devices)),
+        device_types=tuple(sorted({d.split(":")[0] for d in devices})),
         random=any(n.random for n in graph.nodes),
         early=_early(targets, code.read, [graph.values[v].data for v in interface.residents]),
         backward_ignores_autocast=interface.backward_ignores_autocast,
@@ -137,12 +140,15 @@ def _run(
     """Run generated code with the kernels of eager: below autograd (`guard`: the dispatch keys
     to skip), gradient mode on (some kernels look at it), and autocast off, because its casts are
     operations of the graph."""
+    for device_type in executable.device_types:
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                return _run(executable, frame, function, guard)
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
     try:
-        for device_type in {d.split(":")[0] for d in executable.devices}:
-            if torch.is_autocast_enabled(device_type):
-                with torch.autocast(device_type, enabled=False):
-                    return _run(executable, frame, function, guard)
-        with torch.enable_grad(), guard():
+        with guard():
             return function(frame)
     finally:
+        torch._C._set_grad_enabled(before)
         frame.end_replay()
