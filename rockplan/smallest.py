@@ -22,11 +22,12 @@ from rockplan.graph_builder.canonical import problem_digest
 from rockplan.graph_builder.measure import price, roofline
 from rockplan.ilp.decode import Orders
 from rockplan.ilp.decode import price as option_of
+from rockplan.ilp.moments import Facts
 from rockplan.ilp.refine import Refined, refined
 from rockplan.progress import report
 from rockplan.prune import pruned
 from rockplan.relief import relieved
-from rockplan.schedule import Schedule, with_frees
+from rockplan.schedule import Schedule, keep_all, with_frees
 from rockplan.simulate import simulate
 
 SMALL_NODES = 800
@@ -37,6 +38,11 @@ third of the time."""
 SHARE = 0.5
 """Of the time that is left for the relaxation, for each search of the whole graph, for integer
 programs that follow, for the options of blocks, and for evictions of a large graph, at most."""
+
+AT_ONCE_S = 2.0
+"""Beyond the time limit, for something that is smaller at all."""
+
+SHARES_AT_ONCE = (0.125, 0.25, 0.5)
 
 BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
 """Of the machine on which the smallest peak is looked for. What is found depends on times: with
@@ -148,6 +154,8 @@ def _smallest_elsewhere(
     evicted = eviction.thriftiest(there, deadline=until)
     is_complete = time.monotonic() < until
     found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
+    if not is_complete and found == keep_all(there):
+        found = _at_once(there)
     found = _smallest_relaxed(there, _squeezed(there, found, deadline), deadline)
     if needs.is_searched(there):
         less_bytes = simulate(there, found).peak_bytes - 1
@@ -158,6 +166,22 @@ def _smallest_elsewhere(
         option = option_of(there, Orders(*found.phases))
         cache.put_family(key, OptionFamily((option,), gap_ns=None, solves=0))
     return Improved(found, is_complete)
+
+
+def _at_once(graph: CDGraph) -> Schedule:
+    """Where there was no time for anything: what the relaxation leads to within less and less, part
+    of the way, in ratios, from what everything takes to what single operations need."""
+    found = keep_all(graph)
+    most_bytes = simulate(graph, found).peak_bytes
+    least_bytes = max(Facts(graph).forced_bytes, default=0)
+    deadline = time.monotonic() + AT_ONCE_S
+    for share in SHARES_AT_ONCE:
+        asked_bytes = int(most_bytes * (least_bytes / max(most_bytes, 1)) ** share)
+        _, near = fitted_relaxed(graph, asked_bytes, deadline, deadline)
+        if near is None:
+            break
+        found = near
+    return found
 
 
 def _elsewhere(graph: CDGraph) -> CDGraph:

@@ -18,7 +18,7 @@ import rockplan
 from benchmarks import models, priced
 from benchmarks.models import Case
 from benchmarks.priced import prepared
-from rockplan import Options, families, planning, smallest
+from rockplan import Options, eviction, families, planning, smallest
 from rockplan.anneal import fitted
 from rockplan.api import plan_each
 from rockplan.block import OptionFamily
@@ -32,6 +32,7 @@ from rockplan.ilp.refine import Refined, refined
 from rockplan.plan import Plan, Status
 from rockplan.schedule import Schedule, keep_all
 from rockplan.simulate import simulate
+from rockplan.verify import verify
 from tests.graphs import random_graph
 from tests.usage import mean_square
 
@@ -297,6 +298,18 @@ def test_the_smallest_budget_is_looked_for_within_the_time_limit(
     with pytest.raises(InfeasibleBudget) as later:
         planning.plan_anew(problem, Budget(size_bytes=1), replace(NO_CACHE, cache=True))
     assert later.value.minimum_bytes == patient.value.minimum_bytes
+
+
+def test_where_time_is_too_short_for_evictions_the_relaxation_leads_to_something(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = problem.constrained
+    everything = keep_all(graph)
+    monkeypatch.setattr(eviction, "thriftiest", lambda *_, **__: everything)
+    found = smallest._smallest(graph, None, None, time.monotonic())
+    assert not found.is_complete
+    verify(graph, found.schedule)
+    assert smallest.peak_bytes(graph, found) < 0.8 * simulate(graph, everything).peak_bytes
 
 
 def test_a_smallest_budget_that_was_named_works_whatever_is_found_later(
