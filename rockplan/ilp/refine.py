@@ -57,8 +57,8 @@ improve a plan twice as many."""
 
 ITERATIONS = 4000
 """Of the simplex method in one relaxation, after which none with more moments follows: a quarter of
-a second on transformers. Columns say less: the first relaxation of a loop of 300 steps has 6,000 and
-takes 0.04 s, the second knows 20 % of an iteration more."""
+a second on transformers. Columns say less: the first relaxation of a loop of 300 steps has 6,000
+and takes 0.04 s."""
 
 PATIENCE = 3
 """Moments without a gain in the bound, after which no relaxation follows."""
