@@ -112,7 +112,7 @@ def test_what_is_learned_holds_with_any_storages() -> None:
 
 def test_what_levels_prove_raises_the_relaxation_and_never_too_far() -> None:
     raised = 0
-    for graph, budget_bytes, optimum_ns in optima(range(360, 420)):
+    for graph, budget_bytes, optimum_ns in optima(range(420, 540)):
         if not optimum_ns or max(Relaxation(graph, budget_bytes, small=0).parts) >= 0:
             continue
         relaxation, turn = Relaxation(graph, budget_bytes, small=0), len(graph.forward)
