@@ -383,10 +383,9 @@ class Program:
             case Turn():
                 at = len(schedule.forward)
             case Mark():
-                at = max(
-                    (p + 1 for p in here if schedule.computations[p] == cut.node),
-                    default=here.start,
-                )
+                nodes = schedule.computations[here.start : here.stop]
+                runs = (p + 1 for p, i in zip(here, nodes, strict=True) if i == cut.node)
+                at = max(runs, default=here.start)
             case Pinch():
                 at = min(here, key=lambda p: self.facts.beside_bytes(alive[p], cut))
         before, after = range(here.start, at), range(at, here.stop)
