@@ -43,6 +43,7 @@ AT_ONCE_S = 2.0
 """Beyond the time limit, for something that is smaller at all."""
 
 SHARES_AT_ONCE = (0.125, 0.25, 0.5)
+"""Of the way to what single operations need: what is found soonest first, since that may be all."""
 
 BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
 """Of the machine on which the smallest peak is looked for. What is found depends on times: with

@@ -129,8 +129,8 @@ def _check_autocast(executable: Executable) -> None:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, less what it does for torch.func, under which no planned module runs: a
-    third of the time that it takes."""
+    """`function.apply`, less what it does for torch.func, under which no planned module runs:
+    8 us became 5."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
