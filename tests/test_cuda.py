@@ -7,8 +7,10 @@ Skipped where there is none. Eager execution must repeat itself: algorithms are 
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import FOR_CUDA, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
+from rockplan.graph import CDGraph
+from rockplan.graph_builder.reorder import gathered
+from rockplan.schedule import first_executions
 from tests.test_measure import Counting
+from tests.test_orders import plan_in, topological
+from tests.test_returned import classifier
 from tests.training import generator_states, solve_case, train_side_by_side, twin
 from tests.usage import mean_square
 
@@ -222,6 +230,65 @@ def test_on_a_stream_of_the_callers() -> None:
     with torch.cuda.stream(stream):
         train_side_by_side(case, planned, eager)
     torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_planned_modules(reentrant: bool) -> None:
+    case = large(width=256, depth=4, batch=512)
+    case.args[0].requires_grad_()
+    eager = twin(case)
+    planned = solve_case(case, "min")
+
+    def twice(module: nn.Module) -> torch.Tensor:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = module(module(x) + x)
+            return y
+
+        y: torch.Tensor = checkpoint(call, *case.args, use_reentrant=reentrant)
+        return y
+
+    for step in range(2):
+        found = []
+        for module in (eager, planned):
+            torch.manual_seed(step)
+            twice(module).sum().backward()
+            gradients = [t.grad for t in (*case.args, *module.parameters())]
+            found.append([*gradients, *generator_states()])
+            case.args[0].grad = None
+        for expected, other in zip(*found, strict=True):
+            assert torch.equal(expected, other)
+    held: list[torch.Tensor] = []
+    left = {
+        rockplan.peak_live_bytes(lambda m=module: held.append(twice(m)), device="cuda")[1]
+        for module in (eager, planned)
+    }
+    assert len(left) == 1 and min(left) > 0
+
+
+@pytest.mark.parametrize("order_of", [gathered, functools.partial(topological, random.Random(0))])
+def test_first_executions_in_another_order(
+    order_of: Callable[[CDGraph], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_in(order_of, monkeypatch)
+    case = large(width=256, depth=6, batch=512)
+    order = first_executions(check(case, "70%").schedule)
+    assert order != tuple(sorted(order))
+
+
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_leaves_that_the_caller_lets_go_are_not_counted(budget: str) -> None:
+    torch.manual_seed(0)
+    case = classifier(batch=4096).to("cuda")
+    eager = twin(case)
+    planned = solve_case(case, budget, options=rockplan.Options(released=(1,)))
+    plan = planned.plan
+    peak_bytes, left_bytes = rockplan.peak_live_bytes(
+        lambda: planned(*case.args)[0].backward(), device="cuda"
+    )
+    assert left_bytes == 0 and peak_bytes <= plan.budget_bytes
+    assert abs(peak_bytes - plan.peak_bytes) <= tolerance_bytes(plan, "cuda")
+    planned.zero_grad()
+    train_side_by_side(case, planned, eager)
 
 
 def test_a_plan_of_a_file_and_a_copy(tmp_path: Path) -> None:

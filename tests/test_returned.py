@@ -380,12 +380,13 @@ class Classifier(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.head(torch.relu(self.body(x)))
-        return functional.cross_entropy(scores, torch.arange(len(x))), scores
+        return functional.cross_entropy(scores, torch.arange(len(x), device=x.device) % 400), scores
 
 
-def classifier() -> Case:
+def classifier(batch: int = 64) -> Case:
     torch.manual_seed(0)
-    return Case("classifier", Classifier(), (torch.randn(64, 16),), {}, operator.itemgetter(0))
+    sample = torch.randn(batch, 16)
+    return Case("classifier", Classifier(), (sample,), {}, operator.itemgetter(0))
 
 
 @pytest.mark.parametrize("budget", ["min", "100%"])
