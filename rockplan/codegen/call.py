@@ -8,8 +8,9 @@ around the module, which brings that of a forward that it ran again.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -81,8 +82,8 @@ class Kept:
         self._starts = random_state.starts(executable.devices) if executable.random else ()
         outputs = run_forward(executable, self._frame)
         self._copies = dict(zip(executable.code.copied, self._frame.copies, strict=True))
-        self._versions = [_version(t) for t in self.residents]
-        self._saved_versions = [_version(t) for t in self._frame.saved.values()]
+        self._versions = _versions(self.residents)
+        self._saved_versions = _versions(self._frame.saved.values())
         return outputs
 
     @property
@@ -107,7 +108,7 @@ class Kept:
             running, frame = self._forward_again(planned, pattern)
         else:
             running, frame = self._executable, self._frame
-            if self._saved_versions != [_version(t) for t in frame.saved.values()]:
+            if self._saved_versions != _versions(frame.saved.values()):
                 raise BackwardError(_MODIFIED)
             self.check_residents(running.code.checked, _MODIFIED)
         self._is_used = True
@@ -150,9 +151,10 @@ class Kept:
             residents[position].copy_(before)
         return tuple(residents)
 
-    def check_residents(self, positions: Iterable[int], message: str) -> None:
+    def check_residents(self, positions: Sequence[int], message: str) -> None:
         """Raise BackwardError with `message` where one was changed since the forward."""
-        if any(_version(self.residents[i]) != self._versions[i] for i in positions):
+        now = _versions([self.residents[i] for i in positions])
+        if now != [self._versions[i] for i in positions]:
             raise BackwardError(message)
 
 
@@ -217,8 +219,14 @@ def _counts(executable: Executable) -> Counter[int]:
     return Counter(t for targets in executable.targets for t in targets)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+    try:
+        return [*map(_VERSION, tensors)]
+    except RuntimeError:  # inference tensors have none
+        return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 _MODIFIED = (
