@@ -62,7 +62,8 @@ def families(
     solved = option_families(list(missing.values()), settings=limited)
     for digest, family in zip(missing, solved, strict=True):
         known[digest] = family
-        if cache:
+        # With no time at all little is tried: it is not to be found again.
+        if cache and (family.is_complete or limit_s > 0):
             cache.put_family(family_key(digest, settings), family)
     return [known[b.digest] for b in blocks]
 

@@ -29,8 +29,9 @@ class Options:
     relaxation of the whole graph, unless its schedule does not fit yet, for each exact search and
     for options of blocks, and three quarters for the smallest budget where that is asked
     for (of more than 800 operations all of it); cut short, this one is larger than with more time.
-    Single passes over a schedule are not cut short. For `pareto` it is the limit of each of some 16
-    plans.
+    Single passes over a schedule are not cut short, and what leads to a plan at all may take some
+    seconds more on graphs of more than 800 operations. For `pareto` it is the limit of each of some
+    16 plans.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
     from run to run, CheckFailed if the planned module does not, else a warning.

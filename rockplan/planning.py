@@ -53,8 +53,10 @@ from rockplan.schedule import (
 )
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.smallest import (
+    AT_ONCE_S,
     SHARE,
     Improved,
+    at_once_until,
     fitted_relaxed,
     is_small,
     peak_bytes,
@@ -569,13 +571,21 @@ class _Run:
     def _starts(self, found: _Try, chain: Chain | None) -> list[Schedule]:
         """Schedules within the budget to improve: of the relaxation, of the chain, and of
         evictions."""
-        graph, budget_bytes, deadline = found.graph, self._budget_bytes, self._deadline
+        graph, budget_bytes = found.graph, self._budget_bytes
         known = [found.near]
         if chain is not None:
-            known.append(chain.solver.best_schedule(budget_bytes, deadline=deadline))
+            until = at_once_until(graph, self._deadline) if found.near is None else self._deadline
+            known.append(chain.solver.best_schedule(budget_bytes, deadline=until))
         if is_small(graph) or known[-1] is None:
             known.append(eviction.within(graph, budget_bytes))
-        return [schedule for schedule in known if schedule is not None]
+        starts = [schedule for schedule in known if schedule is not None]
+        until = at_once_until(graph, self._deadline)
+        if not starts and until > self._deadline:
+            # The relaxation was cut short. Rather a plan that is late than none.
+            relaxed, near = fitted_relaxed(graph, budget_bytes, until, until + AT_ONCE_S)
+            found.relaxed = relaxed or found.relaxed
+            starts += [] if near is None else [near]
+        return starts
 
     def _exchange(self, found: _Try, starts: list[Schedule]) -> None:
         """The best becomes what a start leads to, if that is faster; which one is not known before.

@@ -39,8 +39,13 @@ SHARE = 0.5
 """Of the time that is left for the relaxation, for each search of the whole graph, for integer
 programs that follow, for the options of blocks, and for evictions of a large graph, at most."""
 
-AT_ONCE_S = 2.0
-"""Beyond the time limit, for something that is smaller at all."""
+AT_ONCE_S = 2.5
+"""Beyond the time limit for each of the few things that lead to something within the budget, or to
+anything smaller, on graphs that leave no time for the rest: without them 7200 operations (a loop
+of 300 steps) were refused half of eager's peak after 10 s with a limit of 1."""
+
+MOST_AT_ONCE = 0.5
+"""Of what everything takes: below that nothing more is tried then."""
 
 SHARES_AT_ONCE = (0.125, 0.25, 0.5)
 """Of the way to what single operations need: what is found soonest first, since that may be all."""
@@ -149,14 +154,15 @@ def _smallest_elsewhere(
         stored = with_frees(graph, known.options[0].forward, known.options[0].backward)
         return Improved(stored, is_complete=True)
     # First what leads further in little time, where it does.
-    of_chain = None if chain is None else chain.solver.thriftiest(deadline=deadline)
+    until = at_once_until(there, deadline)
+    of_chain = None if chain is None else chain.solver.thriftiest(deadline=until)
     # Where there is a chain, evictions may take all the time and lead less far than exchanges.
     until = deadline if chain is None else share_until(deadline, SHARE)
     evicted = eviction.thriftiest(there, deadline=until)
     is_complete = time.monotonic() < until
     found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
-    if not is_complete and found == keep_all(there):
-        found = _at_once(there)
+    if not is_complete and (found == keep_all(there) or not is_small(there)):
+        found = _at_once(there, found)
     found = _smallest_relaxed(there, _squeezed(there, found, deadline), deadline)
     if needs.is_searched(there):
         less_bytes = simulate(there, found).peak_bytes - 1
@@ -169,16 +175,23 @@ def _smallest_elsewhere(
     return Improved(found, is_complete)
 
 
-def _at_once(graph: CDGraph) -> Schedule:
-    """Where there was no time for anything: what the relaxation leads to within less and less, part
-    of the way, in ratios, from what everything takes to what single operations need."""
-    found = keep_all(graph)
+def at_once_until(graph: CDGraph, deadline: float) -> float:
+    """The deadline; of a large graph somewhat later where that is over, or nearly."""
+    return deadline if is_small(graph) else max(deadline, time.monotonic() + AT_ONCE_S)
+
+
+def _at_once(graph: CDGraph, found: Schedule) -> Schedule:
+    """Where time was short: what the relaxation leads to within less and less, part of the way, in
+    ratios, from what was found to what single operations need."""
     most_bytes = simulate(graph, found).peak_bytes
     least_bytes = max(Facts(graph).forced_bytes, default=0)
+    if most_bytes < MOST_AT_ONCE * simulate(graph, keep_all(graph)).peak_bytes:
+        return found
     deadline = time.monotonic() + AT_ONCE_S
     for share in SHARES_AT_ONCE:
         asked_bytes = int(most_bytes * (least_bytes / max(most_bytes, 1)) ** share)
-        _, near = fitted_relaxed(graph, asked_bytes, deadline, deadline)
+        until = share_until(deadline, SHARE)
+        _, near = fitted_relaxed(graph, asked_bytes, until, deadline)
         if near is None:
             break
         found = near

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -166,12 +167,24 @@ def test_equal_problems_are_solved_once_and_answers_keep_their_order() -> None:
     assert option_families([]) == ()
 
 
+def test_seeds_after_the_deadline() -> None:
+    """Keep-all and what keeps least, with which every other one is in between."""
+    problem = attention_block()
+    few = seed_orders(problem, time.monotonic())
+    assert len(few) == 3
+    assert set(few) < set(seed_orders(problem))
+    ends = [
+        [price(problem, o).saved_bytes for o in orders] for orders in (few, seed_orders(problem))
+    ]
+    assert (min(ends[0]), max(ends[0])) == (min(ends[1]), max(ends[1]))
+
+
 def test_no_time_still_gives_options() -> None:
     """Keep-all and what needs no solver; the gap is unknown."""
     problem = attention_block()
     family = option_family(problem, settings=Settings(time_limit_s=0.0))
     assert family.solves == 0
-    assert family.gap_ns is None
+    assert family.gap_ns is None and not family.is_complete
     everything = price(problem, keep_all_orders(problem))
     assert everything in family.options
     assert min(o.saved_bytes for o in family.options) < 0.05 * everything.saved_bytes

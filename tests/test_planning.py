@@ -24,6 +24,7 @@ from rockplan.api import plan_each
 from rockplan.block import OptionFamily
 from rockplan.budget import Budget, parse_budget
 from rockplan.constraints import with_room_for_loss
+from rockplan.dp.search import ChainSolver
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph import CDGraph, as_eager, caller_bytes
 from rockplan.graph_builder.partition import partition
@@ -246,14 +247,14 @@ def test_room_is_not_made_after_the_deadline(problem: planning.Problem) -> None:
     assert fitted(graph, forward, backward, budget_bytes, deadline=time.monotonic()) is None
 
 
+def unwanted(*_: object) -> smallest.Improved:
+    raise AssertionError("the smallest peak is looked for")
+
+
 def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
     problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes longest."""
-
-    def unwanted(*_: object) -> smallest.Improved:
-        raise AssertionError("the smallest peak is looked for")
-
     monkeypatch.setattr(smallest, "_smallest", unwanted)
     found = plan(problem, replace(NO_CACHE, time_limit_s=0.0))
     assert found.certificate.status is Status.TIME_LIMIT
@@ -310,6 +311,22 @@ def test_where_time_is_too_short_for_evictions_the_relaxation_leads_to_something
     assert not found.is_complete
     verify(graph, found.schedule)
     assert smallest.peak_bytes(graph, found) < 0.8 * simulate(graph, everything).peak_bytes
+
+
+@pytest.mark.parametrize("by", ["blocks", "relaxation"])
+def test_a_large_graph_gets_a_plan_however_little_time_there_is(
+    by: str, problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smallest, "SMALL_NODES", 0)
+    monkeypatch.setattr(smallest, "_smallest", unwanted)
+    monkeypatch.setattr(eviction, "within", lambda *_, **__: None)
+    if by == "blocks":
+        monkeypatch.setattr(planning, "fitted_relaxed", lambda *_, **__: (None, None))
+    else:
+        monkeypatch.setattr(ChainSolver, "best_schedule", lambda *_, **__: None)
+    found = plan(problem, replace(NO_CACHE, time_limit_s=0.0))
+    assert found.certificate.status is Status.TIME_LIMIT
+    assert found.peak_bytes <= found.budget_bytes
 
 
 def test_a_smallest_budget_that_was_named_works_whatever_is_found_later(

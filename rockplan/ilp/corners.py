@@ -194,8 +194,10 @@ def search_corners(problem: CDGraph, settings: Settings) -> Search:
         deadline=deadline,
         bounds=[(UNLIMITED, UNLIMITED, problem.time_ns)],
     )
-    for orders in seed_orders(units.graph):
+    for orders in seed_orders(units.graph, deadline):
         search.add(orders)
+    if search.is_exhausted:
+        return search
     if fits_solver:
         _fill(search, _find_ends(search))
     elif not stages.stages:

@@ -6,6 +6,8 @@ of a search, and all the answers for a problem that is too large for the solver.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 
 from rockplan.graph import CDGraph, DataKind, producers
@@ -20,10 +22,10 @@ LONGEST = 50_000
 square of a loop's steps (of 250, 5690 nodes, 1.7 million executions)."""
 
 
-def seed_orders(problem: CDGraph) -> list[Orders]:
+def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
     """Keep-all first; then more and more is dropped, what is cheapest for its size first. The
     last one makes everything again for each reader, if that is not too long: the least that stays
-    alive in between."""
+    alive in between. After the deadline, as of time.monotonic, only these and what drops all."""
     producer = producers(problem)
     read = {d for node in problem.backward for d in node.reads}
     droppable = [
@@ -42,10 +44,12 @@ def seed_orders(problem: CDGraph) -> list[Orders]:
     )
     count = len(droppable)
     sizes = dict.fromkeys(-(-count * k // PREFIXES) for k in range(1, PREFIXES + 1))
-    orders = [keep_all_orders(problem)]
-    orders += [_dropping(problem, producer, frozenset(droppable[:size])) for size in sizes]
-    orders += _forgetting(problem, producer, frozenset(droppable))
-    return list(dict.fromkeys(orders))
+    orders = _forgetting(problem, producer, frozenset(droppable))
+    for size in reversed(sizes):
+        orders.append(_dropping(problem, producer, frozenset(droppable[:size])))
+        if time.monotonic() >= deadline:
+            break
+    return list(dict.fromkeys([keep_all_orders(problem), *reversed(orders)]))
 
 
 def _dropping(problem: CDGraph, producer: Mapping[int, int], dropped: frozenset[int]) -> Orders:
