@@ -524,9 +524,12 @@ class _Run:
 
     def _near(self, found: _Try) -> Plan | None:
         """The plan of what is near, if that is near enough; without time for anything else it is
-        taken as it is."""
+        taken as it is, or what evictions lead to."""
         relaxed, near = found.relaxed, found.near
         assert relaxed is not None and near is not None
+        if not self._is_complete and is_small(found.graph):
+            evicted = eviction.within(found.graph, self._budget_bytes)
+            near = near if evicted is None else _fastest_first(found.graph, [near, evicted])[0]
         if self._is_complete and not found.is_accepted(NEAR_IF_LARGE):
             if (plan := self._optimal(found, needs.EFFORT, near)) is not None:
                 return plan

@@ -261,6 +261,21 @@ def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
     assert found.peak_bytes <= found.budget_bytes
 
 
+def test_without_time_what_is_near_gives_way_to_what_evictions_lead_to(
+    problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = problem.constrained
+    budget_bytes = plan(problem).budget_bytes
+    slow = eviction.within(graph, int(0.7 * budget_bytes))
+    evicted = eviction.within(graph, budget_bytes)
+    assert slow is not None and evicted is not None
+    relaxed = refined(graph, budget_bytes, deadline=math.inf)
+    monkeypatch.setattr(planning, "_relaxed", lambda *_, **__: (relaxed, slow))
+    found = plan(problem, replace(NO_CACHE, time_limit_s=0.0))
+    assert found.time_ns == simulate(graph, evicted).time_ns < simulate(graph, slow).time_ns
+    assert found.certificate.status is Status.TIME_LIMIT
+
+
 def test_plans_of_one_problem_look_for_the_smallest_peak_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
