@@ -117,7 +117,7 @@ class Search:
 
     @property
     def is_exhausted(self) -> bool:
-        return self.effort >= self.settings.effort or self._is_late()
+        return self.effort >= self.settings.effort or self.is_late()
 
     def add(self, orders: Orders) -> Answer:
         option = price(self.problem, orders)
@@ -137,7 +137,7 @@ class Search:
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
         """Solve one corner and note what was proven; None if that found no schedule."""
-        if self._is_late():
+        if self.is_late():
             return None
         found = self._solve_stages(corner, gap)
         if self.is_small and (found is None or found.status is SolverStatus.INFEASIBLE):
@@ -171,7 +171,7 @@ class Search:
         self.solves += 1
         self.effort += SOLVE_EFFORT + found.iterations
 
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
         self.is_cut = self.is_cut or time.monotonic() >= self.deadline
         return self.is_cut
 
@@ -196,7 +196,7 @@ def search_corners(problem: CDGraph, settings: Settings) -> Search:
     )
     for orders in seed_orders(units.graph, deadline):
         search.add(orders)
-    if search.is_exhausted:
+    if search.is_late():
         return search
     if fits_solver:
         _fill(search, _find_ends(search))
