@@ -54,6 +54,7 @@ from rockplan.schedule import (
 from rockplan.simulate import Simulation, simulate, timeline
 from rockplan.smallest import (
     AT_ONCE_S,
+    CHAINED_S,
     SHARE,
     Improved,
     at_once_until,
@@ -577,7 +578,9 @@ class _Run:
         graph, budget_bytes = found.graph, self._budget_bytes
         known = [found.near]
         if chain is not None:
-            until = at_once_until(graph, self._deadline) if found.near is None else self._deadline
+            until = self._deadline
+            if found.near is None:
+                until = at_once_until(graph, until, CHAINED_S)
             known.append(chain.solver.best_schedule(budget_bytes, deadline=until))
         if is_small(graph) or known[-1] is None:
             known.append(eviction.within(graph, budget_bytes))

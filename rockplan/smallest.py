@@ -37,12 +37,20 @@ third of the time."""
 
 SHARE = 0.5
 """Of the time that is left for the relaxation, for each search of the whole graph, for integer
-programs that follow, for the options of blocks, and for evictions of a large graph, at most."""
+programs that follow, for the options of blocks, and for evictions where exchanges follow, at most.
+"""
+
+SHARE_SEARCHED = 0.25
+"""The same for the exact search for the smallest peak, which ends soon where it finds anything."""
 
 AT_ONCE_S = 2.5
 """Beyond the time limit for each of the few things that lead to something within the budget, or to
 anything smaller, on graphs that leave no time for the rest: without them 7200 operations (a loop
 of 300 steps) were refused half of eager's peak after 10 s with a limit of 1."""
+
+CHAINED_S = 5.0
+"""The same for the chain of blocks: a table takes 2 to 3.5 s from 100 blocks on, and is nothing
+before it is filled."""
 
 MOST_AT_ONCE = 0.5
 """Of what everything takes: below that nothing more is tried then."""
@@ -129,7 +137,7 @@ def _smallest(
     report("looking for the smallest peak")
     is_complete = True
     if needs.is_searched(graph):
-        until = share_until(deadline, SHARE)
+        until = share_until(deadline, SHARE_SEARCHED)
         least = needs.thriftiest(graph, deadline=until)
         if least is not None:
             return Improved(least, is_complete=True)
@@ -154,10 +162,10 @@ def _smallest_elsewhere(
         stored = with_frees(graph, known.options[0].forward, known.options[0].backward)
         return Improved(stored, is_complete=True)
     # First what leads further in little time, where it does.
-    until = at_once_until(there, deadline)
+    until = at_once_until(there, deadline, CHAINED_S)
     of_chain = None if chain is None else chain.solver.thriftiest(deadline=until)
     # Where there is a chain, evictions may take all the time and lead less far than exchanges.
-    until = deadline if chain is None else share_until(deadline, SHARE)
+    until = share_until(deadline, SHARE)
     evicted = eviction.thriftiest(there, deadline=until)
     is_complete = time.monotonic() < until
     found = min(of_chain or evicted, evicted, key=lambda s: simulate(there, s).peak_bytes)
@@ -175,9 +183,9 @@ def _smallest_elsewhere(
     return Improved(found, is_complete)
 
 
-def at_once_until(graph: CDGraph, deadline: float) -> float:
-    """The deadline; of a large graph somewhat later where that is over, or nearly."""
-    return deadline if is_small(graph) else max(deadline, time.monotonic() + AT_ONCE_S)
+def at_once_until(graph: CDGraph, deadline: float, least_s: float = AT_ONCE_S) -> float:
+    """The deadline; of a large graph later where that is over, or nearly."""
+    return deadline if is_small(graph) else max(deadline, time.monotonic() + least_s)
 
 
 def _at_once(graph: CDGraph, found: Schedule) -> Schedule:
