@@ -1,11 +1,13 @@
 """Where nothing is recomputed, is a planned module as fast as eager?
 
 One thread, user CPU time, both in one run, interleaved; median of the ratios of each round.
-Command: python -m benchmarks.keep_all
+Command: python -m benchmarks.keep_all [--tiny]
+--tiny: steps of 1 to 10 ms, in which Python decides.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 
@@ -15,7 +17,7 @@ import rockplan
 from benchmarks.models import Case, bert, encoder, gpt2, llama, mlp, resnet
 from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
 
-REPEATS = 15
+REPEATS, REPEATS_IF_TINY = 15, 61
 
 
 def cases() -> list[Case]:
@@ -30,19 +32,31 @@ def cases() -> list[Case]:
     ]
 
 
+def tiny_cases() -> list[Case]:
+    return [
+        gpt2(layers=4, width=32, heads=2, vocabulary=64, batch=1, length=16),
+        resnet(width=8, batch=2, size=32),
+        mlp(depth=8, width=32, batch=8),
+    ]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="steps of 1 to 10 ms")
+    is_tiny = parser.parse_args().tiny
+    repeats = REPEATS_IF_TINY if is_tiny else REPEATS
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{machine()}; {REPEATS} interleaved rounds, median of time / eager time of the round")
+    print(f"{machine()}; {repeats} interleaved rounds, median of time / eager time of the round")
     print(f"{'model':12} {'time / eager':>12} {'peak MiB':>9} {'eager MiB':>9}")
-    for case in cases():
+    for case in tiny_cases() if is_tiny else cases():
         eager = copy.deepcopy(case.model)
         planned = rockplan.solve(case.model, case.args, "100%", sample_kwargs=case.kwargs)
         steps = {
             "eager": functools.partial(case.step, eager),
             "planned": functools.partial(case.step, planned),
         }
-        times = interleaved_seconds(steps, REPEATS)
+        times = interleaved_seconds(steps, repeats)
         ratio = median_ratio(times["planned"], times["eager"])
         peaks = {name: rockplan.peak_live_bytes(step)[0] for name, step in steps.items()}
         print(

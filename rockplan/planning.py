@@ -574,7 +574,7 @@ class _Run:
 
     def _starts(self, found: _Try, chain: Chain | None) -> list[Schedule]:
         """Schedules within the budget to improve: of the relaxation, of the chain, and of
-        evictions."""
+        evictions; where none fits and time is over, of a relaxation that is taken further."""
         graph, budget_bytes = found.graph, self._budget_bytes
         known = [found.near]
         if chain is not None:
