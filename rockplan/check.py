@@ -21,9 +21,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from rockplan import trees
 from rockplan.codegen.random_state import cuda_devices
-from rockplan.contents import parts_of
 from rockplan.errors import CheckFailed
 from rockplan.graph_builder import swap
+from rockplan.graph_builder.arguments import with_stand_ins
+from rockplan.interface import ABSENT
+from rockplan.python_state.snapshot import Snapshot
 
 _REPEATS = 2
 """Further planned steps: kernels that are not deterministic may repeat themselves by chance."""
@@ -40,38 +42,45 @@ _STANDS_STILL = (
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Named results of one step: outputs, gradients, tensors of the caller, generator states."""
+    """Named results of one step: outputs, gradients, tensors of the caller, generator states; and
+    what it has changed outside of tensors: (name, what is there now)."""
 
     tensors: tuple[tuple[str, torch.Tensor | None], ...]
+    data: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a step starts from. tensors: (name, parameter, buffer, input or other tensor among the
-    attributes, a copy of its content)."""
+    """What a step starts from. tensors: (name, parameter, buffer, input or other tensor that the
+    forward can reach, a copy of its content)."""
 
     module: nn.Module
+    forward: Callable[..., Any]
+    snapshot: Snapshot
     tensors: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]
 
     @classmethod
-    def of(cls, module: nn.Module, call: Any) -> _Given:
+    def of(
+        cls,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Given:
+        snapshot, call = Snapshot.of(module, forward, args, kwargs), (args, kwargs)
         named = itertools.chain(
             ((f"parameter {n}", p) for n, p in module.named_parameters()),
             ((f"buffer {n}", b) for n, b in module.named_buffers()),
             ((f"input {i}", leaf) for i, leaf in enumerate(trees.tree_leaves(call))),
-            (
-                (f"self.{name} of module '{path or '(root)'}'", part)
-                for path, m in module.named_modules()
-                for name, value in m.__dict__.items()
-                for part in parts_of(value)
-            ),
+            ((str(place), found) for place, found in snapshot.reached.objects),
         )
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in named:
             is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
             if is_tensor and value.layout is torch.strided:
                 found.setdefault(id(value), (name, value))
-        return cls(module, tuple((n, t, t.detach().clone()) for n, t in found.values()))
+        copies = tuple((n, t, t.detach().clone()) for n, t in found.values())
+        return cls(module, forward, snapshot, copies)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, content); no new copy of what has not changed."""
@@ -88,7 +97,7 @@ class _Given:
         with (
             torch.random.fork_rng(devices),
             _unsafe_preserve_version_counter(versioned),
-            swap.restored(self.module),
+            self.snapshot.restored(),
         ):
             try:
                 yield
@@ -114,10 +123,11 @@ def check(
     but the planned step does: it holds still what eager makes anew. Where neither does, nothing can
     be compared, which is warned of.
     """
-    given = _Given.of(module, (args, kwargs))
+    given = _Given.of(module, original, args, kwargs)
 
     def steps(forward: Callable[..., Any]) -> tuple[_Step, ...]:
         with given.restored(), _without_hooks(module), swap.without_compiling():
+            given.snapshot.begin()
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
     expected = steps(original)
@@ -162,16 +172,17 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
-def _detached(call: Any) -> Any:
-    """`call` with tensors of their own over the same memory: what made them, what is made of them
-    in place, and hooks on them, are the caller's."""
-    leaves, structure = trees.tree_flatten(call)
-    own = {
-        id(leaf): leaf.detach().requires_grad_(leaf.requires_grad)
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    }
-    return trees.tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], structure)
+def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
+    """For each tensor one of its own over the same memory: what made the caller's, what is made of
+    it in place, and hooks on it, are the caller's."""
+    own: dict[int, torch.Tensor] = {}
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return own[id(tensor)]
+
+    return of
 
 
 def _run(
@@ -181,7 +192,8 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> _Step:
-    args, kwargs = _detached((args, kwargs))
+    arguments = with_stand_ins(given.forward, args, kwargs, _detached())
+    args, kwargs = arguments.args, arguments.kwargs
     leaves = trees.tree_leaves((args, kwargs))
     targets: dict[str, torch.Tensor] = {
         n: p for n, p in given.module.named_parameters() if p.requires_grad
@@ -211,7 +223,9 @@ def _run(
             for device in cuda_devices(t for _, t, _ in given.tensors)
         ),
     ]
-    return _Step(tuple(named))
+    changes = given.snapshot.changes().items()
+    data = tuple((str(given.snapshot.place_of(change)), value) for change, value in changes)
+    return _Step(tuple(named), data)
 
 
 def _ones(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -237,6 +251,10 @@ def _difference(found: _Step, expected: _Step) -> str | None:
         elif not _same(a, b):
             largest = (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
             return f"{name} by up to {largest}"
+    one, other = dict(found.data), dict(expected.data)
+    for name in {**other, **one}:
+        if one.get(name, ABSENT) != other.get(name, ABSENT):
+            return f"{name} is {one.get(name, 'unchanged')}, not {other.get(name, 'unchanged')}"
     return None
 
 

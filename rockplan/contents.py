@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import datetime
 import enum
 import functools
-import operator
 import re
 import sys
 import types
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -115,7 +113,7 @@ def described(argument: object) -> Any:
     """An argument of a call that is no tensor, as a hashable value that equals what reads the same:
     by content, and by identity as far as that cannot be looked into."""
     try:
-        found = _hashable(_read(argument))
+        found = _hashable(_Reading(None).value(argument, strict=False))
         hash(found)  # a class of the user's may define == alone
     except _ERRORS:
         return _Held(argument)
@@ -172,9 +170,9 @@ def _plain_attributes(container: object, constants: Sequence[torch.Tensor]) -> A
 
 
 class _Reading:
-    """One pass over a container."""
+    """One pass over a container. constants: tensors that count, by identity; None: all do."""
 
-    def __init__(self, constants: Sequence[torch.Tensor]) -> None:
+    def __init__(self, constants: Sequence[torch.Tensor] | None) -> None:
         self._constants = constants
         self._path: list[int] = []
         self._functions = 0
@@ -226,7 +224,7 @@ class _Reading:
         if isinstance(value, _BUFFERS):
             return self._buffer(value)
         if isinstance(value, torch.Tensor):
-            if any(value is constant for constant in self._constants):
+            if self._constants is None or any(value is c for c in self._constants):
                 return _Identity(value)
             raise _Unknown
         if isinstance(value, _FUNCTIONS):
@@ -390,74 +388,15 @@ def _data(frozen: Any) -> Any:
     return frozen
 
 
-def parts_of(value: object, depth: int = _MAXIMUM_DEPTH) -> Iterator[Any]:
-    """`value`, and what lists, tuples, dictionaries, sets and queues in it hold; of configuration
-    objects their dictionaries of attributes, and what those hold; and what functions refer to, with
-    the cells that hold it."""
-    yield value
-    if isinstance(value, _PLAIN) or not depth:
-        return
-    if isinstance(value, _COLLECTIONS):
-        for inner in list(value.values() if isinstance(value, dict) else value):
-            yield from parts_of(inner, depth - 1)
-    elif isinstance(value, _FUNCTIONS):
-        yield from getattr(value, "__closure__", None) or ()
-        for inner in _referred(value):
-            yield from parts_of(inner, depth - 1)
-    elif _is_configuration(value):
-        yield from parts_of(value.__dict__, depth)
+def is_plain(value: object) -> bool:
+    """Is it data that does not change, or a tuple of such?"""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
-def _is_configuration(value: object) -> bool:
-    """Are all attributes of an object, which has a dictionary of them, plain data?"""
-    try:
-        found = _Reading(()).inside(value, strict=True)
-    except _Unknown:
-        return False
-    return not isinstance(found, _Identity) and isinstance(getattr(value, "__dict__", None), dict)
-
-
-def can_be_put_back(value: object) -> bool:
-    """Does it have a content that can change, and that is small enough to be copied?"""
-    if isinstance(value, _BUFFERS):
-        return _is_small(value)
-    if isinstance(value, types.CellType):
-        return True
-    return isinstance(value, _COLLECTIONS) and not isinstance(value, tuple | frozenset)
-
-
-def elements_of(container: Any) -> Any:
-    """What is directly in a container that can change, for `put_back`."""
-    if isinstance(container, _BUFFERS):
-        return copy.copy(container)
-    if isinstance(container, types.CellType):
-        return _content(container)
-    return [*container.items()] if isinstance(container, dict) else [*container]
-
-
-def put_back(container: Any, elements: Any) -> None:
-    """Make `elements` the content of `container` again, if it is not."""
-    if isinstance(container, types.CellType):
-        if _content(container) is not elements:
-            container.cell_contents = elements
-        return
-    if isinstance(container, numpy.ndarray):
-        if container.tobytes() != elements.tobytes():
-            container[...] = elements
-        return
-    if isinstance(container, _BUFFERS):
-        container[:] = elements
-        return
-    now = elements_of(container)
-    same = _is_same_item if isinstance(container, dict) else operator.is_
-    if len(now) == len(elements) and all(map(same, now, elements)):
-        return
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(elements)
-    else:
-        container.extend(elements)
-
-
-def _is_same_item(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    return a[0] is b[0] and a[1] is b[1]
+def copied(value: Any) -> Any:
+    """Collections of its own with the same in them."""
+    if isinstance(value, dict):
+        return type(value)((k, copied(v)) for k, v in value.items())
+    if isinstance(value, list | deque | set):
+        return type(value)(map(copied, value))
+    return value

@@ -62,6 +62,47 @@ class OutputLeaf:
     requires_grad: bool
 
 
+class _Absent:
+    """The answer where a tensor has no such attribute; one object, also after pickling."""
+
+    def __reduce__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the forward has asked a tensor of the caller about itself: an attribute, which every
+    later call must find again.
+
+    role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: `ABSENT`
+    where it has no such attribute.
+    """
+
+    role: str
+    key: str | int
+    attribute: str
+    answer: object
+
+
+Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
+"""How to come to an element of a holder of Python's: ('module', path of a submodule), ('file',
+name of an imported one) or ('class', the class), then attributes and items: ('attribute', name) or
+('item', key or position)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What each call leaves at an address, outside of tensors or in a table of constants; `ABSENT`
+    where it leaves nothing. before: what was there when the call was captured."""
+
+    address: Address
+    value: object
+    before: object
+
+
 @dataclass(frozen=True, slots=True)
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
@@ -103,6 +144,8 @@ class Interface:
     copies: tuple[tuple[int, int], ...]
     mutated: tuple[int, ...]
     guards: tuple[Guard, ...]
+    questions: tuple[Question, ...]
+    assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
 
     @property

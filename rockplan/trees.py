@@ -3,6 +3,7 @@ which pytree would give back a plain tuple."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 __all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ += ["children", "shared", "with_children"]
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -22,3 +24,67 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 def _is_size(node: Any) -> bool:
     return type(node) is torch.Size
+
+
+def shared(tree: Any) -> tuple[tuple[int, int], ...]:
+    """Which containers and objects in a tree are one: (number of a place, that of the first one
+    with the same object). Tensors, and what does not change, are not counted."""
+    first: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for number, node in enumerate(_objects(tree)):
+        known = first.setdefault(id(node), number)
+        if known != number:
+            found.append((known, number))
+    return tuple(found)
+
+
+def _objects(node: Any) -> Iterator[Any]:
+    if isinstance(node, _UNCHANGING):
+        return
+    if not isinstance(node, tuple):
+        yield node
+    for child in children(node) or ():
+        yield from _objects(child)
+
+
+def children(node: Any) -> list[Any] | None:
+    """What a node of a tree holds; None of a leaf."""
+    opened = _opened(node)
+    return None if opened is None else opened[0]
+
+
+def with_children(node: Any, others: list[Any]) -> Any:
+    """A node like `node` that holds `others`."""
+    opened = _opened(node)
+    assert opened is not None
+    return opened[1](others)
+
+
+def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Without a function that refers to itself and to the node, as pytree makes one for a call: it
+    would hold the tensors until Python collects cycles."""
+    kind = type(node)
+    if kind is torch.Size:
+        return None
+    definition = pytree.SUPPORTED_NODES.get(kind)
+    if definition is not None:
+        found, context = definition.flatten_fn(node)
+        return list(found), lambda others: definition.unflatten_fn(others, context)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(node), kind._make
+    return None
+
+
+_UNCHANGING: tuple[type, ...] = (
+    torch.Tensor,
+    torch.Size,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+)
+_UNCHANGING += (torch.dtype, torch.device)

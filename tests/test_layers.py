@@ -11,17 +11,17 @@ PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
 VALUES |= {"progress", "curve", "version", "names", "options", "collection", "literals", "contents"}
-VALUES |= {"trees"}
+VALUES |= {"trees", "python_state"}
 ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
 ORACLES |= {"memory", "report", "palette"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}
 LIBRARIES = {
-    "torch": {"graph_builder", "codegen", "contents", "trees"},
+    "torch": {"graph_builder", "codegen", "contents", "trees", "python_state"},
     "pulp": {"ilp"},
     "highspy": {"ilp"},
     "graphviz": {"render"},
     "matplotlib": {"render"},
-    "numpy": {"ilp", "dp", "graph_builder", "contents"},
+    "numpy": {"ilp", "dp", "graph_builder", "contents", "python_state"},
     "networkx": {"graph_builder"},
 }
 

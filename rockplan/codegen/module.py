@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rockplan import trees
-from rockplan.codegen import parametrizations, runtime
+from rockplan.codegen import assignments, parametrizations, runtime
 from rockplan.codegen.call import Replan
 from rockplan.codegen.executable import Executable, Pattern, build
 from rockplan.codegen.hooks import has_hooks
@@ -48,7 +48,7 @@ from rockplan.codegen.signature import (
 )
 from rockplan.contents import is_same
 from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
-from rockplan.interface import Incoming, Interface, is_foreign
+from rockplan.interface import ABSENT, Assignment, Incoming, Interface, Question, is_foreign
 from rockplan.literals import picklable
 from rockplan.plan import Plan
 
@@ -137,7 +137,23 @@ class _Bound:
             and self.sharing.holds(self.residents(leaves))
             and not any(map(has_hooks, self.unhooked))
             and _guards_hold(self.program, leaves)
+            and self._answers_hold(leaves)
         )
+
+    def _answers_hold(self, leaves: Sequence[Any]) -> bool:
+        """True if tensors would say of themselves what they did."""
+        questions = self.program.interface.questions
+        return not questions or all(is_same(self._answer(q, leaves), q.answer) for q in questions)
+
+    def _answer(self, question: Question, leaves: Sequence[Any]) -> object:
+        if question.role == "input":
+            tensor = leaves[int(question.key)]
+        else:
+            interface = self.program.interface
+            named = (*interface.parameters, *interface.buffers)
+            tensor = self.tensors[[name for name, _ in named].index(str(question.key))]
+        found = getattr(tensor, question.attribute, ABSENT)
+        return found() if callable(found) else found
 
 
 @dataclass(slots=True)
@@ -151,6 +167,13 @@ class _State:
     outputs_chosen: bool
     programs: dict[Any, list[_Bound]] = field(default_factory=dict)
     latest: Program | None = None
+    assigned: list[Assignment] = field(default_factory=list)
+
+    def leave(self, module: nn.Module, program: Program) -> None:
+        """Put what a call of `program` leaves in Python where it belongs."""
+        left = program.interface.assignments
+        self.assigned += [one for one in left if not any(one is known for known in self.assigned)]
+        assignments.put(module, left)
 
     @property
     def plan(self) -> Plan:
@@ -227,8 +250,9 @@ class Planned:
         _refuse_transforms()
         _warn_of_saved_tensor_hooks()
         _warn_of_dispatch_modes()
+        assignments.take_back(self, state.assigned)
         leaves, input_spec = trees.tree_flatten((args, kwargs))
-        key = (input_spec, call_key(leaves))
+        key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():
             bound = _matching(state.programs.get(key, ()), leaves)
         if bound is None:
@@ -240,7 +264,9 @@ class Planned:
         state.latest = bound.program
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
         situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
-        return _run(bound, leaves, situation.replan)
+        result = _run(bound, leaves, situation.replan)
+        state.leave(self, bound.program)
+        return result
 
     def _bound_program(
         self, key: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -408,7 +434,9 @@ def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
     bound = _bind(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _run(bound, trees.tree_leaves((args, kwargs)), _no_other_plan)
+        result = _run(bound, trees.tree_leaves((args, kwargs)), _no_other_plan)
+        assignments.put(module, program.interface.assignments)
+        return result
 
     return forward
 
@@ -573,7 +601,7 @@ def planned_module(
     planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
     leaves, input_spec = trees.tree_flatten((args, kwargs))
-    state.programs[(input_spec, call_key(leaves))] = [_bind(planned, program)]
+    state.programs[(input_spec, call_key((args, kwargs), leaves))] = [_bind(planned, program)]
     state.latest = program
     return planned
 

@@ -19,6 +19,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
+from rockplan import trees
 from rockplan.codegen import parametrizations
 from rockplan.contents import Contents, contents_of, described, is_same
 from rockplan.interface import computed_attributes, foreign_hooks, is_foreign
@@ -223,11 +224,11 @@ def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What a program depends on outside the module: arguments and global switches.
 
-    leaves: of (args, kwargs). Tensors count by description, and by which of them are the same
-    object; other leaves by content, and what cannot be looked into by identity.
+    leaves: of call, (args, kwargs). Tensors count by description, other leaves by content, and what
+    cannot be looked into by identity; tensors, containers and objects by which of them are one.
     """
     first: dict[int, int] = {}
     found: list[Any] = []
@@ -236,7 +237,7 @@ def call_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
             found.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
         else:
             found.append(described(leaf))
-    return (*found, *_global_key())
+    return (*found, trees.shared(call), *_global_key())
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:

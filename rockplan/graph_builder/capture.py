@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +36,14 @@ from rockplan.errors import (
 )
 from rockplan.graph import ValueRef
 from rockplan.graph_builder import draws, own_gradients, swap
+from rockplan.graph_builder.arguments import Arguments, with_stand_ins
+from rockplan.graph_builder.kept import (
+    Tables,
+    assignments_of,
+    refuse_kept_arguments,
+    tables_of,
+)
+from rockplan.graph_builder.questions import Questions
 from rockplan.graph_builder.reads import ValueReader
 from rockplan.graph_builder.record import (
     RecordedCall,
@@ -45,13 +53,17 @@ from rockplan.graph_builder.record import (
     why_not_planned,
 )
 from rockplan.interface import (
+    Assignment,
     Guard,
     Incoming,
     OutputLeaf,
-    computed_attributes,
+    Question,
     foreign_hooks,
     is_foreign,
 )
+from rockplan.python_state.leftovers import Leftovers, frames_forgotten
+from rockplan.python_state.reach import Place, Reached, reached
+from rockplan.python_state.snapshot import Changes, Snapshot
 
 # Fake tensors have no values that a kernel could look at.
 _NO_VALUES = "data is not allocated yet"
@@ -104,6 +116,8 @@ class Capture:
     outputs: tuple[OutputLeaf, ...]
     gradients: tuple[tuple[int, int | None], ...]
     guards: tuple[Guard, ...]
+    questions: tuple[Question, ...]
+    assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
     output_spec: trees.TreeSpec
     samples: dict[int, torch.Tensor]
@@ -124,61 +138,124 @@ def capture(
     loss) where they reach whatever the other outputs reach, otherwise every output that does.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
+    swap.refuse_compiling()
     _refuse_function_modes()
     _refuse_scripted(module)
     _refuse_unmade(module)
     _refuse_hooks(module)
-    leaves, input_spec = trees.tree_flatten((args, kwargs))
+    call = _Sample(module, forward or module.forward, args, kwargs, incoming)
+    leftovers = Leftovers()
+    try:
+        with frames_forgotten():
+            found = _with_tables(call, leftovers)
+    except BaseException:
+        leftovers.remove()
+        raise
+    for place in leftovers.remove():
+        raise UnsupportedModel(
+            f"the forward leaves a tensor in {place}, which a planned run cannot reproduce (it "
+            "is removed from there). Return it, or keep it outside of the module"
+        )
+    return found
+
+
+_RUNS = 3
+"""The first may make tables that the forward keeps, the second finds them; what it makes in the
+third as well is made anew by each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What is recorded."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    incoming: Incoming | None
+
+
+def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
+    """Record `call`; where the forward keeps tables of constants that it has made, make them for
+    real, let it keep those, and record it again."""
+    made: list[Tables] = []
+    try:
+        for _ in range(_RUNS):
+            found = _recorded(call, leftovers)
+            if isinstance(found, Capture):
+                kept = (one for tables in made for one in tables.assignments)
+                return replace(found, assignments=(*kept, *found.assignments))
+            made.append(found)
+            found.put_in_place()
+        raise made[-1].unstable()
+    finally:
+        for tables in reversed(made):
+            tables.take_from_module()
+
+
+def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
+    """One recording; or the tables that it made and that its forward keeps, if there are any."""
+    module, forward = call.module, call.forward
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Distinct calls are worked out once (`results`): what a second cache keeps is not asked for.
     fake_mode.cache_enabled = False
     reader = ValueReader()
-    recorder = Recorder(fake_mode, reader.read)
+    recorder = Recorder(fake_mode, reader.read, leftovers)
     stand_ins = _StandIns(fake_mode, recorder)
-    modes = swap.without_modes()
-    with modes, swap.function_caches(fake_mode), swap.restored(module) as attributes:
+    snapshot = Snapshot.of(module, forward, call.args, call.kwargs)
+    with swap.without_modes(), snapshot.restored():
+        attributes = {id(m): dict(m.__dict__) for m in module.modules()}
         names = _tensor_names(module)
-        real_leaves = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        leaves = enumerate(trees.tree_leaves((call.args, call.kwargs)))
+        real_leaves = {i: leaf for i, leaf in leaves if isinstance(leaf, torch.Tensor)}
         given = _given(real_leaves, *names)
         _refuse_kinds(given)
-        fake_leaves = [
-            stand_ins.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
-        inputs = tuple((i, recorder.value(fake_leaves[i])) for i in real_leaves)
+        registered = {id(t): t for pairs in names for _, t in pairs}
+        refuse_kept_arguments(snapshot.reached, real_leaves.values(), registered)
+        arguments = with_stand_ins(forward, call.args, call.kwargs, stand_ins.of)
+        inputs = tuple((i, recorder.value(stand_ins.of(leaf))) for i, leaf in real_leaves.items())
         results_of_others = [i for i, leaf in real_leaves.items() if not leaf.is_leaf]
-        swap.exchange_tensors(module, stand_ins.of)
+        snapshot.add(arguments.made)
         parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
         buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-        kept = own_gradients.kept({name: stand_ins.of(t) for name, t in given.items()})
+        snapshot.exchange(stand_ins.of_registered(registered))
+        refuse = functools.partial(_refuse_here, recorder)
+        questions = Questions(fake_mode, stand_ins.real, refuse)
+        for (role, key), (called, tensor) in given.items():
+            questions.name(stand_ins.of(tensor), called, role, key)
+        kept = own_gradients.kept({called: stand_ins.of(t) for called, t in given.values()})
         recorder.begin_forward()
         reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
-        registered = _registered_tensors(module)
-        call = _ForwardCall(
-            module, forward or module.forward, fake_leaves, input_spec, results_of_others, reader
-        )
-        data_before = swap.plain_data(module)
-        with _as_in_eager(recorder, reader), fake_mode:
-            first = call.run(recorder)
+        run = _ForwardCall(module, forward, arguments, results_of_others, reader, snapshot)
+        answers = questions.answered(snapshot.reached.namespaces)
+        with _as_in_eager(recorder, reader), fake_mode, answers:
+            snapshot.begin()
+            first = run.run(recorder)
             outputs = first.outputs
-            starts = _starts(outputs, incoming)
+            starts = _starts(outputs, call.incoming)
             _refuse_gradients(recorder, [outputs[i] for i in starts])
             made_from = _made_from(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
-        own_gradients.refuse_changes(kept)
-        own_gradients.refuse_none(found)
-        _refuse_side_effects(module, attributes, registered, stand_ins)
-        _refuse_changes(first.data, swap.plain_data(module))
-        written = _written_constants(recorder)
-        if first.data != data_before or written:
-            # Only a second run tells whether the next call would do the same.
-            another = Recorder(fake_mode, reader.read)
-            stand_ins.make_known(another)
-            with _as_in_eager(another, reader), fake_mode:
-                second = call.run(another)
-            _refuse_changes(first.data, second.data)
-            _refuse_another_call(data_before, first, second)
-            _refuse_fresh_constants(written, another)
+            own_gradients.refuse_changes(kept)
+            own_gradients.refuse_none(found)
+            questions.refuse_set(outputs)
+            _refuse_new_submodules(module, attributes)
+            tables = tables_of(snapshot, run.reached(), recorder, reader, stand_ins.real)
+            if tables:
+                return tables
+            _refuse_callers_changes(snapshot)
+            _refuse_changes(snapshot, first.changes, snapshot.changes())
+            written = _written_constants(recorder)
+            if first.changes or written:
+                # Only a second run tells whether the next call would do the same.
+                another = Recorder(fake_mode, reader.read, leftovers)
+                stand_ins.make_known(another)
+                second = run.run(another)
+                _refuse_changes(snapshot, first.changes, second.changes)
+                _refuse_another_call(snapshot, first, second)
+                _refuse_fresh_constants(written, another)
+            assignments = tuple(assignments_of(snapshot, first.changes))
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),
@@ -193,6 +270,8 @@ def capture(
             for t, g in zip(targets, found, strict=True)
         ),
         guards=tuple(recorder.guards),
+        questions=tuple(questions.asked.values()),
+        assignments=assignments,
         backward_ignores_autocast=any_autocast,
         output_spec=first.spec,
         samples=reader.samples(recorder),
@@ -202,45 +281,49 @@ def capture(
 @dataclass(frozen=True, slots=True)
 class _Forward:
     """One run of the forward. done: calls, constants and result, equal to those of another run
-    that does the same; data: the plain data among the module's attributes afterwards."""
+    that does the same; changes: of the plain data that Python holds."""
 
     outputs: list[Any]
     spec: trees.TreeSpec
     done: tuple[Any, ...]
-    data: dict[tuple[str, str], Any]
+    changes: Changes
 
     @classmethod
     def of(
-        cls, recorder: Recorder, outputs: list[Any], spec: trees.TreeSpec, module: nn.Module
+        cls, recorder: Recorder, outputs: list[Any], spec: trees.TreeSpec, changes: Changes
     ) -> _Forward:
         result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
         constants = [id(tensor) for _, tensor in recorder.constants]
         done = (list(recorder.calls), constants, result, spec)
-        return cls(outputs, spec, done, swap.plain_data(module))
+        return cls(outputs, spec, done, changes)
 
 
 @dataclass(frozen=True, slots=True)
 class _ForwardCall:
-    """What is recorded: a forward with fake arguments. results_of_others: positions of those that
-    are no leaves of autograd's for the caller."""
+    """A forward with fake arguments. results_of_others: positions of those that are no leaves of
+    autograd's for the caller."""
 
     module: nn.Module
     forward: Callable[..., Any]
-    leaves: Sequence[Any]
-    spec: trees.TreeSpec
+    arguments: Arguments
     results_of_others: Sequence[int]
     reader: ValueReader
+    snapshot: Snapshot
 
     def run(self, recorder: Recorder) -> _Forward:
-        args, kwargs = trees.tree_unflatten(self.leaves, self.spec)
+        args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(_refuse_here, recorder)
         paths = _module_paths(self.module, recorder)
-        with recorder, paths, draws.refused(self.module, refuse):
+        with recorder, paths, draws.refused(self.snapshot.reached, refuse):
             result = _call_module(self.forward, args, kwargs, self.results_of_others)
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(result)
         outputs = [_known_output(recorder, *found) for found in enumerate(leaves)]
-        return _Forward.of(recorder, outputs, spec, self.module)
+        return _Forward.of(recorder, outputs, spec, self.snapshot.changes())
+
+    def reached(self) -> Reached:
+        """What can be reached now."""
+        return reached(self.module, self.forward, self.arguments.args, self.arguments.kwargs)
 
 
 def _refuse_other_variants(recorder: Recorder) -> None:
@@ -276,13 +359,16 @@ def _refuse_other_variants(recorder: Recorder) -> None:
 
 
 class _StandIns:
-    """Fake tensors for real ones, one for each object, sharing storage where the real ones do."""
+    """Fake tensors for real ones, one for each object, sharing storage where the real ones do.
+
+    real: identity of a fake tensor -> what it stands for."""
 
     def __init__(self, fake_mode: FakeTensorMode, recorder: Recorder) -> None:
         self._fake_mode = fake_mode
         self._recorder = recorder
         self._of: dict[int, torch.Tensor] = {}
-        self._real: list[torch.Tensor] = []
+        self._alive: list[torch.Tensor] = []
+        self.real: dict[int, torch.Tensor] = {}
         self.fakes: list[torch.Tensor] = []
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -292,10 +378,17 @@ class _StandIns:
             found = self._fake_mode.from_tensor(source, static_shapes=True)
             self._of[id(tensor)] = found
             self._of[id(found)] = found
-            self._real += [tensor, source]
+            self._alive += [tensor, source]
+            self.real[id(found)] = tensor
             self.fakes.append(found)
             self._recorder.value(found)
         return found
+
+    def of_registered(
+        self, registered: dict[int, torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """The stand-in of a parameter or a buffer, None for other tensors."""
+        return lambda tensor: self._of[id(tensor)] if id(tensor) in registered else None
 
     def make_known(self, recorder: Recorder) -> None:
         """To another recorder, as the values that they are to the first."""
@@ -332,19 +425,27 @@ def _refuse_unmade(module: nn.Module) -> None:
                 )
 
 
+_Given = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
+"""(role, name or position) of a tensor of the caller -> what a message calls it, and the tensor."""
+
+
 def _given(
     leaves: dict[int, torch.Tensor],
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    """Arguments, parameters and buffers by what a message calls them."""
-    given = {f"leaf {i} of the arguments": leaf for i, leaf in leaves.items()}
-    given |= {f"the parameter '{name}'": tensor for name, tensor in parameters}
-    return given | {f"the buffer '{name}'": tensor for name, tensor in buffers}
+) -> _Given:
+    given: _Given = {}
+    for name, tensor in parameters:
+        given["parameter", name] = f"the parameter '{name}'", tensor
+    for name, tensor in buffers:
+        given["buffer", name] = f"the buffer '{name}'", tensor
+    for i, leaf in leaves.items():
+        given["input", i] = f"leaf {i} of the arguments", leaf
+    return given
 
 
-def _refuse_kinds(given: dict[str, torch.Tensor]) -> None:
-    for name, tensor in given.items():
+def _refuse_kinds(given: _Given) -> None:
+    for name, tensor in given.values():
         reason = why_not_planned(tensor)
         if reason is not None:
             raise UnsupportedModel(f"{name} {reason}")
@@ -633,18 +734,7 @@ def _refuse_opaque(output: object, position: int) -> None:
     )
 
 
-def _registered_tensors(module: nn.Module) -> dict[int, dict[str, torch.Tensor | None]]:
-    return {id(m): {**m._buffers, **m._parameters} for m in module.modules()}
-
-
-def _refuse_side_effects(
-    module: nn.Module,
-    attributes: dict[int, dict[str, Any]],
-    registered: dict[int, dict[str, torch.Tensor | None]],
-    stand_ins: _StandIns,
-) -> None:
-    """A tensor that the forward stores on the module would be lost or stale in a planned run."""
-    known = {id(fake) for fake in stand_ins.fakes}
+def _refuse_new_submodules(module: nn.Module, attributes: dict[int, dict[str, Any]]) -> None:
     for path, m in module.named_modules():
         if id(m) not in attributes:
             raise UnsupportedModel(
@@ -652,48 +742,45 @@ def _refuse_side_effects(
                 "the module once on the sample, then plan it",
                 module_path=path,
             )
-        computed = computed_attributes(m)
-        before = {**attributes[id(m)], **registered[id(m)]}
-        for name, value in {**m.__dict__, **m._buffers, **m._parameters}.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and name not in computed
-                and value is not before.get(name)
-                and (id(value) not in known or name in registered[id(m)])
-            ):
-                raise UnsupportedModel(
-                    f"in module '{path or '(root)'}': the forward assigns a tensor to "
-                    f"self.{name}, which a planned run cannot reproduce. Return it, or update a "
-                    f"registered buffer in place (self.{name}.copy_(...))",
-                    module_path=path,
-                )
 
 
-def _refuse_changes(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
-    """Raise where every call leaves other data on the module than the one before."""
-    for path, name in _changed(before, after):
+def _refuse_callers_changes(snapshot: Snapshot) -> None:
+    for place in snapshot.callers_changes():
         raise UnsupportedModel(
-            f"in module '{path or '(root)'}': each call changes self.{name}, which would stand "
-            "still in a planned run; keep a count outside of the module, or in a registered buffer",
-            module_path=path,
+            f"the forward changes {place.text}, which the caller has given, and a planned run "
+            "would not; return what it adds there, or pass a copy in and leave it alone"
         )
 
 
-def _refuse_another_call(
-    before: dict[tuple[str, str], Any], first: _Forward, second: _Forward
-) -> None:
-    """Raise where the first call leaves data on the module that makes the second another one.
-    Data that is only left there, or set before it is read, makes no difference."""
+def _refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
+    """Raise where every call leaves other data than the one before."""
+    for change in _changed(before, after):
+        place = snapshot.place_of(change)
+        raise UnsupportedModel(
+            f"{_of(place)}: each call changes {place.text}, which would stand still in a planned "
+            "run; keep a count outside of the module, or in a registered buffer",
+            module_path=place.module,
+        )
+
+
+def _refuse_another_call(snapshot: Snapshot, first: _Forward, second: _Forward) -> None:
+    """Raise where the first call leaves data that makes the second another one. Data that is only
+    left there, or set before it is read, makes no difference."""
     if first.done == second.done:
         return
-    for path, name in _changed(before, first.data):
+    for change in first.changes:
+        place = snapshot.place_of(change)
         raise UnsupportedModel(
-            f"in module '{path or '(root)'}': the forward changes self.{name}, and the next call "
-            "does not do the same as this one, which a planned run would repeat for ever. If only "
-            "the first call is another one (values set by the first batch), run the module once "
-            "on the sample, then plan it",
-            module_path=path,
+            f"{_of(place)}: the forward changes {place.text}, and the next call does not do the "
+            "same as this one, which a planned run would repeat for ever. If only the first call "
+            "is another one (values set by the first batch), run the module once on the sample, "
+            "then plan it",
+            module_path=place.module,
         )
+
+
+def _of(place: Place) -> str:
+    return "in the model" if place.module is None else f"in module '{place.module or '(root)'}'"
 
 
 def _written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
@@ -724,10 +811,11 @@ def _refuse_fresh_constants(
             )
 
 
-def _changed(
-    before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]
-) -> list[tuple[str, str]]:
-    return [place for place in {**before, **after} if before.get(place) != after.get(place)]
+def _changed(before: Changes, after: Changes) -> list[tuple[int, Any]]:
+    return [c for c in {**before, **after} if before.get(c, _NO_CHANGE) != after.get(c, _NO_CHANGE)]
+
+
+_NO_CHANGE = object()
 
 
 @contextlib.contextmanager

@@ -1,22 +1,23 @@
 """Draws: random generators and iterators of Python and numpy that a forward would move on.
 
-takes: a module whose forward is about to be recorded. guarantees: a forward that draws from one of
-them is refused, since a planned step would repeat the draw for ever; all are left as they were.
+takes: what a forward that is about to be recorded can reach. guarantees: a forward that draws from
+one of them is refused, since a planned step would repeat the draw for ever; all are left as they
+were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy
-from torch import nn
 
-from rockplan.contents import is_same, parts_of
+from rockplan.contents import is_same
 from rockplan.errors import UnsupportedModel
+from rockplan.python_state.holders import Element
+from rockplan.python_state.reach import Held, Place, Reached
 
 _RANDOM = (
     random.Random,
@@ -53,76 +54,66 @@ class _NotAdvanced:
 
 
 @contextlib.contextmanager
-def refused(module: nn.Module, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Refuse draws meanwhile. refuse: raises with the place in the model."""
-    held = list(_held(module))
-    generators = {id(g): (path, name, g) for path, name, g in held if isinstance(g, _RANDOM)}
-    states = {key: _state(g) for key, (_, _, g) in generators.items()}
-    owners = [m.__dict__ for m in module.modules()]
-    owners += [found for _, _, found in held if type(found) in (dict, list)]
-    exchanged = [place for owner in owners for place in _iterators(owner)]
-    for owner, key, iterator in exchanged:
-        owner[key] = _NotAdvanced(refuse, type(iterator).__name__)
+def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Refuse draws meanwhile. found: what the forward can reach; refuse: raises with the place in
+    the model."""
+    _refuse_given(found)
+    generators = {id(g): (p, g) for p, g in _generators(found)}
+    states = {key: _state(g) for key, (_, g) in generators.items()}
+    exchanged = [*_iterators(found)]
+    for held, elements in exchanged:
+        held.kind.write(held.owner, [(k, _still(v, refuse)) for k, v in elements])
     try:
         yield
     finally:
-        for owner, key, iterator in exchanged:
-            owner[key] = iterator
+        for held, elements in exchanged:
+            held.kind.write(held.owner, elements)
         moved = [
-            key for key, state in states.items() if not is_same(_state(generators[key][2]), state)
+            key for key, state in states.items() if not is_same(_state(generators[key][1]), state)
         ]
         for key in moved:
-            _set_state(generators[key][2], states[key])
-    for path, name, generator in (generators[key] for key in moved):
+            _set_state(generators[key][1], states[key])
+    for place, generator in (generators[key] for key in moved):
         raise UnsupportedModel(
-            f"in module '{path or '(root)'}': the forward draws from {name} (a "
+            f"in module '{place.module or '(root)'}': the forward draws from {place.text} (a "
             f"{type(generator).__name__}), which a planned step would repeat for ever; {_REMEDY}",
-            module_path=path,
+            module_path=place.module or "",
         )
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(path of a submodule, name, what its attribute of that name is or holds, or what a global
-    variable is that its code names); and the two generators that everybody draws from."""
+def _refuse_given(found: Reached) -> None:
+    for place, value in found.objects:
+        if place.is_callers and _is_iterator(value):
+            raise UnsupportedModel(
+                f"{place.text} is an iterator (a {type(value).__name__}), which a planned step "
+                "would not advance; pass a list"
+            )
+
+
+def _generators(found: Reached) -> Iterator[tuple[Place, Any]]:
+    """Those that the forward can reach, and the two that everybody draws from."""
     for name, method in _EVERYBODYS.items():
-        yield "", name, method.__self__
-    seen: set[type] = set()
-    for path, m in module.named_modules():
-        for name, value in m.__dict__.items():
-            for part in _parts(value):
-                yield path, f"self.{name}", part
-        for base in type(m).__mro__:
-            if base not in seen and str(base.__module__).partition(".")[0] != "torch":
-                seen.add(base)
-                for name, value in vars(base).items():
-                    yield path, f"{base.__name__}.{name}", value
-                    for named in _globals(value):
-                        yield (path, *named)
+        yield Place(name), method.__self__
+    for place, value in found.objects:
+        if isinstance(value, _RANDOM):
+            yield place, value
 
 
-def _parts(value: object) -> Iterator[Any]:
-    for part in parts_of(value):
-        yield part
-        inner = getattr(part, "__dict__", None)
-        if isinstance(inner, dict) and not isinstance(part, nn.Module | type | types.ModuleType):
-            yield inner
-            yield from inner.values()
+def _iterators(found: Reached) -> Iterator[tuple[Held, list[Element]]]:
+    """Holders of iterators of Python's own, with their elements."""
+    for held in found.holders:
+        elements = held.kind.elements(held.owner)
+        if any(_is_iterator(value) for _, value in elements):
+            yield held, elements
 
 
-def _globals(function: object) -> Iterator[tuple[str, Any]]:
-    """Global variables that the code of a function names."""
-    if isinstance(function, types.FunctionType):
-        for name in function.__code__.co_names:
-            if name in function.__globals__:
-                yield name, function.__globals__[name]
+def _is_iterator(value: object) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
 
 
-def _iterators(owner: Any) -> Iterator[tuple[Any, Any, Iterator[Any]]]:
-    """(dictionary or list, key or position, iterator of Python's own)."""
-    for key, value in list(owner.items() if isinstance(owner, dict) else enumerate(owner)):
-        kind = type(value)
-        if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
-            yield owner, key, value
+def _still(value: Any, refuse: Callable[[str], NoReturn]) -> Any:
+    return _NotAdvanced(refuse, type(value).__name__) if _is_iterator(value) else value
 
 
 def _state(generator: Any) -> Any:

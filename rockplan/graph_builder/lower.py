@@ -283,6 +283,8 @@ def _interface(
         copies=tuple((of(buffer), of(copy)) for buffer, copy in capture.copies),
         mutated=tuple(of(v) for v in residents if storages.of[v] in storages.mutated_outside),
         guards=capture.guards,
+        questions=capture.questions,
+        assignments=capture.assignments,
         backward_ignores_autocast=capture.backward_ignores_autocast,
     )
 

@@ -45,6 +45,12 @@ def refuse_changes(before: Iterable[Kept]) -> None:
     """Raise where the run has changed what autograd keeps of a leaf."""
     for one in before:
         if not one.tensor.is_leaf:
+            if not one.requires_grad:
+                raise UnsupportedModel(
+                    f"the forward writes something that has a gradient into {one.name}, which has "
+                    "none: autograd would not be told of that by a planned step. Write what is "
+                    "detached (h.detach()), or return it"
+                )
             continue
         now = _kept(one.name, one.tensor)
         if now.requires_grad != one.requires_grad:

@@ -35,12 +35,15 @@ class _Handed:
 
 
 class ValueReader:
-    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`)."""
+    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`).
+
+    inputs: values that are arguments of the call."""
 
     def __init__(self) -> None:
         self._known: dict[int, torch.Tensor] = {}
         self._positions: dict[int, int] = {}
         self._integer_inputs: frozenset[int] = frozenset()
+        self.inputs: frozenset[int] = frozenset()
         self._names: dict[int, str] = {}
         self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
         self._handed: list[_Handed] = []
@@ -57,6 +60,7 @@ class ValueReader:
                 self._known[value] = tensor
                 self._positions[value] = position
         self._integer_inputs = frozenset(self._known)
+        self.inputs = frozenset(inputs)
         self._names = {v: f"leaf {i} of the arguments" for v, (i, _) in inputs.items()}
         self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
         self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
@@ -100,6 +104,17 @@ class ValueReader:
             equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
             self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
         return found
+
+    def table(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`tensor` for real, if it is made of nothing but constants, which nothing changes."""
+        value = recorder.value(tensor)
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
+        constants = dict(recorder.constants)
+        changed = {recorder.values[v].storage for c in calls for v in c.writes}
+        kept = {v for v in leaves if recorder.values[v].storage not in changed}
+        if any(c.random for c in calls) or not leaves <= constants.keys() & kept:
+            return None
+        return evaluate.run([c.call for c in calls], constants)[value]
 
     def _environment(
         self,

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from rockplan.graph import Call, Phase, TensorSpec, ValueRef
 from rockplan.graph_builder import operators
 from rockplan.graph_builder.results import Results
 from rockplan.interface import Guard
+from rockplan.python_state.leftovers import Leftovers
 
 _TORCH_FOLDER = torch.__path__[0]
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
@@ -159,11 +161,16 @@ def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...
 
 
 class Recorder(TorchDispatchMode):
-    """Records calls; `read_value` decides what happens where Python reads a tensor's value."""
+    """Records calls; `read_value` decides what happens where Python reads a tensor's value.
 
-    def __init__(self, fake_mode: FakeTensorMode, read_value: ReadValue) -> None:
+    leftovers: is told of every tensor, which nobody is to keep."""
+
+    def __init__(
+        self, fake_mode: FakeTensorMode, read_value: ReadValue, leftovers: Leftovers
+    ) -> None:
         super().__init__()
         self.fake_mode = fake_mode
+        self._leftovers = leftovers
         self.read_value = read_value
         self.phase = Phase.FORWARD
         self.values: list[RecordedValue] = []
@@ -198,6 +205,7 @@ class Recorder(TorchDispatchMode):
             index = len(self.values)
             self._index_of[id(tensor)] = index
             self._alive.append(tensor)
+            self._leftovers.note((tensor,))
             self.values.append(self._describe(tensor))
         return index
 
@@ -501,6 +509,12 @@ def torch_function() -> str:
             return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def is_users_file(frame: types.FrameType) -> bool:
+    """Is it code of neither PyTorch nor rockplan?"""
+    name = frame.f_code.co_filename
+    return not name.startswith(_NO_USERS) or name == _EXAMPLES
 
 
 def user_source() -> str:

@@ -1,17 +1,9 @@
-"""Stand-ins for a module's tensors, and a guarantee that the module comes back as it was.
-
-`functional_call` corrupts modules that are reached by two paths (pytorch 164759), so the
-dictionaries of parameters and buffers are exchanged directly.
-"""
+"""Swap: functions and modes of PyTorch and of libraries, others while a forward is recorded."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import itertools
 import logging
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,23 +11,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.contents import can_be_put_back, data_in, elements_of, parts_of, put_back
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.record import PADDED
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSOR_DICTIONARIES = ("_parameters", "_buffers")
 # Of 446 operators of PyTorch's own database and those of its modules, these.
 _CAST_INSIDE = (
     (torch, "affine_grid_generator"),
     (torch, "bilinear"),
     (nn.functional, "bilinear"),
+)
+_COMPILED = (
+    "planning runs inside a function that is being compiled by torch.compile; plan the module "
+    "before, and call the planned module there"
 )
 _TELLING = ("tolist", "numpy", "__repr__", "__dlpack__")
 _SEEDING = (
@@ -43,93 +37,6 @@ _SEEDING = (
     (torch.random, ("manual_seed", "seed", "set_rng_state")),
     (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")),
 )
-
-
-@contextlib.contextmanager
-def restored(module: nn.Module) -> Iterator[dict[int, dict[str, Any]]]:
-    """Restore every attribute of every submodule on exit, also after an exception.
-
-    Yields id(submodule) -> its attributes at entry. What is in lists, dictionaries, sets and
-    configuration objects among the attributes is put back in place, so that references to them
-    stay valid.
-    """
-    modules = list(module.modules())
-    attributes = {id(m): dict(m.__dict__) for m in modules}
-    values = {id(v): v for m in modules for v in m.__dict__.values()}
-    parts = (part for value in values.values() for part in parts_of(value))
-    containers = {id(part): part for part in parts if can_be_put_back(part)}
-    contents = [(container, elements_of(container)) for container in containers.values()]
-    try:
-        yield attributes
-    finally:
-        for m in modules:
-            m.__dict__.update(attributes[id(m)])
-            for name in m.__dict__.keys() - attributes[id(m)].keys():
-                del m.__dict__[name]
-        for container, elements in contents:
-            put_back(container, elements)
-
-
-def plain_data(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """(path of a submodule, name of an attribute) -> the plain data in it, where there is any."""
-    known: dict[int, Any] = {}
-    found: dict[tuple[str, str], Any] = {}
-    for path, m in module.named_modules():
-        for name, value in m.__dict__.items():
-            if id(value) not in known:
-                known[id(value)] = data_in(value)
-            if known[id(value)] is not None:
-                found[path, name] = known[id(value)]
-    return found
-
-
-@contextlib.contextmanager
-def function_caches(mode: FakeTensorMode) -> Iterator[None]:
-    """On exit, empty each functools.lru_cache that holds a fake tensor of `mode`: a forward that
-    keeps a table in one would hand it to eager execution for ever."""
-    try:
-        yield
-    finally:
-        for cache in _function_caches():
-            if _keeps_fakes(cache, mode):
-                cache.cache_clear()
-
-
-def _function_caches() -> Iterator[Any]:
-    """Every functools.lru_cache that exists, found without a line of Python for each object."""
-    everything = gc.get_objects()
-    kinds = map(type, everything)
-    return itertools.compress(
-        everything, map(operator.is_, kinds, itertools.repeat(functools._lru_cache_wrapper))
-    )
-
-
-def _keeps_fakes(cache: Any, mode: FakeTensorMode) -> bool:
-    """Looks at the results that `cache` keeps, also in their tuples, lists and dictionaries."""
-    pending: list[object] = gc.get_referents(cache) if cache.cache_info().currsize else []
-    seen: set[int] = set()
-    while pending:
-        found = pending.pop()
-        if isinstance(found, FakeTensor) and found.fake_mode is mode:
-            return True
-        if isinstance(found, tuple | list | dict) and id(found) not in seen:
-            seen.add(id(found))
-            pending += gc.get_referents(found)
-    return False
-
-
-def exchange_tensors(module: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every parameter and buffer by `stand_in(tensor)`; undone by `restored`."""
-    replaced: dict[int, torch.Tensor] = {}
-    for m in module.modules():
-        for dictionary in _TENSOR_DICTIONARIES:
-            entries = m.__dict__[dictionary]
-            for name, tensor in entries.items():
-                if tensor is not None:
-                    entries[name] = replaced[id(tensor)] = stand_in(tensor)
-        if isinstance(m, nn.RNNBase):
-            # What a hook has computed is among them as well; it will do so again.
-            m._flat_weights = [replaced.get(id(w), w) for w in m._flat_weights]
 
 
 @contextlib.contextmanager
@@ -283,12 +190,16 @@ def without_compiling() -> Iterator[None]:
     try:
         eager = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
-        raise InvalidInput(
-            "planning runs inside a function that is being compiled by torch.compile; plan the "
-            "module before, and call the planned module there"
-        ) from error
+        raise InvalidInput(_COMPILED) from error
     with eager, _exchanged(nn.modules.module, no_warning):
         yield
+
+
+def refuse_compiling() -> None:
+    """Raise where the compiler follows this very code."""
+    follows = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)()
+    if follows is not None and follows is not False:
+        raise InvalidInput(_COMPILED)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,76 @@
+"""Assignments: what a planned call leaves in Python beside tensors, as the forward would.
+
+takes: what the captured forward left, by address. guarantees: after a planned call it is there.
+Before a call is matched with what was planned, it is taken back where it still is what a planned
+call has left, so that a module that keeps the length of its last batch is one module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from rockplan.contents import copied, is_same
+from rockplan.interface import ABSENT, Address, Assignment
+
+
+def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
+    """Leave what a call leaves."""
+    for one in assignments:
+        _set(module, one.address, one.value)
+
+
+def take_back(module: nn.Module, assignments: Iterable[Assignment]) -> None:
+    """Where there is what one of `assignments` has left, leave what was there before."""
+    for one in assignments:
+        if is_same(_get(module, one.address), one.value):
+            _set(module, one.address, one.before)
+
+
+def _owner(module: nn.Module, address: Address) -> Any:
+    kind, root, steps = address
+    owner: Any = root
+    if kind == "module":
+        owner = module.get_submodule(root)
+    elif kind == "file":
+        owner = sys.modules[root]
+    for step, key in steps[:-1]:
+        owner = getattr(owner, key) if step == "attribute" else owner[key]
+    return owner
+
+
+# Of a class or an object of Python's that is no longer what it was.
+_GONE = (AttributeError, KeyError, IndexError, TypeError)
+
+
+def _get(module: nn.Module, address: Address) -> Any:
+    step, key = address[2][-1]
+    try:
+        owner = _owner(module, address)
+        if isinstance(owner, nn.Module):
+            return owner.__dict__.get(key, ABSENT)
+        return getattr(owner, key, ABSENT) if step == "attribute" else owner[key]
+    except _GONE:
+        return ABSENT
+
+
+def _set(module: nn.Module, address: Address, value: object) -> None:
+    step, key = address[2][-1]
+    try:
+        owner = _owner(module, address)
+    except _GONE:
+        return
+    items = owner.__dict__ if isinstance(owner, nn.Module) else owner
+    is_item = step == "item" or items is not owner
+    if value is ABSENT:
+        if is_item:
+            items.pop(key, None)
+        elif hasattr(owner, key):
+            delattr(owner, key)
+    elif is_item:
+        items[key] = copied(value)
+    else:
+        setattr(owner, key, copied(value))

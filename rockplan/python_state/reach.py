@@ -1,0 +1,359 @@
+"""Reach: every object of Python's that a forward can come to, by a name each.
+
+takes: a module, its forward and the arguments of a call. returns: what can be reached from them:
+attributes, containers and objects, and of the code of its methods, and of the functions that these
+name, the global variables, class attributes, cells and defaults. guarantees: of classes and objects
+with many methods only those are followed whose names some reached code has; nothing is imported or
+computed; libraries of tensors and the standard library are not looked into.
+
+What cannot be reached by names (`getattr(self, "f" + x)`) is not found here: `leftovers` finds
+fake tensors wherever they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.interface import Address
+from rockplan.python_state.holders import (
+    CLASS,
+    NAMESPACE,
+    Kind,
+    Namespace,
+    is_keeper,
+    kinds_of,
+)
+
+# Their classes, functions and global variables are not looked into.
+_CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "rockplan", "builtins"}
+_CLOSED |= set(sys.stdlib_module_names) - {"__main__"}
+_SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
+_FIRST_NAMES = ("forward", "__call__")
+# Objects: a module of 12 layers reaches 4,000; a table of a million strings is not gone through.
+_MOST = 200_000
+_UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is. text: 'self.tables', 'TABLES[4]', "the argument 'x'"; module: the path of
+    the submodule that has it, if one has; is_callers: it is of an argument of the call; address:
+    how to come to it at another time, None where there is no way."""
+
+    text: str
+    module: str | None = None
+    is_callers: bool = False
+    address: Address | None = None
+
+    def __str__(self) -> str:
+        if self.module is not None:
+            return f"{self.text} of module '{self.module or '(root)'}'"
+        if self.address is not None and self.address[0] == "file":
+            return f"{self.text} of {self.address[1]}"
+        return self.text
+
+    def inside(self, text: str, step: str | None, key: Any) -> Place:
+        """Where one of its elements is."""
+        address = self.address
+        if address is not None:
+            kind, root, steps = address
+            address = None if step is None else (kind, root, (*steps, (step, key)))
+        return Place(text, self.module, self.is_callers, address)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A holder that can be changed. is_registry: of parameters, buffers or submodules."""
+
+    owner: Any
+    kind: Kind
+    place: Place
+    is_registry: bool = False
+
+    def element(self, key: Any) -> Place:
+        """Where its element is."""
+        step = None if self.is_registry else self.kind.step
+        return self.place.inside(self.kind.named(self.place.text, key), step, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """holders: those that can be changed; objects: (where, what) of everything that is reached, in
+    the order of reaching; namespaces: global variables of the files of reached functions;
+    compares_objects: some of these functions compares two objects by `is`."""
+
+    holders: tuple[Held, ...]
+    objects: tuple[tuple[Place, Any], ...]
+    namespaces: tuple[dict[str, Any], ...]
+    compares_objects: bool
+
+
+def reached(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Reached:
+    """What `forward(*args, **kwargs)` can come to, a forward of `module`."""
+    walk = _Walk()
+    for name, value in named_arguments(forward, args, kwargs or {}):
+        walk.meet(value, Place(f"the argument '{name}'", is_callers=True))
+    walk.run()
+    for path, submodule in module.named_modules():
+        walk.meet(submodule, Place("self", path, address=("module", path, ())))
+    walk.meet(forward, Place("forward"))
+    walk.run()
+    return walk.found()
+
+
+def named_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Arguments by the names that the signature of `forward` gives them, else by position."""
+    names = [str(i) for i in range(len(args))]
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(forward).parameters.values()
+        positional = (p.name for p in parameters if p.kind in _POSITIONAL)
+        for i, name in enumerate(positional):
+            if i < len(names):
+                names[i] = name
+    return [*zip(names, args, strict=True), *kwargs.items()]
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """names: that reached code has; waiting: members of classes that nothing has named yet."""
+
+    pending: deque[tuple[Any, Place]] = field(default_factory=deque)
+    seen: set[int] = field(default_factory=set)
+    alive: list[Any] = field(default_factory=list)
+    objects: list[tuple[Place, Any]] = field(default_factory=list)
+    holders: list[Held] = field(default_factory=list)
+    names: set[str] = field(default_factory=lambda: {*_FIRST_NAMES})
+    waiting: dict[str, list[tuple[Any, Place]]] = field(default_factory=lambda: defaultdict(list))
+    variables: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)
+    compares_objects: bool = False
+
+    def meet(self, value: Any, place: Place) -> None:
+        if type(value) in _SIMPLE or id(value) in self.seen:
+            return
+        self.seen.add(id(value))
+        self.pending.append((value, place))
+
+    def run(self) -> None:
+        while self.pending and len(self.objects) < _MOST:
+            value, place = self.pending.popleft()
+            self.objects.append((place, value))
+            self._look_into(value, place)
+
+    def found(self) -> Reached:
+        for variables, names in self.variables.values():
+            place = _file(variables)
+            self.holders.append(Held(Namespace(variables, frozenset(names)), NAMESPACE, place))
+        namespaces = tuple(variables for variables, _ in self.variables.values())
+        return Reached(tuple(self.holders), tuple(self.objects), namespaces, self.compares_objects)
+
+    def _look_into(self, value: Any, place: Place) -> None:
+        kind: Any = type(value)
+        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            self.meet(value.__self__, place.inside(place.text, None, ""))
+            return
+        if isinstance(value, _UNSEEN):
+            return
+        if isinstance(value, type):
+            self._class(value)
+            return
+        if isinstance(value, torch.Tensor):
+            self._hold(value, place)
+            return
+        if isinstance(value, nn.Module):
+            self._module(value, place)
+            return
+        if isinstance(value, _FUNCTIONS):
+            self._function(value, place)
+            return
+        if isinstance(value, tuple | frozenset | types.MappingProxyType):
+            self._elements(enumerate(value), place)
+        elif isinstance(value, weakref.ref):
+            self.meet(value(), place)
+        elif _is_closed(kind) and not is_keeper(value) and not _is_container(value):
+            return
+        else:
+            self.meet(kind, place)
+        self._hold(value, place)
+
+    def _hold(self, value: Any, place: Place) -> None:
+        for owner, kind in kinds_of(value):
+            held = Held(owner, kind, place)
+            if owner is not value:
+                self.seen.add(id(owner))
+                self.alive.append(owner)
+            self.holders.append(held)
+            for key, element in kind.elements(owner):
+                if type(element) not in _SIMPLE:
+                    self.meet(element, held.element(key))
+                if type(key) not in _SIMPLE:
+                    self.meet(key, held.place)
+
+    def _elements(self, elements: Iterable[tuple[Any, Any]], place: Place) -> None:
+        for key, element in elements:
+            if type(element) not in _SIMPLE:
+                self.meet(element, place.inside(f"{place.text}[{key}]", None, key))
+
+    def _module(self, module: nn.Module, place: Place) -> None:
+        """Its registries say what its attributes are: parameters and buffers are named like
+        them."""
+        self.meet(type(module), place)
+        for owner, kind in kinds_of(module):
+            held = Held(owner, kind, place)
+            self.seen.add(id(owner))
+            self.holders.append(held)
+            for name, element in kind.elements(owner):
+                if name in _REGISTRIES:
+                    self._registry(element, kind, place)
+                elif type(element) not in _SIMPLE:
+                    self.meet(element, held.element(name))
+
+    def _registry(self, registry: Any, kind: Kind, place: Place) -> None:
+        if id(registry) in self.seen or not isinstance(registry, dict):
+            return
+        self.seen.add(id(registry))
+        held = Held(registry, kind, place, is_registry=True)
+        self.holders.append(held)
+        for name, element in registry.items():
+            if element is not None:
+                self.meet(element, held.element(name))
+
+    def _class(self, kind: type) -> None:
+        if _is_closed_itself(kind):
+            return
+        for base in kind.__mro__[1:]:
+            self.meet(base, Place(base.__qualname__))
+        place = Place(kind.__qualname__, address=("class", kind, ()))
+        held = Held(kind, CLASS, place)
+        self.holders.append(held)
+        for name, member in vars(kind).items():
+            if type(member) in _SIMPLE:
+                continue
+            if not isinstance(member, _MEMBERS) or name in self.names:
+                self.meet(member, held.element(name))
+            else:
+                self.waiting[name].append((member, held.element(name)))
+
+    def _function(self, function: Any, place: Place) -> None:
+        for inner in _wrapped(function):
+            self.meet(inner, place)
+        if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
+            return
+        text = place.text if place.text.startswith("self.") else function.__qualname__
+        self._hold(function, place.inside(text, None, ""))
+        names = _names_in(function.__code__)
+        self.compares_objects = self.compares_objects or _compares_objects(function.__code__)
+        for name in names - self.names:
+            self.names.add(name)
+            for member, member_place in self.waiting.pop(name, ()):
+                self.meet(member, member_place)
+        self._global_variables(function.__globals__, names)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            is_named = place.text.startswith("self.")
+            text = place.text if is_named else f"the variable '{name}' of {function.__qualname__}"
+            self.meet(cell, place.inside(text, None, ""))
+
+    def _global_variables(self, variables: dict[str, Any], names: frozenset[str]) -> None:
+        if str(variables.get("__name__", "?")).partition(".")[0] in _CLOSED:
+            return
+        _, known = self.variables.setdefault(id(variables), (variables, set()))
+        new = names - known
+        known |= new
+        place = _file(variables)
+        for name in sorted(new & variables.keys()):
+            value = variables[name]
+            if isinstance(value, types.ModuleType):
+                self._global_variables(vars(value), names)
+            else:
+                self.meet(value, place.inside(name, "attribute", name))
+
+
+def _file(variables: dict[str, Any]) -> Place:
+    """Of an imported file the address, by which it can be found again."""
+    name = str(variables.get("__name__", "?"))
+    is_imported = vars(sys.modules.get(name, object)) is variables if name in sys.modules else False
+    return Place(name, address=("file", name, ()) if is_imported else None)
+
+
+_FUNCTIONS = (
+    *(types.FunctionType, types.MethodType, functools.partial, functools.partialmethod),
+    *(staticmethod, classmethod, property, functools.cached_property),
+    functools._lru_cache_wrapper,
+)
+_MEMBERS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, deque)
+
+
+def _wrapped(function: Any) -> Iterable[Any]:
+    """What a function, or a member of a class, calls, and passes on."""
+    if isinstance(function, types.MethodType):
+        return function.__func__, function.__self__
+    if isinstance(function, functools.partial | functools.partialmethod):
+        return function.func, function.args, function.keywords
+    if isinstance(function, property):
+        return tuple(f for f in (function.fget, function.fset, function.fdel) if f)
+    if isinstance(function, functools.cached_property):
+        return (function.func,)
+    inner = getattr(function, "__wrapped__", None)
+    return () if inner is None else (inner,)
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
+
+
+@functools.cache
+def _compares_objects(code: types.CodeType) -> bool:
+    """Does it say `a is b` or `id(a)`, with neither None nor another constant?"""
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and before != "LOAD_CONST":
+            return True
+        before = instruction.opname
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return "id" in code.co_names or any(map(_compares_objects, inner))
+
+
+def _root(value: Any) -> str:
+    return str(getattr(value, "__module__", None)).partition(".")[0]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS)
+
+
+@functools.cache
+def _is_closed_itself(kind: type) -> bool:
+    return _root(kind) in _CLOSED
+
+
+@functools.cache
+def _is_closed(kind: type) -> bool:
+    """Is it a class of a library that is not looked into, or derived from one of PyTorch's?"""
+    return "torch" in map(_root, kind.__mro__) or _is_closed_itself(kind)

@@ -1,0 +1,148 @@
+"""Snapshot: what Python holds before a forward runs, what the forward changes, and how it was.
+
+takes: what can be reached (`reach`). guarantees: `restore` makes every holder hold what it held,
+in place, so that references stay valid; `changes` says what is other data than it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.contents import data_in
+from rockplan.interface import ABSENT
+from rockplan.python_state.holders import Element, replaced, same_elements, tensors_in
+from rockplan.python_state.reach import Held, Place, Reached, reached
+
+Changes = dict[tuple[int, Any], Any]
+"""(identity of a holder, key of an element) -> the plain data that it is now, `ABSENT` where it is
+no more."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """holders, before: what each held when the snapshot was taken; start: what it held when the
+    forward began, which has stand-ins for tensors by then."""
+
+    reached: Reached
+    holders: list[Held]
+    before: list[list[Element]]
+    start: list[list[Element]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Snapshot:
+        """Of what `forward(*args, **kwargs)` can come to."""
+        found = reached(module, forward, args, kwargs)
+        before = [held.kind.elements(held.owner) for held in found.holders]
+        return cls(found, [*found.holders], before)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Everything is as it was on exit, also after an exception."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        for held, elements in zip(self.holders, self.before, strict=True):
+            if not same_elements(held.kind.elements(held.owner), elements):
+                held.kind.write(held.owner, elements)
+
+    def add(self, holders: list[Held]) -> None:
+        """Holders that were made for the call."""
+        self.holders += holders
+        self.before += [held.kind.elements(held.owner) for held in holders]
+
+    def exchange(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Every holder has `of(tensor)` in place of a tensor for which there is one."""
+        for held, elements in zip(self.holders, self.before, strict=True):
+            exchanged = [(replaced(key, of), replaced(value, of)) for key, value in elements]
+            if not same_elements(exchanged, elements):
+                held.kind.write(held.owner, exchanged)
+
+    def begin(self) -> None:
+        """The forward begins: changes count from here."""
+        self.start = [held.kind.elements(held.owner) for held in self.holders]
+
+    def changed(self) -> Iterator[tuple[Held, dict[Any, Any], dict[Any, Any]]]:
+        """(holder, what it held at the start, what it holds now), where these are not the same
+        objects in the same order."""
+        for held, start in zip(self.holders, self.start, strict=True):
+            now = held.kind.elements(held.owner)
+            if not same_elements(now, start):
+                yield held, _by_key(start), _by_key(now)
+
+    def changes(self) -> Changes:
+        """What is other data than at the start. Tensors, functions and what cannot be looked into
+        count as there or not there."""
+        found: Changes = {}
+        for held, start, now in self.changed():
+            for key in {**start, **now}:
+                value = _told(now.get(key, ABSENT))
+                if value != _told(start.get(key, ABSENT)):
+                    found[id(held.owner), key] = value
+        return found
+
+    def place_of(self, change: tuple[int, Any]) -> Place:
+        """Where that is."""
+        owner, key = change
+        held = next(held for held in self.holders if id(held.owner) == owner)
+        return held.element(key)
+
+    def callers_changes(self) -> Iterator[Place]:
+        """Where an argument, or what it holds, is not what it was."""
+        for held, start, now in self.changed():
+            if held.place.is_callers:
+                keys = [k for k in {**start, **now} if start.get(k, ABSENT) is not now.get(k)]
+                yield held.element(keys[0]) if keys else held.place
+
+
+def _by_key(elements: list[Element]) -> dict[Any, Any]:
+    return {_hashable(key, value): value for key, value in elements}
+
+
+def _hashable(key: Any, value: Any) -> Any:
+    """A key that is equal to itself; members of sets, which have none, are their own."""
+    known = value if key is None and not isinstance(value, str) else key
+    return ("tensor", id(known)) if isinstance(known, torch.Tensor) else known
+
+
+def _told(value: Any) -> Any:
+    if value is ABSENT or isinstance(value, torch.Tensor):
+        return value if value is ABSENT else None
+    return data_in(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor, or a tuple with tensors, that is an element of a holder."""
+
+    held: Held
+    key: Any
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        return self.held.element(self.key)
+
+
+def holding(found: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
+    """The elements of holders that are, or are tuples with, tensors that are wanted."""
+    return [
+        Found(held, key, value)
+        for held in found.holders
+        for key, value in held.kind.elements(held.owner)
+        if any(map(is_wanted, tensors_in(value)))
+    ]
