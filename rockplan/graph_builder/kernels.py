@@ -33,6 +33,8 @@ AS_OPERATOR = (
 _LAUNCHERS = ("triton", "cupy", "numba", "cutlass", "tvm_ffi", "tilelang", "cffi", "ctypes")
 _LONGEST_LINE = 90
 _FOREIGN = "foreign code"
+# What stands for the file of code that has none.
+_TYPED_IN = ("<stdin>", "<string>", "<ipython")
 
 
 Frame = tuple[types.FrameType, int]
@@ -88,7 +90,8 @@ def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
 
 def _users(frames: Frames) -> list[Frame]:
     """Those outside of PyTorch and rockplan."""
-    return [(f, line) for f, line in frames if is_of_users(f.f_code.co_filename)]
+    named = ((f, line, f.f_code.co_filename) for f, line in frames)
+    return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
 
 
 def _up_to_caller(
