@@ -367,3 +367,43 @@ def flex(net: Any, x: torch.Tensor) -> torch.Tensor:
 def test_operators_that_take_functions_are_refused_by_name(use: Any, name: str) -> None:
     message = refusal(use)
     assert f"{name} is a higher-order operator" in message and "Recorder" not in message
+
+
+@torch.library.custom_op("rockplan_tests::copied", mutates_args=())
+def copied_by_operator(x: torch.Tensor) -> torch.Tensor:
+    return copied(x)
+
+
+@copied_by_operator.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+copied_by_operator.register_autograd(
+    lambda ctx, gradient: copied_by_operator(gradient.contiguous()),
+)
+
+
+@torch.library.custom_op("rockplan_tests::copied_into", mutates_args=("y",))
+def copied_into(x: torch.Tensor, y: torch.Tensor) -> None:
+    move(y.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+
+
+@torch.library.custom_op("rockplan_tests::unknown", mutates_args=())
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    return copied(x)
+
+
+def into(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    copied_into(x.detach(), y)
+    return y
+
+
+@pytest.mark.parametrize("use", [copied_by_operator, into])
+def test_kernels_that_are_operators_are_planned(use: Any) -> None:
+    train(lambda net, x: net.b(use(net.a(x)) + net.a(x)))
+
+
+def test_an_operator_whose_result_is_not_described() -> None:
+    assert "register_fake" in refusal(lambda net, x: net.b(unknown(net.a(x).detach())))

@@ -35,6 +35,8 @@ from rockplan.interface import Guard
 
 # What C++ asks of a fake tensor more often than anything else.
 _DEVICE = torch.ops.prim.device.default
+# What PyTorch says of an operator that was made by torch.library.custom_op.
+_NO_RULE = "no fake impl registered"
 _INDEX = torch.ops.aten.index.Tensor
 _IS_SET_TO = torch.ops.aten.is_set_to.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
@@ -322,6 +324,15 @@ class Recorder(TorchDispatchMode):
                 source,
                 f"what {func} returns is not known before it runs, so it cannot be planned; leave "
                 "it outside of the module",
+            ) from error
+        except RuntimeError as error:
+            if _NO_RULE not in str(error):
+                raise
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} is an operator without a rule for what it returns: describe an empty "
+                "result of it with `register_fake` (torch.library.custom_op has that method)",
             ) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
