@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
@@ -35,7 +36,7 @@ from rockplan.errors import (
     ValueDependentControlFlow,
 )
 from rockplan.graph import ValueRef
-from rockplan.graph_builder import draws, own_gradients, swap
+from rockplan.graph_builder import draws, kernels, own_gradients, swap
 from rockplan.graph_builder.arguments import Arguments, with_stand_ins
 from rockplan.graph_builder.kept import (
     Tables,
@@ -196,11 +197,13 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
 def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
     """One recording; or the tables that it made and that its forward keeps, if there are any."""
     module, forward = call.module, call.forward
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # A kernel that got the address of a fake tensor would end the process.
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Distinct calls are worked out once (`results`): what a second cache keeps is not asked for.
     fake_mode.cache_enabled = False
     reader = ValueReader()
-    recorder = Recorder(fake_mode, reader.read, leftovers)
+    recorder = Recorder(fake_mode, reader, leftovers)
     stand_ins = _StandIns(fake_mode, recorder)
     snapshot = Snapshot.of(module, forward, call.args, call.kwargs)
     with swap.without_modes(), snapshot.restored():
@@ -236,7 +239,7 @@ def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
             _refuse_gradients(recorder, [outputs[i] for i in starts])
             made_from = _made_from(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
-            tangents, found, any_autocast = _backward(recorder, outputs, starts, targets)
+            tangents, found, any_autocast = _backward(module, recorder, outputs, starts, targets)
             own_gradients.refuse_changes(kept)
             own_gradients.refuse_none(found)
             questions.refuse_set(outputs)
@@ -249,7 +252,7 @@ def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
             written = _written_constants(recorder)
             if first.changes or written:
                 # Only a second run tells whether the next call would do the same.
-                another = Recorder(fake_mode, reader.read, leftovers)
+                another = Recorder(fake_mode, reader, leftovers)
                 stand_ins.make_known(another)
                 second = run.run(another)
                 _refuse_changes(snapshot, first.changes, second.changes)
@@ -315,10 +318,12 @@ class _ForwardCall:
         refuse = functools.partial(_refuse_here, recorder)
         paths = _module_paths(self.module, recorder)
         with recorder, paths, draws.refused(self.snapshot.reached, refuse):
-            result = _call_module(self.forward, args, kwargs, self.results_of_others)
+            result = _call_module(self, args, kwargs)
+        recorder.refuse_if_refused()
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(result)
         outputs = [_known_output(recorder, *found) for found in enumerate(leaves)]
+        _refuse_unwritten(recorder, outputs)
         return _Forward.of(recorder, outputs, spec, self.snapshot.changes())
 
     def reached(self) -> Reached:
@@ -489,19 +494,17 @@ def _refuse_hooks(module: nn.Module) -> None:
             )
 
 
-def _call_module(
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    results_of_others: Sequence[int],
-) -> Any:
-    """results_of_others: positions of arguments that are no leaves of autograd's for the caller,
-    and are for the plan, which ends there."""
+def _call_module(call: _ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the forward; what it raises becomes an error of ours."""
+    results_of_others = call.results_of_others
     try:
-        return forward(*args, **kwargs)
+        return call.forward(*args, **kwargs)
     except RockplanError:
         raise
     except Exception as error:
+        by_address = kernels.refusal(error, call.module)
+        if by_address is not None:
+            raise by_address from error
         if results_of_others and _WRITES_TO_A_LEAF in str(error):
             raise UnsupportedModel(
                 "the forward changes a tensor that requires a gradient in place, which is an "
@@ -582,6 +585,13 @@ def _made_from(outputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(() if n is None else tuple(sorted(beyond[n])) for n in nodes)
 
 
+def _refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
+    for position, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor):
+            reader = f"leaf {position} of the module's result is"
+            recorder.refuse_unwritten([recorder.value(output)], reader)
+
+
 def _known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     """A leaf of the result; a real tensor that no call has read (a cached table) is a constant."""
     if not isinstance(leaf, torch.Tensor):
@@ -645,6 +655,7 @@ def _foreign_gradient(tensor: torch.Tensor) -> UnsupportedModel:
 
 
 def _backward(
+    module: nn.Module,
     recorder: Recorder,
     outputs: list[Any],
     starts: dict[int, tuple[int, ...]],
@@ -680,10 +691,16 @@ def _backward(
         except RockplanError:
             raise
         except Exception as error:
+            by_address = kernels.refusal(error, module)
+            if by_address is not None:
+                raise by_address from error
             raise CaptureError(
                 f"the backward pass of the module does not run: {_named(error)}. "
                 "Check that the original module's backward works on the sample"
             ) from error
+    recorder.refuse_if_refused()
+    gradients = [recorder.value(g) for g in found if g is not None]
+    recorder.refuse_unwritten(gradients, "a gradient is")
     ignores = under_autocast == [c.call.op for c in recorder.calls[forward_calls:]]
     made = {i: recorder.value(t) for i, t in zip(starts, tangents, strict=True)}
     return made, found, ignores
@@ -845,7 +862,7 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def _refuse_here(recorder: Recorder, message: str) -> NoReturn:
-    raise UnsupportedModel.at(*recorder.place(), message)
+    recorder.refuse(UnsupportedModel.at(*recorder.place(), message))
 
 
 @contextlib.contextmanager
@@ -871,6 +888,7 @@ def _as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         swap.without_logs_of_fake_tensors(),
         swap.values_told(read_all),
         swap.without_tensor_hooks(refuse),
+        swap.without_addresses(recorder.is_active, refuse),
         swap.without_other_memory(refuse),
         swap.without_nested_tensors(refuse),
         swap.without_autocast_inside(refuse),

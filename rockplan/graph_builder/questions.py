@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.errors import UnsupportedModel
-from rockplan.graph_builder.record import is_users_file
+from rockplan.graph_builder.places import is_of_users
 from rockplan.interface import ABSENT, Question
 
 # Attributes that say of a tensor what it is for the caller alone, whatever they say.
@@ -256,7 +256,8 @@ def _asks_users_file() -> bool:
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return is_users_file(frame)
+    name = frame.f_code.co_filename
+    return is_of_users(name) or name.startswith("<")
 
 
 def _given(tensor: torch.Tensor) -> list[str]:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import UnsupportedModel, ValueDependentControlFlow
+from rockplan.errors import DataDependentShape, UnsupportedModel, ValueDependentControlFlow
 from rockplan.graph import Call, ValueRef, value_refs
-from rockplan.graph_builder import evaluate
-from rockplan.graph_builder.record import OUTSIDE, RecordedCall, Recorder, torch_function
+from rockplan.graph_builder import evaluate, operators, value_shapes
+from rockplan.graph_builder.places import of_experts, torch_function
+from rockplan.graph_builder.record import OUTSIDE, RecordedCall, Recorder
 from rockplan.interface import Guard
 
 _DISTRIBUTIONS = torch.distributions.__path__[0]
@@ -86,8 +88,9 @@ class ValueReader:
         bits, of which a constant is kept."""
         module, source = recorder.place()
         value = recorder.value(recorder.known_tensor(tensor))
+        recorder.refuse_unwritten([value], f"Python at {source} reads")
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        environment = self._environment(recorder, calls, leaves, module, source)
+        environment = self._environment(recorder, calls, leaves, module, source, _OF_ARRAYS)
         found = environment[value]
         with _disable_current_modes(), torch.no_grad():
             handed = _Handed(found, _bits(found).clone(), module, source)
@@ -123,18 +126,60 @@ class ValueReader:
         leaves: frozenset[int],
         module: str,
         source: str,
+        more: str = "",
     ) -> dict[int, torch.Tensor]:
         """Every value that `calls` make from `leaves`, for real; refused where these are not the
-        same in every call, or cannot be compared before it."""
+        same in every call, or cannot be compared before it. more: what to do, beside the usual."""
+        unknown = self._unknown(recorder, calls, leaves)
+        if unknown is not None:
+            recorder.refuse(_value_read_error(calls, unknown, module, source, more))
+        return self._run(recorder, calls, leaves)
+
+    def _unknown(
+        self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
+    ) -> list[str] | None:
+        """Names of what among `leaves` is not the same in every call, and cannot be compared before
+        it; None: nothing is, nor is anything drawn."""
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
         unknown = leaves - (known & (self._integer_inputs | constants.keys()))
-        if unknown or any(c.random for c in calls):
-            names = [self._names[v] for v in sorted(unknown) if v in self._names]
-            raise _value_read_error(calls, names, module, source)
-        plain = [c.call for c in calls]
-        return evaluate.run(plain, _copies({**self._known, **constants}, leaves))
+        if not unknown and not any(c.random for c in calls):
+            return None
+        return [self._names[v] for v in sorted(unknown) if v in self._names]
+
+    def _run(
+        self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
+    ) -> dict[int, torch.Tensor]:
+        known = {**self._known, **dict(recorder.constants)}
+        return evaluate.run([c.call for c in calls], _copies(known, leaves))
+
+    def shaped(
+        self,
+        recorder: Recorder,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: str,
+        source: str,
+    ) -> Any:
+        """What an operator returns whose shape depends on values: fake tensors, where the values
+        are known before the call; a guard finds the same shape at each later one."""
+        rule = value_shapes.rule_of(operator, args, kwargs)
+        deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
+        wanted = deciding or [recorder.value(t) for t in operators.tensors((args, kwargs))]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        unknown = self._unknown(recorder, calls, leaves)
+        if rule is None or not deciding or unknown is not None:
+            raise _shape_error(operator, calls, unknown or [], module, source)
+        environment = self._run(recorder, calls, leaves)
+        real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
+        plain = tuple(c.call for c in calls)
+        for size in rule.sizes(deciding, len(recorder.values)):
+            expected = evaluate.execute(size.read, evaluate.run(size.calls, environment))
+            all_calls = (*plain, *size.calls)
+            self._guard(recorder, all_calls, size.read, expected, leaves, module, source)
+        return value_shapes.result(operator, args, kwargs, real)
 
     def _guard(
         self,
@@ -233,6 +278,11 @@ _REMEDIES = {
         "With momentum=None it divides by the number of batches so far: give it a momentum"
     ),
 }
+# Where an array is asked for.
+_OF_ARRAYS = (
+    "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
+    "(torch.library.custom_op with register_fake and register_autograd)"
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -243,11 +293,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_read_error(
-    calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str
+    calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str, further: str
 ) -> ValueDependentControlFlow:
-    """names: of parameters, buffers and inputs that the value depends on."""
-    more = ", ..." if names[_NAMED:] else ""
-    what = f"a value that depends on {', '.join(names[:_NAMED])}{more}"
+    """names: of parameters, buffers and inputs that the value depends on; further: another thing
+    to do."""
+    what = f"a value that depends on {_listed(names)}"
     if not names:
         what = "a value that the forward has changed in place"
     function = torch_function()
@@ -255,11 +305,7 @@ def _value_read_error(
     remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
     if function:
         remedy = _REMEDIES.get(function, OUTSIDE)
-    if names and all(name.startswith(_BUFFER) for name in names):
-        remedy += (
-            "; a table that stays as it is can be a plain attribute of the module in place of a "
-            "buffer: its values are compared at every call"
-        )
+    remedy += _plain_table(names)
     if any(c.random for c in calls):
         what = "a random draw"
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
@@ -270,7 +316,47 @@ def _value_read_error(
         source,
         f"{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
         "`if` on a tensor), so the operations may differ from call to call and cannot be planned. "
-        f"{remedy}",
+        f"{remedy}{further}{of_experts()}",
+    )
+
+
+def _shape_error(
+    operator: OpOverload,
+    calls: Sequence[RecordedCall],
+    names: Sequence[str],
+    module: str,
+    source: str,
+) -> DataDependentShape:
+    """names: of parameters, buffers and inputs that the shape depends on."""
+    function = torch_function()
+    if function:
+        remedy = f"It is called by {function}. {OUTSIDE}"
+    else:
+        remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
+    what = f"the values of {_listed(names)}" if names else "the values of its input"
+    if any(c.random for c in calls):
+        what = "a random draw"
+    return DataDependentShape.at(
+        module,
+        source,
+        f"the shape of the result of {operator} depends on {what}; a plan needs shapes that are "
+        "known before the call (masks, counts and indices that are arguments, or made of integer "
+        f"arguments, are). {remedy}{_plain_table(names)}{of_experts()}",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", ..." if names[_NAMED:] else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _plain_table(names: Sequence[str]) -> str:
+    """What to do where everything depends on buffers."""
+    if not names or not all(name.startswith(_BUFFER) for name in names):
+        return ""
+    return (
+        "; a table that stays as it is can be a plain attribute of the module in place of a "
+        "buffer: its values are compared at every call"
     )
 
 

@@ -8,13 +8,10 @@ included, and records them without changing one.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
-import sys
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -28,19 +25,21 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from rockplan.errors import DataDependentShape, UnsupportedModel
+from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph import Call, Phase, TensorSpec, ValueRef
 from rockplan.graph_builder import operators
+from rockplan.graph_builder.places import torch_function, user_source
 from rockplan.graph_builder.results import Results
+from rockplan.graph_builder.unwritten import Unwritten, reads_content, reads_first
 from rockplan.interface import Guard
 from rockplan.python_state.leftovers import Leftovers
 
-_TORCH_FOLDER = torch.__path__[0]
-_OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
-_TENSOR_FILES = f"{_TORCH_FOLDER}/_tensor"
-_NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
 # What C++ asks of a fake tensor more often than anything else.
 _DEVICE = torch.ops.prim.device.default
+# What PyTorch says of an operator that was made by torch.library.custom_op.
+_NO_RULE = "no fake impl registered"
+_INDEX = torch.ops.aten.index.Tensor
+_IS_SET_TO = torch.ops.aten.is_set_to.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 _RECURRENT = "torch.nn.modules.rnn."
 _OF_CUDNN = (
@@ -49,9 +48,23 @@ _OF_CUDNN = (
     "before and after it, or switch cuDNN off where the layer runs (with "
     "torch.backends.cudnn.flags(enabled=False))"
 )
-# The models in it are read as a user's; what calls the command line is nobody's model.
-_EXAMPLES = f"{_OWN_FOLDER}examples.py"
-_COMMANDS = f"{_OWN_FOLDER}cli.py"
+_PARTS = "call what it calls directly, or leave it outside of the planned module"
+_BOTH = "compute both branches and choose (torch.where), or decide before the call of the module"
+_LOOP = "write a Python loop, of as many steps for each call"
+_ATTENTION = (
+    "use torch.nn.functional.scaled_dot_product_attention with a mask (transformers: "
+    "attn_implementation='sdpa')"
+)
+# Higher-order operators: what users call them, and what to do.
+_HIGHER_ORDER = {
+    "cond": ("torch.cond", _BOTH),
+    "while_loop": ("torch.while_loop", _LOOP),
+    "scan": ("torch scan", _LOOP),
+    "associative_scan": ("torch associative_scan", _LOOP),
+    "map_impl": ("torch map", f"{_LOOP}, or one operation on the whole batch"),
+    "flex_attention": ("flex_attention", _ATTENTION),
+    "flex_attention_backward": ("flex_attention", _ATTENTION),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,16 @@ def why_not_planned(tensor: torch.Tensor) -> str | None:
     return None
 
 
+def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are the elements of both the same memory, in the same order?"""
+
+    def memory(tensor: torch.Tensor) -> tuple[object, ...]:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        return (*place, tensor.shape, tensor.stride())
+
+    return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))
+
+
 PADDED = "whose sizes a plan cannot follow; use padded tensors (to_padded_tensor, pad_sequence)"
 """Of nested tensors."""
 
@@ -135,7 +158,24 @@ def _has_operations(kind: type) -> bool:
     return any(o.get(name, no) is not no for o in own for name, no in _OPERATIONS.items())
 
 
-ReadValue = Callable[["Recorder", OpOverload, Call, str, str], object]
+class Reader(Protocol):
+    """Answers what depends on values."""
+
+    def read(
+        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
+    ) -> object:
+        """What an operator gives that tells Python of values."""
+
+    def shaped(
+        self,
+        recorder: Recorder,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: str,
+        source: str,
+    ) -> Any:
+        """What an operator returns whose shape depends on values: fake tensors."""
 
 
 # Their gradient goes to the elements that are equal to the result, in equal parts.
@@ -161,17 +201,19 @@ def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...
 
 
 class Recorder(TorchDispatchMode):
-    """Records calls; `read_value` decides what happens where Python reads a tensor's value.
+    """Records calls; `reader` decides what happens where Python reads a tensor's value, or a shape
+    depends on it.
 
     leftovers: is told of every tensor, which nobody is to keep."""
 
-    def __init__(
-        self, fake_mode: FakeTensorMode, read_value: ReadValue, leftovers: Leftovers
-    ) -> None:
+    # They come here, and are refused by name.
+    supports_higher_order_operators = True
+
+    def __init__(self, fake_mode: FakeTensorMode, reader: Reader, leftovers: Leftovers) -> None:
         super().__init__()
         self.fake_mode = fake_mode
         self._leftovers = leftovers
-        self.read_value = read_value
+        self.reader = reader
         self.phase = Phase.FORWARD
         self.values: list[RecordedValue] = []
         self.calls: list[RecordedCall] = []
@@ -180,6 +222,8 @@ class Recorder(TorchDispatchMode):
         self.module_stack: list[str] = [""]
         self.leaf_storages: frozenset[int] = frozenset()
         self.given_values = 0
+        self.refused: CaptureError | None = None
+        self._unwritten = Unwritten()
         self._results = Results(fake_mode)
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
@@ -221,12 +265,31 @@ class Recorder(TorchDispatchMode):
         self._alive.append(storage)
         return RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes()))
 
+    def refuse(self, error: CaptureError) -> NoReturn:
+        """Raise `error`, and remember it: a model that catches it, and goes on in another way than
+        it does in eager execution, is refused all the same."""
+        self.refused = self.refused or error
+        raise error
+
+    def refuse_if_refused(self) -> None:
+        """Raise what the model has caught."""
+        if self.refused is not None:
+            raise self.refused
+
     def __torch_dispatch__(
         self,
         func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        try:
+            return self._record(func, args, kwargs)
+        except CaptureError as error:
+            self.refuse(error)
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
@@ -243,8 +306,11 @@ class Recorder(TorchDispatchMode):
                 "draw from the default generator, or before the call",
             )
         args, kwargs, given = self._known(args, kwargs)
+        if func is _IS_SET_TO:
+            return is_same_memory(*args)
         if operators.operator_name(func) in operators.VALUE_READS:
-            return self.read_value(self, func, self._call(func, args, kwargs, ()), module, source)
+            self.refuse_unwritten(map(self.value, given), f"{func} at {source} reads")
+            return self.reader.read(self, func, self._call(func, args, kwargs, ()), module, source)
         if self.phase is Phase.BACKWARD:
             func, args = _as_unwatched(func, args)
         view = operators.out_of_place_view(func)
@@ -255,13 +321,8 @@ class Recorder(TorchDispatchMode):
         call = self._call(func, args, kwargs, ())
         try:
             result = self._result(func, args, kwargs)
-        except DynamicOutputShapeException as error:
-            raise DataDependentShape.at(
-                module,
-                source,
-                f"the shape of the result of {func} depends on the values of its input; a plan "
-                f"needs static shapes. {_without_values(torch_function())}",
-            ) from error
+        except DynamicOutputShapeException:
+            result = self.reader.shaped(self, func, args, kwargs, module, source)
         except UnsupportedOperatorException as error:
             raise UnsupportedModel.at(
                 module,
@@ -269,10 +330,20 @@ class Recorder(TorchDispatchMode):
                 f"what {func} returns is not known before it runs, so it cannot be planned; leave "
                 "it outside of the module",
             ) from error
+        except RuntimeError as error:
+            if _NO_RULE not in str(error):
+                raise
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} is an operator without a rule for what it returns: describe an empty "
+                "result of it with `register_fake` (torch.library.custom_op has that method)",
+            ) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in _result_leaves(result)
         )
+        self._follow_writes(func, args, reads, writes, results, (module, source))
         alone = operators.without_argument(func, args, result)
         if alone is not None:
             call, reads = self._call(*alone, ()), ()
@@ -285,15 +356,46 @@ class Recorder(TorchDispatchMode):
             return result
         return self._in_layout_of_base(result)
 
+    def _follow_writes(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        reads: Sequence[int],
+        writes: Sequence[int],
+        results: Sequence[int | None],
+        place: tuple[str, str],
+    ) -> None:
+        """Refuse a call that reads what nothing has written; know what is written from here on."""
+        made = {self.values[r].storage for r in results if r is not None}
+        given = {self.values[v].storage for v in reads}
+        is_view = bool(made) and not writes and made <= given
+        if self._unwritten and not is_view:
+            written = {self.values[v].storage for v in writes}
+            looked_at = given - written if reads_content(func) else set()
+            if writes and reads_first(func):
+                first = operators.tensors(args[:1])
+                looked_at |= {self.values[self.value(t)].storage for t in first}
+            self._unwritten.refuse(sorted(looked_at), f"{func} at {place[1]} reads")
+            self._unwritten.written(written)
+        has_elements = (r for r in results if r is not None and self.values[r].storage_bytes)
+        self._unwritten.makes(func, {self.values[r].storage for r in has_elements}, *place)
+
+    def refuse_unwritten(self, values: Iterable[int], reader: str) -> None:
+        """Raise where one of `values` is memory that nothing has written to."""
+        if self._unwritten:
+            self._unwritten.refuse([self.values[v].storage for v in values], reader)
+
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call returns. The shape of one result is known from a value that may be read
         where it is that of integer inputs: the length of the longest target."""
+        if func is _INDEX and any(t.dtype is torch.uint8 for t in operators.tensors(args[1])):
+            raise DynamicOutputShapeException(func)  # masks, which the shape rule takes for nothing
         if func is not _CTC_LOSS:
             return self._results.of(func, args, kwargs)
         log_probs, lengths = args[0], args[3]
-        longest = self.__torch_dispatch__(torch.ops.aten.max.default, (), (lengths,))
+        longest = self._record(torch.ops.aten.max.default, (lengths,))
         read = torch.ops.aten._local_scalar_dense.default
-        states = 2 * self.__torch_dispatch__(read, (), (longest,)) + 1
+        states = 2 * self._record(read, (longest,)) + 1
         steps, batch = log_probs.shape[:2]
         return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, states))
 
@@ -337,8 +439,8 @@ class Recorder(TorchDispatchMode):
             return result
         empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
         kind = {"dtype": result.dtype, "device": result.device}
-        made = self.__torch_dispatch__(empty, (), (spec.shape, spec.stride), kind)
-        return self.__torch_dispatch__(copy, (), (made, result))
+        made = self._record(empty, (spec.shape, spec.stride), kind)
+        return self._record(copy, (made, result))
 
     def _change_shape(
         self,
@@ -372,11 +474,7 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
         if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"the higher-order operator {func} cannot be planned; call its parts directly",
-            )
+            raise UnsupportedModel.at(module, source, _of_higher_order(func))
         if "nested" in operators.operator_name(func):
             raise UnsupportedModel.at(
                 module, source, f"{func} makes or reads a nested tensor, {PADDED}"
@@ -479,54 +577,18 @@ def _result_leaves(result: Any) -> list[Any]:
     return [result]
 
 
+def _of_higher_order(operator: Any) -> str:
+    """What a message says of an operator that takes functions (`torch.cond`)."""
+    called = str(operator)
+    name, instead = _HIGHER_ORDER.get(called, (called, _PARTS))
+    return (
+        f"{name} is a higher-order operator: it takes functions and calls them where a plan does "
+        f"not see it, so it cannot be planned; {instead}"
+    )
+
+
 OUTSIDE = (
     "Call it outside of the planned module (a loss: on what the module returns), or in a way in "
     "which it reads no values"
 )
 """What to do where a function of PyTorch looks at values."""
-
-
-def _without_values(function: str) -> str:
-    """What to do where an operator that `function` calls ('': that the forward calls itself) has
-    results whose shapes depend on values."""
-    if function:
-        return f"It is called by {function}. {OUTSIDE}"
-    return "Replace it by a masked operation (torch.where, multiplication by the mask)"
-
-
-def torch_function() -> str:
-    """'torch.nn.functional.ctc_loss': the function of PyTorch that calls an operator now; '': the
-    user's code does itself, or by a method of the tensor."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        is_own = name.startswith(_OWN_FOLDER) and name != _EXAMPLES
-        if not (is_own or name.startswith(_TORCH_FOLDER)):
-            break
-        called = frame.f_code.co_name
-        is_method = name.startswith(_TENSOR_FILES)
-        if not (is_own or is_method or called[0] in "_<" or "<" in frame.f_code.co_qualname):
-            return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
-def is_users_file(frame: types.FrameType) -> bool:
-    """Is it code of neither PyTorch nor rockplan?"""
-    name = frame.f_code.co_filename
-    return not name.startswith(_NO_USERS) or name == _EXAMPLES
-
-
-def user_source() -> str:
-    """'file.py:12' of the innermost frame outside torch, rockplan and what context managers are
-    made with."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name == _COMMANDS:
-            break
-        ours = name.startswith(_NO_USERS) and name != _EXAMPLES
-        if not (ours or name[0] == "<"):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -18,7 +18,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.record import PADDED
+from rockplan.graph_builder import kernels
+from rockplan.graph_builder.record import PADDED, is_same_memory
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Of 446 operators of PyTorch's own database and those of its modules, these.
@@ -322,13 +323,39 @@ def without_nested_tensors(
 
 
 @contextlib.contextmanager
+def without_addresses(
+    is_recorded: Callable[[], bool], refuse: Callable[[str], NoReturn]
+) -> Iterator[None]:
+    """Refuse `data_ptr` of tensors and storages while the forward is recorded: fake tensors have no
+    memory, and what is done with that of others is not seen."""
+
+    def address(original: Callable[..., int]) -> Callable[..., int]:
+        def data_ptr(owner: Any) -> int:
+            # Copies of tensors ask whether there is memory.
+            is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
+            if is_copied and isinstance(owner, FakeTensor):
+                return 0
+            if not is_copied and is_recorded():
+                refuse(kernels.of_address(kernels.running()))
+            return original(owner)
+
+        return data_ptr
+
+    with contextlib.ExitStack() as stack:
+        for owner in (torch.Tensor, torch.UntypedStorage):
+            replacement = {"data_ptr": address(owner.data_ptr)}
+            stack.enter_context(_exchanged(owner, replacement))
+        yield
+
+
+@contextlib.contextmanager
 def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Refuse `tensor.data = other`: no operator is called, so nothing of it would be recorded.
     What leaves the tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
     data: Any = torch._C.TensorBase.data
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if not _is_same_memory(tensor, other):
+        if not is_same_memory(tensor, other):
             refuse(
                 "the forward assigns to the `.data` of a tensor, which gives it other memory, and "
                 "a planned run would not see it; write into it instead: "
@@ -341,11 +368,3 @@ def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
         yield
     finally:
         del torch.Tensor.data
-
-
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    def memory(tensor: torch.Tensor) -> tuple[object, ...]:
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
-        return (*place, tensor.shape, tensor.stride())
-
-    return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))

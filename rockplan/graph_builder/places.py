@@ -1,0 +1,76 @@
+"""Places: the lines of the user's model that what runs now belongs to.
+
+takes: the frames of Python that run. returns: what a message says of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+
+import torch
+from torch import nn
+
+_TORCH_FOLDER = torch.__path__[0]
+_OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
+_TENSOR_FILES = f"{_TORCH_FOLDER}/_tensor"
+_NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
+# The models in it are read as a user's; what calls the command line is nobody's model.
+_EXAMPLES = f"{_OWN_FOLDER}examples.py"
+_COMMANDS = f"{_OWN_FOLDER}cli.py"
+
+
+def torch_function() -> str:
+    """'torch.nn.functional.ctc_loss': the function of PyTorch that calls an operator now; '': the
+    user's code does itself, or by a method of the tensor."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        is_own = name.startswith(_OWN_FOLDER) and name != _EXAMPLES
+        if not (is_own or name.startswith(_TORCH_FOLDER)):
+            break
+        called = frame.f_code.co_name
+        is_method = name.startswith(_TENSOR_FILES)
+        if not (is_own or is_method or called[0] in "_<" or "<" in frame.f_code.co_qualname):
+            return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def user_source() -> str:
+    """'file.py:12' of the innermost frame outside torch, rockplan and what context managers are
+    made with."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == _COMMANDS:
+            break
+        if is_of_users(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def is_of_users(name: str) -> bool:
+    """Is a file one of those outside torch, rockplan and what context managers are made with?"""
+    ours = name.startswith(_NO_USERS) and name != _EXAMPLES
+    return not (ours or name[0] == "<")
+
+
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+
+
+def of_experts() -> str:
+    """What to do where a mixture of experts chooses, in a Python loop, what runs; '': elsewhere."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and _EXPERTS.search(type(owner).__name__):
+            return (
+                f". {type(owner).__qualname__} chooses experts by values: compute all of them at "
+                "once (torch.nn.functional.grouped_mm), as models of transformers do after "
+                'model.set_experts_implementation("grouped_mm")'
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
