@@ -149,6 +149,24 @@ def check(
     return result
 
 
+def runs(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Does `forward`, over the tensors of `module`, return anything for this call? Afterwards all
+    is as before. (Too little memory says nothing about the forward, which so counts as one that
+    does.)"""
+    try:
+        given = _Given.of(module, (args, kwargs))
+        with given.restored():
+            args, kwargs = _detached((args, kwargs))
+            forward(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        return True
+    except Exception:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """Hooks on parameters (`Tensor.register_hook`) are set aside."""
