@@ -190,9 +190,16 @@ def _read_differences(program: Program, leaves: Sequence[Any]) -> Iterator[Diffe
     for check, guard in checks:
         value = check(leaves, program.constants)
         if not is_same(value, guard.expected):
+            names = dict(enumerate(name for name, _ in program.call.leaves))
+            of = ", ".join(names[i] for _, i in guard.inputs if i in names)
             where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
-            texts = f"{_short(value)}, planned {_short(guard.expected)}"
-            yield Difference(f"values that the forward reads {where}: {texts}", is_value=True)
+            texts = f": {_short(value)}, planned {_short(guard.expected)}"
+            yield Difference(
+                f"values {f'of {of} ' if of else ''}that the forward reads {where}"
+                # Of a comparison the result says nothing.
+                f"{'' if isinstance(guard.expected, bool) else texts}",
+                is_value=True,
+            )
 
 
 def _short(value: object) -> str:

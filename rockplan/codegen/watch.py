@@ -43,11 +43,13 @@ class Watch:
     A backward pass without a plan is right where the original was to run (`original_runs`), and
     where something else than the module uses its parameters: a penalty on weights, another module
     that shares them, the original. So it counts at once only if the forward is not the planned one,
-    or if parts of the module were asked for (`used`); else where there are two in a row with a
-    step of the optimizer between them.
+    or if parts of the module were asked for (`used`); else where there are two in a row that bring
+    gradients to most parameters, with a step of the optimizer between them.
     """
 
     __slots__ = (
+        "_arrived",
+        "_count",
         "_inside",
         "_is_excused",
         "_is_said",
@@ -62,6 +64,8 @@ class Watch:
         self._module: weakref.ref[nn.Module] | None = None
         self._with_eval = False
         self._task = -1
+        self._arrived = 0
+        self._count = 0
         self._inside = 0
         self._used: dict[str, None] = {}
         self._versions: dict[int, int] = {}
@@ -78,8 +82,10 @@ class Watch:
         self._module = weakref.ref(module)
         if self._is_said:
             return
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter.is_leaf and not self._is_on(parameter):
+        trained = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
+        self._count = len(trained)
+        for parameter in trained:
+            if not self._is_on(parameter):
                 parameter.register_post_accumulate_grad_hook(self)
 
     def _is_on(self, parameter: torch.Tensor) -> bool:
@@ -123,8 +129,9 @@ class Watch:
         """A gradient has arrived at `parameter`."""
         task: int = torch._C._current_graph_task_id()
         if task == self._task:
+            self._arrived += 1
             return
-        self._task = task
+        self._task, self._arrived = task, 1
         if self._is_said or self._module is None or self._module() is None:
             self._leave(parameter)
             self._task = -1
@@ -153,9 +160,9 @@ class Watch:
         elif module is not None and not self._is_excused and (module.training or self._with_eval):
             before = self._versions.get(id(parameter), parameter._version)
             self._versions[id(parameter)] = parameter._version
+            is_trained = before != parameter._version and 2 * self._arrived > self._count
             used = [*self._used]
-            is_replaced = "forward" in module.__dict__
-            if is_replaced or used or before != parameter._version:
+            if "forward" in module.__dict__ or used or is_trained:
                 self._is_said = True
                 _warn(module, parameter, used)
         self._used.clear()
