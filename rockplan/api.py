@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
 import sys
@@ -33,7 +34,7 @@ from rockplan.interface import Incoming
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import Plan
 from rockplan.plan_file import fit, read_plans
-from rockplan.progress import report
+from rockplan.progress import is_heard, report
 from rockplan.schedule import Waits
 from rockplan.verify import verify
 
@@ -315,21 +316,40 @@ def _program_in_training(
     make: planned_modules.MakeProgram,
 ) -> planned_modules.Program:
     """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
-    the call as it leaves one of the original, with all that the forward has done before."""
+    the call as it leaves one of the original, with all that the forward has done before; what
+    operators raise is RuntimeError in either case, and ours says more."""
     try:
         with _shown():
             return make(module, args, kwargs, incoming)
     except ForwardRaises as found:
         error = found
     forward = planned_modules.original_forward(module)
-    if incoming is None and not runs(module, forward, args, kwargs):
+    is_own = incoming is None and not _is_of_operators(error.__cause__)
+    if is_own and not runs(module, forward, args, kwargs):
         forward(*args, **kwargs)
     raise error
 
 
+def _is_of_operators(error: BaseException | None) -> bool:
+    """Is it a RuntimeError that PyTorch raised, and no line of the user's?"""
+    if not isinstance(error, RuntimeError):
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or _is_of_torch(last.tb_frame.f_code.co_filename):
+        return True
+    is_raise = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return type(error) is RuntimeError and not is_raise
+
+
+def _is_of_torch(filename: str) -> bool:
+    return filename.startswith(os.path.dirname(torch.__file__))
+
+
 def _shown() -> AbstractContextManager[object]:
     """Progress on stderr, as the command line shows it."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if is_heard() or sys.stderr is None or not sys.stderr.isatty():
         return nullcontext()
     from rockplan.display import waiting  # what shows it takes a moment to import
 

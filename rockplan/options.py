@@ -19,9 +19,9 @@ class Options:
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
     on_infeasible: what happens where no plan fits the budget: 'error' raises InfeasibleBudget,
     'smallest' takes the smallest plan that is found, and a warning says by how much it exceeds the
-    budget; 'original' runs the original forward for calls like this one, which is said once for
-    each kind of them. (`solve` itself has nothing to return then, and raises; a backward pass that
-    has to be planned again takes the smallest plan.)
+    budget; 'original' runs the original forward for calls like this one, and a warning says so
+    once (`solve` itself raises then; a backward pass that is planned again takes the smallest
+    plan).
     differentiated: leaves of the result that backward starts from, by position among all leaves;
     None: the scalars that require a gradient (a loss), or if they do not reach whatever the other
     leaves reach, all that do. A backward that starts elsewhere is planned again when it comes; name

@@ -87,14 +87,17 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: torch.autocast("cpu", torch.bfloat16)(m)(x=rows(4)),
         "autocast: bfloat16 on cpu, planned off",
     ),
-    "an attribute": (lambda m: changed(m, gain=2.0)(x=rows(4)), "attribute 'gain': 2.0, planned 1"),
+    "an attribute": (
+        lambda m: changed(m, gain=2.0)(x=rows(4)),
+        "'gain' of the module: 2.0, planned 1",
+    ),
     "in a dictionary": (
         lambda m: (m.settings.update(bias=1.0), m(x=rows(4))),
-        "attribute 'settings', or something in it",
+        "'settings' of the module, or something in it",
     ),
     "of a submodule": (
         lambda m: (setattr(m.drop, "p", 0.5), m(x=rows(4))),
-        "attribute 'drop.p': 0.5, planned 0.0",
+        "'drop.p' of the module: 0.5, planned 0.0",
     ),
     "a training flag": (
         lambda m: (m.drop.eval(), m(x=rows(4))),
@@ -321,6 +324,8 @@ class Picky(nn.Module):
                     raise Rejected(1) from error
             case "interrupt":
                 raise KeyboardInterrupt
+            case "runtime":
+                raise RuntimeError("not now")
             case "operator":
                 y = y @ y
             case "library":
@@ -328,7 +333,7 @@ class Picky(nn.Module):
         return y
 
 
-RAISES = ["stop", "value", "own", "assert", "key", "chained", "operator", "library"]
+RAISES = ["stop", "value", "own", "assert", "key", "chained", "runtime", "library"]
 
 
 def raised(module: Any, how: str) -> BaseException:
@@ -359,6 +364,14 @@ def test_what_the_forward_raises_leaves_a_planned_call_as_itself(how: str) -> No
         loss(module(rows(4))).backward()
     assert_same_state(planned, eager, "next step")
     assert len(planned.plans) == 1
+
+
+def test_what_an_operator_raises_is_a_runtime_error_that_says_what_to_look_at() -> None:
+    planned: Any = rockplan.solve(Picky(), rows(4), "min", options=OPTIONS)
+    found = raised(planned, "operator")
+    assert isinstance(found, rockplan.ForwardRaises) and isinstance(found, RuntimeError)
+    assert "shapes, dtypes and devices" in str(found) and type(found.__cause__) is RuntimeError
+    loss(planned(rows(4))).backward()
 
 
 def test_an_interrupt_leaves_a_planned_call() -> None:

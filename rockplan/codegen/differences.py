@@ -271,5 +271,5 @@ def _changed_value(signature: ModuleSignature, paths: Mapping[int, str], name: s
         before, now = entry.attributes.get(own), entry.module.__dict__.get(own)
         is_own = f"{path}.{own}" == name if path else own == name
         if is_own and now is not before and {type(before), type(now)} <= {*_SHOWN}:
-            return f"attribute '{name}': {_shown(now)}, planned {_shown(before)}"
-    return f"attribute '{name}', or something in it"
+            return f"'{name}' of the module: {_shown(now)}, planned {_shown(before)}"
+    return f"'{name}' of the module, or something in it"

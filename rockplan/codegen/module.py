@@ -656,9 +656,9 @@ of: a mode or two, or layers frozen one after the other, are no more."""
 
 def _warn_of_changes(count: int, changes: Differences) -> None:
     warnings.warn(
-        f"the same call is planned for the {_ordinal(count + 1)} time, because something has "
-        f"changed again: {changes}. If the forward does not read it, keep it outside of the "
-        "module; if it does, pass the value in as a tensor",
+        f"the same call is planned for the {_ordinal(count + 1)} time, because {changes} (changed "
+        "again). If the forward does not read it, keep it outside of the module; if it does, pass "
+        "the value in as a tensor",
         stacklevel=2,
     )
 

@@ -127,6 +127,8 @@ class Watch:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """A gradient has arrived at `parameter`."""
+        if torch.compiler.is_compiling():  # a backward pass of compiled autograd: none of a plan
+            return
         task: int = torch._C._current_graph_task_id()
         if task == self._task:
             self._arrived += 1
