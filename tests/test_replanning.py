@@ -3,11 +3,14 @@ a forward's own exceptions leave a planned call as they leave an eager one."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import pickle
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan import progress
 from tests.training import assert_same_state, assert_same_tensor
 
 QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5}
@@ -87,6 +91,14 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: torch.autocast("cpu", torch.bfloat16)(m)(x=rows(4)),
         "autocast: bfloat16 on cpu, planned off",
     ),
+    "the default device": (
+        lambda m: under(torch.device("cpu"), m),
+        "the default device: cpu, planned none",
+    ),
+    "a mode of attention": (
+        lambda m: under(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), m),
+        "kernels of attention: math, planned",
+    ),
     "an attribute": (
         lambda m: changed(m, gain=2.0)(x=rows(4)),
         "'gain' of the module: 2.0, planned 1",
@@ -112,6 +124,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "submodules of the module",
     ),
 }
+
+
+def under(context: Any, module: Any) -> None:
+    with context:
+        module(x=rows(4))
 
 
 def changed(module: Any, **attributes: Any) -> Any:
@@ -182,6 +199,28 @@ def test_from_the_third_kind_on_planning_is_said(caplog: pytest.LogCaptureFixtur
         assert "sample" in caplog.messages[1]
     assert "\n" not in "".join(caplog.messages)
     assert all(record.levelno >= logging.WARNING for record in caplog.records)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_far_planning_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        with progress.listening(lambda step: shown.append(step.stage)):
+            yield
+
+    planned = planned_net()
+    monkeypatch.setattr("rockplan.display.waiting", waiting)
+    steps(planned, [5])
+    assert shown == []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    steps(planned, [6])
+    assert "capturing the model" in shown
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
