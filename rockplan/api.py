@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import os
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +18,14 @@ from torch import nn
 from rockplan import planning
 from rockplan.available import in_bytes
 from rockplan.budget import Budget, parse_budget
-from rockplan.check import check
+from rockplan.check import check, runs
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
+from rockplan.codegen.differences import described_call
 from rockplan.codegen.hooks import has_hooks
 from rockplan.collection import paused_collection
 from rockplan.curve import Curve
-from rockplan.errors import InfeasibleBudget, InvalidInput, PlanMismatch
+from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.graph_builder.canonical import graph_digest
 from rockplan.graph_builder.capture import WITHOUT_FLAT_PARAMETERS, Capture, capture
 from rockplan.graph_builder.lower import Lowered, lower
@@ -29,7 +34,7 @@ from rockplan.interface import Incoming
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import Plan
 from rockplan.plan_file import fit, read_plans
-from rockplan.progress import report
+from rockplan.progress import is_heard, report
 from rockplan.schedule import Waits
 from rockplan.verify import verify
 
@@ -66,8 +71,12 @@ def solve(
         program,
         args,
         kwargs,
-        make_program=functools.partial(_program, budget=later, options=options),
+        make_program=functools.partial(
+            _program_in_training,
+            make=functools.partial(_program, budget=later, options=options),
+        ),
         on_mismatch=options.on_mismatch,
+        on_infeasible=options.on_infeasible,
         outputs_chosen=options.differentiated is not None,
     )
 
@@ -83,7 +92,7 @@ def plan(
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
-    return planning.plan_within(_prepared(model, args, kwargs, options), wanted, options)
+    return _planned(_prepared(model, args, kwargs, options), wanted, options)
 
 
 def plan_each(
@@ -163,7 +172,8 @@ def load(
         first,
         args,
         kwargs,
-        make_program=make_program,
+        make_program=functools.partial(_program_in_training, make=make_program),
+        on_infeasible=options.on_infeasible,
         on_mismatch="original" if on_mismatch == "original" else "replan",
         outputs_chosen=options.differentiated is not None,
     )
@@ -297,6 +307,84 @@ def _device(module: nn.Module, captured: Capture) -> torch.device:
     return torch.device(min(kinds)) if kinds else torch.device("cpu")
 
 
+def _program_in_training(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | None,
+    *,
+    make: planned_modules.MakeProgram,
+) -> planned_modules.Program:
+    """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
+    the call as it leaves one of the original, with all that the forward has done before; what
+    operators raise is RuntimeError in either case, and ours says more."""
+    try:
+        with _shown():
+            return make(module, args, kwargs, incoming)
+    except ForwardRaises as found:
+        error = found
+    forward = planned_modules.original_forward(module)
+    is_own = incoming is None and not _is_of_operators(error.__cause__)
+    if is_own and not runs(module, forward, args, kwargs):
+        forward(*args, **kwargs)
+    raise error
+
+
+def _is_of_operators(error: BaseException | None) -> bool:
+    """Is it a RuntimeError that PyTorch raised, and no line of the user's?"""
+    if not isinstance(error, RuntimeError):
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or _is_of_torch(last.tb_frame.f_code.co_filename):
+        return True
+    is_raise = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return type(error) is RuntimeError and not is_raise
+
+
+def _is_of_torch(filename: str) -> bool:
+    return filename.startswith(os.path.dirname(torch.__file__))
+
+
+def _shown() -> AbstractContextManager[object]:
+    """Progress on stderr, as the command line shows it."""
+    if is_heard() or sys.stderr is None or not sys.stderr.isatty():
+        return nullcontext()
+    from rockplan.display import waiting  # what shows it takes a moment to import
+
+    return waiting()
+
+
+def _planned(
+    problem: planning.Problem, budget: Budget, options: Options, is_backward: bool = False
+) -> Plan:
+    """The plan within the budget, or what the options say where there is none.
+
+    is_backward: of a call whose forward has run: the original is no choice any more."""
+    if options.on_infeasible == "error":
+        return planning.plan_within(problem, budget, options)
+    common = planning.common_of(problem, options)
+    try:
+        return planning.plan_within(problem, budget, options, common)
+    except InfeasibleBudget as found:
+        if options.on_infeasible == "original" and not is_backward:
+            raise
+        error = found
+    made = planning.plan_within(problem, Budget(is_minimum=True), options, common)
+    excess_bytes = made.peak_bytes - error.budget_bytes
+    if excess_bytes > 0:
+        warnings.warn(
+            f"no plan fits the budget of {error.budget_bytes} bytes; the smallest that was found "
+            f"needs {made.peak_bytes} bytes, {excess_bytes} more "
+            f"({excess_bytes / error.budget_bytes:.1%}), and runs all the same "
+            f"(Options(on_infeasible='{options.on_infeasible}')). Its peak is at "
+            f"{error.operation}",
+            stacklevel=2,
+        )
+    return made
+
+
 def _program(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -307,7 +395,7 @@ def _program(
     options: Options,
 ) -> planned_modules.Program:
     source = _captured(module, args, kwargs, options, incoming)
-    made = planning.plan_within(_problem(source, options), budget, options)
+    made = _planned(_problem(source, options), budget, options, incoming is not None)
     return _built(module, made, source, args, kwargs, options)
 
 
@@ -333,7 +421,7 @@ def _stored_program(
     except PlanMismatch:
         if budget is None:
             raise
-        made = planning.plan_within(_problem(source, options), budget, options)
+        made = _planned(_problem(source, options), budget, options, incoming is not None)
     return _built(module, made, source, args, kwargs, options)
 
 
@@ -348,7 +436,12 @@ def _built(
     report("writing the code")
     constants = tuple(t for _, t in source.captured.constants)
     program = planned_modules.build_program(
-        made, source.lowered.interface, constants, source.captured.output_spec, source.hooked
+        made,
+        source.lowered.interface,
+        constants,
+        source.captured.output_spec,
+        source.hooked,
+        described_call(planned_modules.original_forward(module), args, kwargs),
     )
     return _checked(module, program, args, kwargs) if options.check else program
 

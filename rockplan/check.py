@@ -159,6 +159,24 @@ def check(
     return result
 
 
+def runs(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Does `forward`, over the tensors of `module`, return anything for this call? Afterwards all
+    is as before. (Too little memory says nothing about the forward, which so counts as one that
+    does.)"""
+    try:
+        given = _Given.of(module, forward, args, kwargs)
+        with given.restored():
+            own = with_stand_ins(forward, args, kwargs, _detached())
+            forward(*own.args, **own.kwargs)
+    except torch.OutOfMemoryError:
+        return True
+    except Exception:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """Hooks on parameters (`Tensor.register_hook`) are set aside."""

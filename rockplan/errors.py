@@ -60,6 +60,10 @@ class CaptureError(RockplanError, RuntimeError):
         return cls(f"{place}: {message}", module_path=module_path, source=source)
 
 
+class ForwardRaises(CaptureError):
+    """The model's forward itself raises on these arguments (`__cause__` is what it raises)."""
+
+
 class ValueDependentControlFlow(CaptureError):
     """Python reads the value of an activation or a parameter (`.item()`, `if tensor:`)."""
 

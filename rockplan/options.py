@@ -17,6 +17,11 @@ class Options:
     on_mismatch: what a planned module does where a call differs from everything that was
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    on_infeasible: what happens where no plan fits the budget: 'error' raises InfeasibleBudget,
+    'smallest' takes the smallest plan that is found, and a warning says by how much it exceeds the
+    budget; 'original' runs the original forward for calls like this one, and a warning says so
+    once (`solve` itself raises then; a backward pass that is planned again takes the smallest
+    plan).
     differentiated: leaves of the result that backward starts from, by position among all leaves;
     None: the scalars that require a gradient (a loss), or if they do not reach whatever the other
     leaves reach, all that do. A backward that starts elsewhere is planned again when it comes; name
@@ -53,6 +58,7 @@ class Options:
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
     released: tuple[int, ...] = ()
+    on_infeasible: Literal["error", "smallest", "original"] = "error"
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -73,6 +79,10 @@ class Options:
         if self.on_mismatch not in ("replan", "original", "error"):
             raise InvalidInput(
                 f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
+            )
+        if self.on_infeasible not in ("error", "smallest", "original"):
+            raise InvalidInput(
+                f"on_infeasible is {self.on_infeasible!r}; choose 'error', 'smallest' or 'original'"
             )
 
 

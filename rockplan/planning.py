@@ -369,7 +369,7 @@ def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
 
 
 # Options that do not decide which plan is found.
-_BESIDE_THE_PLAN = frozenset({"on_mismatch", "check", "cache"})
+_BESIDE_THE_PLAN = frozenset({"on_mismatch", "on_infeasible", "check", "cache"})
 
 
 def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:

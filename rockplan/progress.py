@@ -33,6 +33,11 @@ def report(stage: str, done: int = 0, total: int | None = None) -> None:
         listener(Step(stage, done, total))
 
 
+def is_heard() -> bool:
+    """Does anybody listen in this context?"""
+    return _listener.get() is not None
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Inside, `listener` is called with every step that is reported in this context.

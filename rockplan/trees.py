@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ = ["TreeSpec", "named_leaves", "tree_flatten", "tree_leaves", "tree_unflatten"]
 __all__ += ["children", "shared", "with_children"]
 
 
@@ -20,6 +20,16 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 def tree_leaves(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree, is_leaf=_is_size)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(its path as Python writes it, such as `['a'][0]`, leaf) of each leaf; where a container has
+    no names for what is in it, its number among all."""
+    try:
+        found = pytree.tree_flatten_with_path(tree, is_leaf=_is_size)[0]
+    except ValueError:  # registered without
+        return [(f"[{i}]", leaf) for i, leaf in enumerate(tree_leaves(tree))]
+    return [(pytree.keystr(path), leaf) for path, leaf in found]
 
 
 def _is_size(node: Any) -> bool:

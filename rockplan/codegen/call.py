@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from rockplan.codegen import random_state
+from rockplan.codegen import random_state, watch
 from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
 from rockplan.codegen.returned import Returned
 from rockplan.errors import BackwardError
@@ -43,6 +43,7 @@ class Call:
         Raises BackwardError where what the backward pass needs was modified since the forward, or
         where operators would return other dtypes than they did.
         """
+        watch.plan_runs()
         running, frame = kept.begin_backward(self.executable, gradients)
         self._backward = _Backward(self.executable, running, frame, kept)
 

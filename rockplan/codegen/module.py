@@ -13,9 +13,11 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import threading
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +30,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from rockplan import trees
 from rockplan.codegen import assignments, parametrizations, runtime
 from rockplan.codegen.call import Replan
+from rockplan.codegen.differences import (
+    NOTHING_SAID,
+    DescribedCall,
+    Difference,
+    Differences,
+    call_differences,
+    described_call,
+    module_differences,
+)
 from rockplan.codegen.executable import Executable, Pattern, build
 from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.signature import (
@@ -36,7 +47,6 @@ from rockplan.codegen.signature import (
     Sharing,
     autocast_state,
     call_key,
-    changed_attribute,
     function_modes,
     holds_for_others,
     module_signature,
@@ -46,8 +56,15 @@ from rockplan.codegen.signature import (
     with_tensors_of,
     without_default_device,
 )
+from rockplan.codegen.watch import Watch
 from rockplan.contents import is_same
-from rockplan.errors import BackwardError, InvalidInput, StalePlan, UnsupportedModel
+from rockplan.errors import (
+    BackwardError,
+    InfeasibleBudget,
+    InvalidInput,
+    StalePlan,
+    UnsupportedModel,
+)
 from rockplan.interface import ABSENT, Assignment, Incoming, Interface, Question, is_foreign
 from rockplan.literals import picklable
 from rockplan.plan import Plan
@@ -55,6 +72,8 @@ from rockplan.plan import Plan
 # Planning exchanges tensors of the module and functions of libraries, and moves random generators,
 # before it puts them back: one thread at a time.
 PLANNING = threading.RLock()
+
+LOG = logging.getLogger("rockplan")
 
 # Registries of the root module that the drop-in has for itself.
 _OWN_REGISTRIES = (
@@ -77,8 +96,8 @@ class Program:
     """One plan with what it takes to run it on one kind of call.
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
-    the budget has room. Copies share everything but the constants; a pickle holds the plan as data,
-    and the code is generated again from it.
+    the budget has room; call: what it was planned for, in words. Copies share everything but the
+    constants; a pickle holds the plan as data, and the code is generated again from it.
     """
 
     plan: Plan
@@ -87,13 +106,15 @@ class Program:
     constants: tuple[torch.Tensor, ...]
     output_spec: trees.TreeSpec
     hooked: frozenset[str]
+    call: DescribedCall = NOTHING_SAID
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = picklable(self.output_spec)
-        return build_program, (self.plan, self.interface, self.constants, spec, self.hooked)
+        made_of = (self.plan, self.interface, self.constants, spec, self.hooked, self.call)
+        return build_program, made_of
 
 
 def build_program(
@@ -102,10 +123,11 @@ def build_program(
     constants: tuple[torch.Tensor, ...],
     output_spec: trees.TreeSpec,
     hooked: frozenset[str] = frozenset(),
+    call: DescribedCall = NOTHING_SAID,
 ) -> Program:
     """Generate the code of `plan`, whose values meet the caller as `interface` says."""
     executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
-    return Program(plan, interface, executable, constants, output_spec, hooked)
+    return Program(plan, interface, executable, constants, output_spec, hooked, call)
 
 
 MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], Program]
@@ -143,9 +165,9 @@ class _Bound:
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:
         """True if tensors would say of themselves what they did."""
         questions = self.program.interface.questions
-        return not questions or all(is_same(self._answer(q, leaves), q.answer) for q in questions)
+        return not questions or all(self._is_answered(q, leaves) for q in questions)
 
-    def _answer(self, question: Question, leaves: Sequence[Any]) -> object:
+    def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
         if question.role == "input":
             tensor = leaves[int(question.key)]
         else:
@@ -153,20 +175,76 @@ class _Bound:
             named = (*interface.parameters, *interface.buffers)
             tensor = self.tensors[[name for name, _ in named].index(str(question.key))]
         found = getattr(tensor, question.attribute, ABSENT)
-        return found() if callable(found) else found
+        return is_same(found() if callable(found) else found, question.answer)
+
+    def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
+        """The reasons why the program is not for a call `now` with `leaves`."""
+        of_call = call_differences(now, self.program.call)
+        of_module = module_differences(self.signature)
+        if of_call:  # what is left to compare is about the same arguments
+            return (*of_call, *of_module)
+        found = [*of_module]
+        if not self.sharing.holds(self.residents(leaves)):
+            found.append(Difference(_SHARED))
+        interface = self.program.interface
+        names = dict(zip(map(id, self.tensors), (n for n, _ in interface.parameters), strict=False))
+        hooked = [names[id(t)] for t in self.unhooked if has_hooks(t)]
+        if hooked:
+            found.append(Difference(f"hooks on parameters ({', '.join(map(repr, hooked[:3]))})"))
+        for asked in interface.questions:
+            if not self._is_answered(asked, leaves):
+                found.append(Difference(f"`{asked.attribute}` of the {asked.role} {asked.key!r}"))
+        return (*found, *_read_differences(self.program, leaves))
+
+
+_SHARED = (
+    "which arguments are one tensor or a tensor of the module, or share memory with what the "
+    "forward changes"
+)
+
+
+def _read_differences(program: Program, leaves: Sequence[Any]) -> Iterator[Difference]:
+    """Of values of tensors that Python reads in the forward."""
+    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
+    for check, guard in checks:
+        value = check(leaves, program.constants)
+        if not is_same(value, guard.expected):
+            names = dict(enumerate(name for name, _ in program.call.leaves))
+            of = ", ".join(names[i] for _, i in guard.inputs if i in names)
+            where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
+            texts = f": {_short(value)}, planned {_short(guard.expected)}"
+            yield Difference(
+                f"values {f'of {of} ' if of else ''}that the forward reads {where}"
+                # Of a comparison the result says nothing.
+                f"{'' if isinstance(guard.expected, bool) else texts}",
+                is_value=True,
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 @dataclass(slots=True)
 class _State:
-    """What a planned module carries besides the original's attributes."""
+    """What a planned module carries besides the original's attributes.
+
+    infeasible: calls for which no plan fits the budget, as the module was, and which therefore run
+    the original (`on_infeasible`). count: of plans made, for it or the one that it is a copy of.
+    """
 
     original: type[nn.Module]
     instance_forward: Callable[..., Any] | None
     make_program: MakeProgram
     on_mismatch: str
+    on_infeasible: str
     outputs_chosen: bool
     programs: dict[Any, list[_Bound]] = field(default_factory=dict)
     latest: Program | None = None
+    infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
+    count: int = 1
+    watch: Watch = field(default_factory=Watch)
     assigned: list[Assignment] = field(default_factory=list)
 
     def leave(self, module: nn.Module, program: Program) -> None:
@@ -207,11 +285,14 @@ class Planned:
         """What the original has comes first: `plan`, `plans` and `code` are those of the state
         only where neither the original's class nor the module has such a name."""
         try:
-            return super().__getattr__(name)  # type: ignore[misc]
+            found = super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
             if name not in _OF_STATE:
                 raise
-        return getattr(self._rockplan, name)
+            return getattr(self._rockplan, name)
+        if isinstance(found, nn.Module | nn.Parameter) and not torch.compiler.is_compiling():
+            self._rockplan.watch.used(name)
+        return found
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OF_STATE})
@@ -226,19 +307,37 @@ class Planned:
             for bound in bounds
             if signature_holds(bound.signature)
         ]
-        settings = (
-            state.instance_forward,
-            state.make_program,
-            state.on_mismatch,
-            state.outputs_chosen,
-        )
-        return _rebuild, (state.original, attributes, settings, programs, state.latest)
+        settings = _settings(state)
+        return _rebuild, (state.original, attributes, settings, programs, state.latest, state.count)
+
+    def __copy__(self) -> Any:
+        """As of any module: one of its own over the same parameters, buffers, submodules and hooks.
+        It starts with the plans that hold in this state, and further ones are its own."""
+        state = self._rockplan
+        copy_of_users: Callable[[], Any] | None = getattr(super(), "__copy__", None)
+        if copy_of_users is not None:
+            copied = copy_of_users()
+        else:
+            copied = object.__new__(type(self))
+            copied.__dict__.update(_uncompiled(self.__dict__))
+        if isinstance(copied, Planned):
+            programs = [
+                (key, bound.program)
+                for key, bounds in state.programs.items()
+                for bound in bounds
+                if signature_holds(bound.signature)
+            ]
+            own = _State(state.original, *_settings(state), latest=state.latest, count=state.count)
+            _begin(copied, own, programs)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = object.__new__(type(self))
+        copied: Any = object.__new__(type(self))
         memo[id(self)] = copied
-        memo |= {id(key): key for key in self._rockplan.programs}  # values, which stay as they are
+        # values, which stay as they are
+        memo |= {id(key): key for key in (*self._rockplan.programs, *self._rockplan.infeasible)}
         copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
+        copied._rockplan.watch.begin(copied)
         return copied
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -262,6 +361,7 @@ class Planned:
             return _run_original(self, args, kwargs)
         parametrizations.claim(self)
         state.latest = bound.program
+        state.watch.called()
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
         situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
         result = _run(bound, leaves, situation.replan)
@@ -287,21 +387,113 @@ class Planned:
             if is_original or not self.training:
                 return None
             _refuse_capture(self, leaves)
+            if any(map(signature_holds, state.infeasible.get(key, ()))):
+                return None
+            changes = _changes(self, key, leaves, args, kwargs)
             if state.on_mismatch == "error":
                 raise StalePlan(
-                    "this call does not match what was planned: shapes, dtypes, requires_grad, "
-                    "which arguments are one tensor or a tensor of the module, autocast, the "
-                    "default device or another TorchFunctionMode, training flags, attributes or "
-                    "hooks of submodules, hooks on parameters, or values that the forward reads "
-                    "have changed. Plan again with this sample, or pass "
-                    "Options(on_mismatch='replan')"
+                    f"this call does not match what was planned: {changes}. Plan again with this "
+                    "sample, or pass Options(on_mismatch='replan')"
                 )
-            known = state.programs.setdefault(key, [])
-            if len(known) >= _TOO_OFTEN:
-                _warn_of_changes(known)
-            bound = _bind(self, state.make_program(self, args, kwargs, None))
-            known.append(bound)
+            if changes.has_values and len(state.programs.get(key, ())) >= _TOO_OFTEN:
+                _warn_of_changes(len(state.programs[key]), changes)
+            bound = self._new_bound(key, changes, args, kwargs)
         return bound
+
+    def _new_bound(
+        self, key: Any, changes: Differences, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Bound | None:
+        """Plan for a call like this one; None where nothing fits and the original shall run."""
+        state = self._rockplan
+        assert isinstance(self, nn.Module)
+        try:
+            program = _made(self, args, kwargs, None, changes)
+        except InfeasibleBudget as error:
+            if state.on_infeasible != "original":
+                error.add_note(
+                    f"rockplan: this call was planned since it is of a new kind: {changes}. "
+                    "Options(on_infeasible='smallest') takes the smallest plan for such calls, "
+                    "'original' the original forward"
+                )
+                raise
+            _warn_of_original(error, changes)
+            state.infeasible.setdefault(key, []).append(module_signature(self, ()))
+            return None
+        bound = _bind(self, program)
+        state.programs.setdefault(key, []).append(bound)
+        state.watch.begin(self)
+        return bound
+
+
+_OTHER_OUTPUTS = Differences(
+    (
+        Difference(
+            "the backward pass starts from other outputs, or has gradients in other strides",
+            "Options(differentiated=...) names the outputs from the start",
+        ),
+    )
+)
+
+
+def _made(
+    planned: Planned,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | None,
+    changes: Differences,
+) -> Program:
+    """A program for one more kind of call, which takes time that the training waits for: from the
+    third one on that is said, with what would keep it from happening again."""
+    state = planned._rockplan
+    assert isinstance(planned, nn.Module)
+    started = time.monotonic()
+    with state.watch.aside():
+        program = state.make_program(planned, args, kwargs, incoming)
+    state.count += 1
+    if state.count >= _SAID:
+        LOG.warning(
+            "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
+            state.original.__qualname__,
+            _ordinal(state.count),
+            changes,
+            time.monotonic() - started,
+            changes.advice or "Each such kind is planned for once",
+        )
+    return program
+
+
+_SAID = 3
+"""The plan from which on each is said: a trainer calls in another way than the sample says, and the
+last batch is smaller; more than that may go on for ever."""
+
+
+def _ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    ending = "th" if number % 100 in (11, 12, 13) else endings.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def _changes(
+    planned: Planned,
+    key: Any,
+    leaves: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Differences:
+    """What of a call, or of the module, is not as in the most similar kind of call that is planned
+    for."""
+    state = planned._rockplan
+    assert isinstance(planned, nn.Module)
+    now = described_call(original_forward(planned), args, kwargs)
+    alike = state.programs.get(key) or [b for bounds in state.programs.values() for b in bounds]
+    found = [bound.differences(now, leaves) for bound in reversed(alike)]
+    return Differences(min(filter(None, found), key=len, default=(Difference(_UNNAMED),)))
+
+
+_UNNAMED = (
+    "what is in an argument that is no tensor, whether arguments come by position or by name, or "
+    "which parameters and buffers are one or of which class"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +556,7 @@ class _Situation:
             under_default_device(self.modes),
             parametrizations.cached_as(self.cached),
         ):
-            return state.make_program(module, self.args, self.kwargs, incoming)
+            return _made(module, self.args, self.kwargs, incoming, _OTHER_OUTPUTS)
 
     def _is_preferred(self, pattern: Pattern) -> bool:
         planned = self.bound.program.executable.pattern
@@ -426,7 +618,8 @@ def unplanned(module: nn.Module) -> nn.Module:
 
 
 def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return original_forward(planned)(*args, **kwargs)
+    with planned._rockplan.watch.original_runs():
+        return original_forward(planned)(*args, **kwargs)
 
 
 def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
@@ -492,15 +685,22 @@ _TOO_OFTEN = 4
 of: a mode or two, or layers frozen one after the other, are no more."""
 
 
-def _warn_of_changes(known: Sequence[_Bound]) -> None:
-    name = changed_attribute(known[-1].signature)
-    if name is not None:
-        warnings.warn(
-            f"the same call is planned for the {len(known) + 1}th time, because '{name}' of the "
-            "module, or something in it, has changed again. If the forward does not read it, keep "
-            "it outside of the module; if it does, pass the value in as a tensor",
-            stacklevel=2,
-        )
+def _warn_of_changes(count: int, changes: Differences) -> None:
+    warnings.warn(
+        f"the same call is planned for the {_ordinal(count + 1)} time, because {changes} (changed "
+        "again). If the forward does not read it, keep it outside of the module; if it does, pass "
+        "the value in as a tensor",
+        stacklevel=2,
+    )
+
+
+def _warn_of_original(error: InfeasibleBudget, changes: Differences) -> None:
+    warnings.warn(
+        f"no plan for this call fits the budget of {error.budget_bytes} bytes (the smallest needs "
+        f"{error.minimum_bytes}), so it and others like it run the original forward, with eager's "
+        f"memory (Options(on_infeasible='original')): {changes}",
+        stacklevel=2,
+    )
 
 
 def _refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
@@ -585,6 +785,7 @@ def planned_module(
     *,
     make_program: MakeProgram,
     on_mismatch: str,
+    on_infeasible: str,
     outputs_chosen: bool,
 ) -> nn.Module:
     """The drop-in for `module`, which starts with `program` for calls like (args, kwargs).
@@ -595,14 +796,14 @@ def planned_module(
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
-    state = _State(
-        type(module), attributes.pop("forward", None), make_program, on_mismatch, outputs_chosen
-    )
+    settings = (make_program, on_mismatch, on_infeasible, outputs_chosen)
+    state = _State(type(module), attributes.pop("forward", None), *settings)
     planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
     leaves, input_spec = trees.tree_flatten((args, kwargs))
     state.programs[(input_spec, call_key((args, kwargs), leaves))] = [_bind(planned, program)]
     state.latest = program
+    state.watch.begin(planned)
     return planned
 
 
@@ -612,20 +813,36 @@ def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}
 
 
+_Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool]
+
+
+def _settings(state: _State) -> _Settings:
+    """What copies have from the start."""
+    options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen)
+    return (state.instance_forward, state.make_program, *options)
+
+
 def _rebuild(
     original: type[nn.Module],
     attributes: dict[str, Any],
-    settings: tuple[Callable[..., Any] | None, MakeProgram, str, bool],
+    settings: _Settings,
     programs: Sequence[tuple[Any, Program]],
     latest: Program | None,
+    count: int = 1,
 ) -> nn.Module:
     """Unpickle a planned module."""
     planned = nn.Module.__new__(_planned_class(original))  # type: ignore[arg-type]
-    state = _State(original, *settings, latest=latest)
-    planned.__dict__.update(attributes, _rockplan=state)
-    for key, program in programs:
-        state.programs.setdefault(key, []).append(_bind(planned, program))
+    planned.__dict__.update(attributes)
+    _begin(planned, _State(original, *settings, latest=latest, count=count), programs)
     return planned
+
+
+def _begin(copied: Any, state: _State, programs: Sequence[tuple[Any, Program]]) -> None:
+    """Give a copy of a planned module a state of its own, with `programs` by kind of call."""
+    copied.__dict__["_rockplan"] = state
+    for key, program in programs:
+        state.programs.setdefault(key, []).append(_bind(copied, program))
+    state.watch.begin(copied)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from rockplan.contents import data_in
 from rockplan.errors import (
     CaptureError,
     DataDependentShape,
+    ForwardRaises,
     InvalidInput,
     NothingToDifferentiate,
     RockplanError,
@@ -521,7 +522,7 @@ def _call_module(call: _ForwardCall, args: tuple[Any, ...], kwargs: dict[str, An
             ) from error
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
-        raise CaptureError(
+        raise ForwardRaises(
             f"the model's forward does not run on these arguments: {_named(error)}. Check their "
             f"shapes, dtypes and devices by calling the original module on them{remedy}"
         ) from error

@@ -123,13 +123,12 @@ def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
     """Arguments by the names that the signature of `forward` gives them, else by position."""
-    names = [str(i) for i in range(len(args))]
+    parameters: list[inspect.Parameter] = []
     with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(forward).parameters.values()
-        positional = (p.name for p in parameters if p.kind in _POSITIONAL)
-        for i, name in enumerate(positional):
-            if i < len(names):
-                names[i] = name
+        parameters = list(inspect.signature(forward).parameters.values())
+    names = [p.name for p in parameters if p.kind in _POSITIONAL][: len(args)]
+    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "args")
+    names += [f"{rest}[{i}]" for i in range(len(args) - len(names))]
     return [*zip(names, args, strict=True), *kwargs.items()]
 
 

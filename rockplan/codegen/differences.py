@@ -1,0 +1,265 @@
+"""Differences: what of a call, or of the module, is not what it was planned with, in words.
+
+takes: calls as `described_call` has them when they are planned, signatures of modules. returns:
+sentences such as "input_ids: 4x65, planned 4x64", and what would keep it from happening again.
+Only for messages: what decides is `codegen.signature`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+
+from rockplan import trees
+from rockplan.codegen import parametrizations
+from rockplan.codegen.signature import (
+    ModuleSignature,
+    autocast_state,
+    changed_attribute,
+    function_modes,
+    module_signature,
+)
+from rockplan.python_state.reach import named_arguments
+
+Facts = tuple[tuple[str, str], ...]
+"""(aspect, text) of a leaf of the arguments; the first one is what it is called by."""
+
+_LONGEST = 40
+"""Characters of a value that a message shows."""
+
+_MOST = 4
+"""Differences that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedCall:
+    """A call in words. leaves: (name, facts) of the arguments; settings: switches of PyTorch."""
+
+    leaves: tuple[tuple[str, Facts], ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+NOTHING_SAID = DescribedCall()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """advice: what would keep it from happening again, if anything is known; is_value: of plain
+    values that Python reads in the module or in tensors, of which there may be any number."""
+
+    text: str
+    advice: str = ""
+    is_value: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Between a call and what was planned."""
+
+    found: tuple[Difference, ...]
+
+    @property
+    def advice(self) -> str:
+        """The first there is."""
+        return next((d.advice for d in self.found if d.advice), "")
+
+    @property
+    def has_values(self) -> bool:
+        return any(d.is_value for d in self.found)
+
+    def __str__(self) -> str:
+        more = len(self.found) - _MOST
+        shown = "; ".join(d.text for d in self.found[:_MOST])
+        return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def described_call(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> DescribedCall:
+    """forward: takes these arguments, which have the names of its parameters."""
+    given = named_arguments(forward, args, kwargs)
+    leaves = [(f"{n}{path}", leaf) for n, a in given for path, leaf in trees.named_leaves(a)]
+    first: dict[int, str] = {}
+    described = tuple((n, _facts(leaf, n, first)) for n, leaf in leaves)
+    one = ", ".join(f"{b} is {a}" for a, b in trees.shared((args, kwargs))) or "none"
+    return DescribedCall(described, (("containers that are one", one), *_settings()))
+
+
+def _facts(leaf: Any, name: str, first: dict[int, str]) -> Facts:
+    if not isinstance(leaf, torch.Tensor):
+        return (("value", _shown(leaf)),)
+    shape = "x".join(map(str, leaf.shape)) or "a scalar"
+    other = first.setdefault(id(leaf), name)
+    where = f"{leaf.layout}, offset {leaf.storage_offset()}" if _is_strided(leaf) else leaf.layout
+    return (
+        ("shape", shape),
+        ("dtype", str(leaf.dtype).removeprefix("torch.")),
+        ("device", str(leaf.device)),
+        ("gradient", "requires a gradient" if leaf.requires_grad else "requires no gradient"),
+        ("strides", f"strides {tuple(leaf.stride())}" if _is_strided(leaf) else "no strides"),
+        ("class", type(leaf).__qualname__),
+        ("same", "a tensor of its own" if other == name else f"the same tensor as {other}"),
+        ("memory", str(where)),
+        ("lazy", f"conjugate: {leaf.is_conj()}, negative: {leaf.is_neg()}"),
+    )
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+_SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _shown(value: object) -> str:
+    if type(value) not in _SHOWN:
+        return f"a {type(value).__qualname__}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    autocast = autocast_state()
+    kinds = zip(("cpu", "cuda"), autocast.dtypes, strict=True)
+    casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
+    modes = function_modes()
+    devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
+    hooks = (
+        module_hooks._global_forward_hooks,
+        module_hooks._global_forward_pre_hooks,
+        module_hooks._global_backward_hooks,
+        module_hooks._global_backward_pre_hooks,
+    )
+    kernels = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    found = {
+        "autocast": ", ".join(casts) or "off",
+        "the cache of autocast": _on(autocast.cached),
+        "the default device": ", ".join(devices) or "none",
+        "modes that replace functions (TorchFunctionMode)": f"{len(modes) - len(devices)}",
+        "the default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "kernels of attention": ", ".join(name for name, is_on in kernels.items() if is_on),
+        "torch.backends.mkldnn": _on(bool(torch.backends.mkldnn.enabled)),
+        "torch.backends.cudnn": _on(bool(torch.backends.cudnn.enabled)),
+        "torch.nn.utils.parametrize.cached()": _on(parametrizations.are_cached()),
+        "hooks on all modules": str(sum(map(len, hooks))),
+    }
+    return tuple(found.items())
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"
+
+
+def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Difference, ...]:
+    """then: as it was planned."""
+    leaves, planned = dict(now.leaves), dict(then.leaves)
+    names = [n for n in {**leaves, **planned} if leaves.get(n) != planned.get(n)]
+    found = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
+    before = dict(then.settings)
+    changed = [(name, text) for name, text in now.settings if before.get(name, text) != text]
+    found += [Difference(f"{name}: {text}, planned {before[name]}") for name, text in changed]
+    return tuple(found)
+
+
+def _leaf_difference(name: str, now: Facts | None, then: Facts | None) -> Difference:
+    facts, planned = dict(now or ()), dict(then or ())
+    if facts.keys() != planned.keys():
+        texts = (now[0][1] if now else "not passed", then[0][1] if then else "without")
+        return Difference(f"{name}: {texts[0]}, planned {texts[1]}", _A_SAMPLE.format(name))
+    changed = [aspect for aspect in facts if facts[aspect] != planned[aspect]]
+    if "shape" in changed:
+        changed = [aspect for aspect in changed if aspect not in ("strides", "memory")]
+    now_text, then_text = ("; ".join(of[a] for a in changed) for of in (facts, planned))
+    advice = _LENGTHS if "shape" in changed else _A_VALUE.format(name) if "value" in changed else ""
+    what = "which arguments are one tensor: " if "same" in changed else ""
+    return Difference(f"{what}{name}: {now_text}, planned {then_text}", advice)
+
+
+_LENGTHS = (
+    "Have fewer shapes: pad lengths to a multiple (`pad_to_multiple_of` of the collators of "
+    "transformers), drop the smaller last batch"
+)
+_A_SAMPLE = "Plan with a sample that is like the batches of training ({0})"
+_A_VALUE = "Pass {0} as a tensor, if the forward computes with it"
+_OF_MODULE = "If the forward does not read what changes, keep it outside of the module"
+
+
+def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
+    """What of the module tree is not what `signature` recorded."""
+    root = signature.entries[0].module
+    paths = {id(m): path for path, m in root.named_modules()}
+    texts = [*_changed_modes(signature, paths), *_changed_tensors(signature, paths)]
+    for entry in signature.entries:
+        if tuple(entry.module._modules.items()) != entry.children:
+            path = paths.get(id(entry.module), "")
+            texts.append(f"submodules of '{path}'" if path else "submodules of the module")
+    registries, counts = signature.hooks
+    if [*map(len, registries)] != counts:
+        texts.append("hooks of submodules")
+    found = [*map(Difference, texts)]
+    name = changed_attribute(signature)
+    if name is not None:
+        text = _changed_value(signature, paths, name)
+        found.append(Difference(text, _OF_MODULE, is_value=True))
+    return tuple(found)
+
+
+def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
+    flipped = [e for e in signature.entries if e.attributes["training"] != e.module.training]
+    of_root = bool(flipped) and flipped[0] is signature.entries[0]
+    for entry in flipped[:1] if of_root else flipped:
+        now, then = ("train", "eval") if entry.module.training else ("eval", "train")
+        where = "" if of_root else f" of '{paths.get(id(entry.module), '')}'"
+        yield f"training flag{where}: {now}, planned {then}"
+
+
+def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
+    root = signature.entries[0].module
+    entries = {id(e.module): e for e in module_signature(root, ()).entries}
+    for entry in signature.entries:
+        if id(entry.module) not in entries:
+            continue
+        path = paths.get(id(entry.module), "")
+        now = {(kind, name): key for kind, name, _, key in entries[id(entry.module)].tensors}
+        then = {(kind, name): key for kind, name, _, key in entry.tensors}
+        for kind, own in {**now, **then}:
+            a, b = (_key_texts(of.get((kind, own))) for of in (now, then))
+            changed = [(x, y) for x, y in zip(a, b, strict=False) if x != y]
+            if changed:
+                name = f"{path}.{own}" if path else own
+                what = "parameter" if kind == "_parameters" else "buffer"
+                yield f"{what} '{name}': {changed[0][0]}, planned {changed[0][1]}"
+
+
+def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
+    """key: as a signature has it; () of an entry that is None."""
+    if not key:
+        return ("none",)
+    requires_grad, dtype, shape, device, stride = key
+    return (
+        "x".join(map(str, shape)) or "a scalar",
+        str(dtype).removeprefix("torch."),
+        str(device),
+        "trained" if requires_grad else "frozen",
+        f"strides {stride}",
+    )
+
+
+def _changed_value(signature: ModuleSignature, paths: Mapping[int, str], name: str) -> str:
+    for entry in signature.entries:
+        path = paths.get(id(entry.module), "")
+        own = name.removeprefix(f"{path}." if path else "")
+        before, now = entry.attributes.get(own), entry.module.__dict__.get(own)
+        is_own = f"{path}.{own}" == name if path else own == name
+        if is_own and now is not before and {type(before), type(now)} <= {*_SHOWN}:
+            return f"'{name}' of the module: {_shown(now)}, planned {_shown(before)}"
+    return f"'{name}' of the module, or something in it"

@@ -1,0 +1,224 @@
+"""Watch: does the plan of a module run where its parameters are trained?
+
+takes: a planned module. guarantees: one warning for each, where gradients arrive at its parameters
+in a backward pass that the plan has no part in, although the module was used for it: its forward
+was replaced, or methods and submodules were used without calling it. Nothing else changes: the
+hooks that see gradients arrive only look at the number of the backward pass (0.2 us for each
+parameter), and what is planned does not count them (`codegen.hooks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+_RECENT = 64
+"""Backward passes that are told apart at a time; more of them at once run in no program."""
+
+_with_plans = [-1] * _RECENT
+
+
+def plan_runs() -> None:
+    """A plan takes part in the backward pass of this thread."""
+    task: int = torch._C._current_graph_task_id()
+    _with_plans[task % _RECENT] = task
+
+
+def _has_plan(task: int) -> bool:
+    return _with_plans[task % _RECENT] == task
+
+
+class Watch:
+    """What a planned module has been used for since its plan ran last; the hook on its parameters.
+
+    A backward pass without a plan is right where the original was to run (`original_runs`), and
+    where something else than the module uses its parameters: a penalty on weights, another module
+    that shares them, the original. So it counts at once only if the forward is not the planned one,
+    or if parts of the module were asked for (`used`); else where there are two in a row that bring
+    gradients to most parameters, with a step of the optimizer between them.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_count",
+        "_inside",
+        "_is_excused",
+        "_is_said",
+        "_module",
+        "_task",
+        "_used",
+        "_versions",
+        "_with_eval",
+    )
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[nn.Module] | None = None
+        self._with_eval = False
+        self._task = -1
+        self._arrived = 0
+        self._count = 0
+        self._inside = 0
+        self._used: dict[str, None] = {}
+        self._versions: dict[int, int] = {}
+        self._is_excused = False
+        self._is_said = False
+
+    def __deepcopy__(self, memo: object) -> Watch:
+        return Watch()
+
+    def begin(self, module: nn.Module) -> None:
+        """Watch the parameters that `module` has now; those that are watched already stay so."""
+        if self._module is None:
+            self._with_eval = not module.training
+        self._module = weakref.ref(module)
+        if self._is_said:
+            return
+        trained = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
+        self._count = len(trained)
+        for parameter in trained:
+            if not self._is_on(parameter):
+                parameter.register_post_accumulate_grad_hook(self)
+
+    def _is_on(self, parameter: torch.Tensor) -> bool:
+        hooks = parameter._post_accumulate_grad_hooks
+        return bool(hooks) and any(hook is self for hook in hooks.values())
+
+    def used(self, name: str) -> None:
+        """Part `name` of the module was asked for: by a method, or by somebody who calls it."""
+        if (
+            torch.is_grad_enabled()
+            and not (self._inside or self._is_said)
+            and torch._C._current_graph_task_id() < 0
+            and not torch._C._len_torch_dispatch_stack()  # nobody captures it
+        ):
+            self._used[name] = None
+
+    def called(self) -> None:
+        """A call of the module runs a plan."""
+        if self._used:
+            self._used.clear()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What a forward asks for inside, where it is captured or runs, is no sign of anything."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    @contextlib.contextmanager
+    def original_runs(self) -> Iterator[None]:
+        """The original forward runs inside, as it should."""
+        with self.aside():
+            yield
+        if torch.is_grad_enabled():
+            self._is_excused = True
+            self._used.clear()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """A gradient has arrived at `parameter`."""
+        if torch.compiler.is_compiling():  # a backward pass of compiled autograd: none of a plan
+            return
+        task: int = torch._C._current_graph_task_id()
+        if task == self._task:
+            self._arrived += 1
+            return
+        self._task, self._arrived = task, 1
+        if self._is_said or self._module is None or self._module() is None:
+            self._leave(parameter)
+            self._task = -1
+        elif _has_plan(task):
+            self._settle()
+        else:  # a plan may yet run
+            end = functools.partial(self._end, task, parameter)
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(end)
+
+    def _settle(self) -> None:
+        self._used.clear()
+        self._versions.clear()
+        self._is_excused = False
+
+    def _leave(self, parameter: torch.Tensor) -> None:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
+
+    def _end(self, task: int, parameter: torch.Tensor) -> None:
+        """Of a backward pass that brought a gradient to `parameter`."""
+        module = None if self._module is None else self._module()
+        if _has_plan(task):
+            self._settle()
+        elif module is not None and not self._is_excused and (module.training or self._with_eval):
+            before = self._versions.get(id(parameter), parameter._version)
+            self._versions[id(parameter)] = parameter._version
+            is_trained = before != parameter._version and 2 * self._arrived > self._count
+            used = [*self._used]
+            if "forward" in module.__dict__ or used or is_trained:
+                self._is_said = True
+                _warn(module, parameter, used)
+        self._used.clear()
+
+
+def _warn(module: nn.Module, parameter: torch.Tensor, used: list[str]) -> None:
+    name = next((n for n, p in module.named_parameters() if p is parameter), "a parameter")
+    kind = type(module).__qualname__
+    if "forward" in module.__dict__:
+        cause = (
+            f"its forward was replaced after planning{_by(module.__dict__['forward'])}, and the "
+            "new one does not call the planned one"
+        )
+        remedy = (
+            "Replace the forward of the original first and plan the module then (for a trainer "
+            "that replaces it: plan the module inside, whose forward stays), or have the new "
+            "forward call the one that it replaces"
+        )
+    elif used:
+        parts = ", ".join(f"'{part}'" for part in used[:3]) + (", ..." if used[3:] else "")
+        cause = f"parts of it ({parts}) were used without calling the module, by a method or alone"
+        remedy = (
+            "A plan is what a call of the module runs. Plan what is called (rockplan.solve on that "
+            "submodule), or a module of your own whose forward makes these calls"
+        )
+    else:
+        cause = "its parameters are trained step after step without calling it"
+        remedy = (
+            "A plan is what a call of the planned module runs, not of the original or of parts "
+            "of either. Train with what rockplan.solve returned, or plan what is called"
+        )
+    warnings.warn(
+        f"a planned {kind} is trained without its plan: a gradient arrived at '{name}' in a "
+        f"backward pass in which no plan ran, since {cause}. Such steps run as in eager, with "
+        f"eager's memory. {remedy}. This is said once",
+        stacklevel=_level_of_user(),
+    )
+
+
+def _by(function: Any) -> str:
+    """Where it stands; its name may be that of what it wraps."""
+    while (inner := getattr(function, "func", getattr(function, "__func__", None))) is not None:
+        function = inner
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f" (by {code.co_qualname} at {code.co_filename}:{code.co_firstlineno})"
+
+
+def _level_of_user() -> int:
+    """Of the first frame above that is neither ours nor PyTorch's, for who calls this."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "rockplan"):
+            return level
+        level, frame = level + 1, frame.f_back
+    return 2

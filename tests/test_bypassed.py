@@ -1,0 +1,391 @@
+"""A plan that is not what trains is said once, with the way out; right uses say nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rockplan
+from tests.training import assert_same_state
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+OPTIONS = rockplan.Options(cache=False, time_limit_s=5)
+Step = Callable[[Any], Tensor]
+
+
+def halves() -> tuple[nn.Module, nn.Module]:
+    def half() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    return half(), half()
+
+
+class Coder(nn.Module):
+    """What is trained by methods as often as by calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.d = halves()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def encode(self, x: Tensor) -> Tensor:
+        y: Tensor = self.e(x)
+        return y
+
+    def decode(self, z: Tensor) -> Tensor:
+        y: Tensor = self.d(z)
+        return y
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.scaled(self.decode(self.encode(x)))
+
+
+def pair(options: rockplan.Options = OPTIONS, budget: str = "min") -> tuple[Any, Any]:
+    """The planned module and a copy of the original."""
+    torch.manual_seed(0)
+    eager = Coder()
+    return rockplan.solve(copy.deepcopy(eager), X, budget, options=options), eager
+
+
+def warned(act: Callable[[], object]) -> list[str]:
+    """The warnings of `act` that a plan does not run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(w.message) for w in caught if "without its plan" in str(w.message)]
+
+
+def trained(module: Any, step: Step, steps: int = 3, parameters: Any = None) -> None:
+    optimizer = torch.optim.SGD(list(parameters or module.parameters()), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step(module).backward()
+        optimizer.step()
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.decode(m.encode(x)) * 2
+    return y
+
+
+BYPASSES: dict[str, Step] = {
+    "methods": lambda m: m.decode(m.encode(X)).pow(2).sum(),
+    "one method": lambda m: m.encode(X).pow(2).sum(),
+    "a submodule": lambda m: m.d(X).pow(2).sum(),
+    "an element of a list": lambda m: m.layers[1](X).pow(2).sum(),
+    "by a path": lambda m: m.get_submodule("e.0")(X).pow(2).sum(),
+    "own parameter": lambda m: m.scaled(X).pow(2).sum(),
+    "under checkpoint": lambda m: checkpoint(m.encode, X, use_reentrant=False).pow(2).sum(),
+    "under autocast": lambda m: torch.autocast("cpu", torch.bfloat16)(m.encode)(X).pow(2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_training_by_methods_and_submodules_is_said_once(name: str) -> None:
+    planned, eager = pair()
+    step = BYPASSES[name]
+    (message,) = warned(lambda: step(planned).backward())
+    assert "Coder" in message and "rockplan.solve" in message
+    step(eager).backward()
+    assert_same_state(planned, eager, name)
+    assert warned(lambda: trained(planned, step)) == []
+
+
+def test_the_parts_are_named_and_the_line_is_the_users() -> None:
+    planned, _ = pair()
+    with pytest.warns(UserWarning, match="'e', 'd'") as caught:
+        planned.decode(planned.encode(X)).pow(2).sum().backward()
+    assert caught[0].filename == __file__
+
+
+def test_it_is_said_after_planned_steps_too() -> None:
+    planned, _ = pair()
+    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
+    assert len(warned(lambda: trained(planned, BYPASSES["methods"]))) == 1
+
+
+def replaced_by_function(m: Any) -> None:
+    m.forward = lambda x: twice(m, x)
+
+
+def replaced_by_method(m: Any) -> None:
+    m.forward = types.MethodType(twice, m)
+
+
+def replaced_by_partial(m: Any) -> None:
+    m.forward = functools.partial(twice, m)
+
+
+def replaced_by_parts(m: Any) -> None:
+    e, d = m.e, m.d
+    m.forward = lambda x: d(e(x))
+
+
+def replaced_by_fused(m: Any) -> None:
+    """As TRL does: a method that has the name of what it replaces."""
+    replaced = m.forward
+
+    @functools.wraps(replaced)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return twice(self, *args, **kwargs)
+
+    m.forward = types.MethodType(forward, m)
+
+
+REPLACED = [replaced_by_function, replaced_by_method, replaced_by_partial, replaced_by_parts]
+REPLACED += [replaced_by_fused]
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_a_replaced_forward_is_said_once(replace: Callable[[Any], None]) -> None:
+    planned, eager = pair()
+    replace(planned)
+    replace(eager)
+    (message,) = warned(lambda: trained(planned, lambda m: m(X).pow(2).sum()))
+    assert "forward was replaced" in message and __file__ in message
+    trained(eager, lambda m: m(X).pow(2).sum())
+    assert_same_state(planned, eager, "replaced")
+
+
+def around_closure(m: Any) -> None:
+    forward = m.forward
+    m.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2
+
+
+def around_method(m: Any) -> None:
+    forward = m.forward
+    m.forward = types.MethodType(lambda self, x: forward(x) + 1, m)
+
+
+def around_partial(m: Any) -> None:
+    m.forward = functools.partial(lambda f, x: f(x), m.forward)
+
+
+def around_wrapped(m: Any) -> None:
+    forward = m.forward
+    m._original_forward = forward
+    m.forward = functools.wraps(forward)(lambda x: forward(x).float())
+
+
+AROUND = [around_closure, around_method, around_partial, around_wrapped]
+
+
+@pytest.mark.parametrize("replace", AROUND)
+def test_a_forward_that_calls_the_planned_one_runs_the_plan(
+    replace: Callable[[Any], None],
+) -> None:
+    planned, eager = pair()
+    replace(planned)
+    replace(eager)
+    unplanned_bytes = rockplan.peak_live_bytes(lambda: eager(X).pow(2).sum().backward())[0]
+    assert (
+        rockplan.peak_live_bytes(lambda: planned(X).pow(2).sum().backward())[0] <= unplanned_bytes
+    )
+    planned.zero_grad()
+    eager.zero_grad()
+    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
+    trained(eager, lambda m: m(X).pow(2).sum())
+    assert_same_state(planned, eager, "around")
+
+
+def test_some_calls_of_a_replaced_forward_run_the_plan() -> None:
+    planned, _ = pair()
+    forward = planned.forward
+    planned.forward = lambda x, fused=False: twice(planned, x) if fused else forward(x)
+    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
+    assert len(warned(lambda: trained(planned, lambda m: m(X, fused=True).pow(2).sum()))) == 1
+
+
+def pieces() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
+
+
+def in_turn(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x.pow(2).sum()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda m: in_turn(m, X),
+        lambda m: m[:-1](X).pow(2).sum(),
+        lambda m: in_turn(m.children(), X),
+        lambda m: in_turn([m[0], m[2]], X),
+    ],
+)
+def test_training_the_pieces_of_a_sequence_is_said(step: Step) -> None:
+    planned = rockplan.solve(pieces(), X, "min", options=OPTIONS)
+    assert len(warned(lambda: trained(planned, step))) == 1
+
+
+def test_training_the_original_in_place_of_the_planned_module_is_said() -> None:
+    model = Coder()
+    planned: Any = rockplan.solve(model, X, "min", options=OPTIONS)
+    assert warned(lambda: model(X).pow(2).sum().backward()) == []  # to compare the two
+    assert len(warned(lambda: trained(model, lambda m: m(X).pow(2).sum()))) == 1
+    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
+
+
+def without_gradients(m: Any) -> None:
+    with torch.no_grad():
+        m.decode(m.encode(X))
+        m(X)
+
+
+def evaluation_between(m: Any) -> None:
+    for _ in range(2):
+        trained(m, lambda m: m(X).pow(2).sum(), 1)
+        m.eval()
+        without_gradients(m)
+        m.train()
+
+
+def gradients_in_evaluation(m: Any) -> None:
+    m.eval()
+    trained(m, lambda m: m(X).pow(2).sum())
+    m.train()
+    trained(m, lambda m: m(X).pow(2).sum())
+
+
+def accumulation(m: Any) -> None:
+    for _ in range(3):
+        m(X).pow(2).sum().backward()
+    (m(X).pow(2).sum() + m(X).pow(2).mean()).backward()
+
+
+def further_passes(m: Any) -> None:
+    loss = m(X).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalty_in_the_same_pass(m: Any) -> None:
+    trained(m, lambda m: m(X).pow(2).sum() + m.scale.pow(2).sum() + m.d[0].weight.pow(2).sum())
+
+
+def penalty_in_its_own_pass(m: Any) -> None:
+    def step(m: Any) -> Tensor:
+        m(X).pow(2).sum().backward()
+        found: Tensor = sum(p.pow(2).sum() for p in m.parameters())  # type: ignore[assignment]
+        return found
+
+    trained(m, step)
+
+
+def a_head_beside(m: Any) -> None:
+    trained(m, lambda m: m(X).pow(2).sum() + m.encode(X).mean())
+
+
+def frozen_parts(m: Any) -> None:
+    m.e.requires_grad_(False)
+    trained(m, lambda m: m(X).pow(2).sum(), parameters=[*m.d.parameters(), *m.layers.parameters()])
+    m.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    m(x).pow(2).sum().backward()
+
+
+def functional(m: Any) -> None:
+    own = {n: p.detach().clone().requires_grad_() for n, p in m.named_parameters()}
+    for _ in range(3):
+        torch.func.functional_call(m, own, (X,)).pow(2).sum().backward()
+    torch.func.functional_call(m, dict(m.named_parameters()), (X,)).pow(2).sum().backward()
+
+
+def within_checkpoint(m: Any) -> None:
+    trained(m, lambda m: checkpoint(m, X, use_reentrant=False).pow(2).sum())
+
+
+def a_shared_parameter(m: Any) -> None:
+    other = nn.Linear(8, 8)
+    other.weight = m.d[2].weight
+    trained(m, lambda m: m(X).pow(2).sum(), 1)
+    trained(other, lambda o: o(X).pow(2).sum(), 3)
+
+
+def halves_of_a_game(m: Any) -> None:
+    critic = nn.Linear(8, 1)
+    for _ in range(2):
+        trained(critic, lambda c: c(m(X).detach()).mean(), 1)
+        trained(m, lambda m: critic(m(X)).mean(), 1)
+
+
+def looked_at(m: Any) -> None:
+    """Parts are asked for, and nothing is computed from them."""
+    for _ in range(2):
+        assert m.layers[0].weight is not None and isinstance(m.e, nn.Sequential)
+        trained(m, lambda m: m(X).pow(2).sum(), 1)
+
+
+RIGHT = [without_gradients, evaluation_between, gradients_in_evaluation, accumulation]
+RIGHT += [further_passes, penalty_in_the_same_pass, penalty_in_its_own_pass, a_head_beside]
+RIGHT += [frozen_parts, functional, within_checkpoint, a_shared_parameter, halves_of_a_game]
+RIGHT += [looked_at]
+
+
+@pytest.mark.parametrize("use", RIGHT)
+def test_right_uses_say_nothing(use: Callable[[Any], None]) -> None:
+    planned, eager = pair()
+    assert warned(lambda: use(planned)) == []
+    use(eager)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_calls_that_run_the_original_as_the_options_say_are_right(replaced: bool) -> None:
+    planned, eager = pair(rockplan.Options(cache=False, time_limit_s=5, on_mismatch="original"))
+    if replaced:
+        around_closure(planned)
+        around_closure(eager)
+    step: Step = lambda m: m(X[:3]).pow(2).sum()  # noqa: E731
+    assert warned(lambda: trained(planned, step)) == []
+    trained(eager, step)
+    assert_same_state(planned, eager, "original")
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_watched_for_themselves(how: Callable[[Any], Any]) -> None:
+    planned, _ = pair()
+    assert len(warned(lambda: trained(planned, BYPASSES["methods"]))) == 1
+    copied = how(planned)
+    assert warned(lambda: trained(copied, lambda m: m(X).pow(2).sum())) == []
+    assert len(warned(lambda: trained(copied, BYPASSES["methods"]))) == 1
+
+
+def test_what_watches_is_no_hook_to_plan_for() -> None:
+    """Gradients of hooked parameters wait, which takes memory; ours look at nothing."""
+    torch.manual_seed(0)
+    model = Coder()
+    first: Any = rockplan.solve(model, X, "min", options=OPTIONS)
+    again: Any = rockplan.solve(model, X, "min", options=OPTIONS)
+    from_planned: Any = rockplan.solve(first, X, "min", options=OPTIONS)
+    for other in (again, from_planned):
+        assert other.plan.peak_bytes == first.plan.peak_bytes
+        assert str(other.plan.schedule) == str(first.plan.schedule)
+    trained(first, lambda m: m(X).pow(2).sum())
+    assert len(first.plans) == 1
+
+
+def test_nothing_is_left_where_the_planned_module_is_gone() -> None:
+    model = Coder()
+    rockplan.solve(model, X, "min", options=OPTIONS)
+    gc.collect()
+    assert warned(lambda: trained(model, lambda m: m(X).pow(2).sum())) == []
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

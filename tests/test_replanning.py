@@ -1,0 +1,498 @@
+"""Planning during training: what changed is named, it is said, bounded, and stands in nobody's way:
+a forward's own exceptions leave a planned call as they leave an eager one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockplan
+from rockplan import progress
+from tests.training import assert_same_state, assert_same_tensor
+
+QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5}
+OPTIONS = rockplan.Options(**QUICK)
+STRICT = rockplan.Options(**QUICK, on_mismatch="error")
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.0)
+        self.gain = 1.0
+        self.settings = {"bias": 0.5}
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(
+        self,
+        x: Tensor,
+        other: Tensor | None = None,
+        *rest: Tensor,
+        power: float = 1.0,
+        lengths: Tensor | None = None,
+        batch: Any = None,
+    ) -> Tensor:
+        y: Tensor = self.drop(torch.tanh(self.a(x) * self.gain + self.settings["bias"]) * power)
+        for more in (other, *rest, *(batch or {}).values()):
+            y = y if more is None else y + more.sum()
+        if lengths is not None:
+            y = y[: max(lengths.tolist())]
+        return self.b(y)
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.pow(2).mean()
+
+
+def planned_net(options: rockplan.Options = OPTIONS, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"x": rows(4), **kwargs}
+    return rockplan.solve(Net(), given, "min", options=options)
+
+
+def refused(planned: Any, *args: Any, **kwargs: Any) -> str:
+    """What StalePlan says of a call."""
+    with pytest.raises(rockplan.StalePlan) as caught:
+        planned(*args, **kwargs)
+    return str(caught.value)
+
+
+# What is changed in a call -> what must be said of it, and what must not.
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "shape": (lambda m: m(x=rows(5)), "x: 5x8, planned 4x8"),
+    "dtype": (lambda m: m(x=rows(4).double()), "x: float64, planned float32"),
+    "gradient": (
+        lambda m: m(x=rows(4).requires_grad_()),
+        "x: requires a gradient, planned requires no gradient",
+    ),
+    "strides": (
+        lambda m: m(x=rows(8)[:, :4].clone().t()),
+        "x: strides (1, 4), planned strides (8, 1)",
+    ),
+    "a new argument": (lambda m: m(x=rows(4), other=rows(4)), "other: 4x8, planned without"),
+    "a literal": (lambda m: m(x=rows(4), power=2.0), "power: 2.0, planned without"),
+    "autocast": (
+        lambda m: torch.autocast("cpu", torch.bfloat16)(m)(x=rows(4)),
+        "autocast: bfloat16 on cpu, planned off",
+    ),
+    "the default device": (
+        lambda m: under(torch.device("cpu"), m),
+        "the default device: cpu, planned none",
+    ),
+    "a mode of attention": (
+        lambda m: under(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), m),
+        "kernels of attention: math, planned",
+    ),
+    "an attribute": (
+        lambda m: changed(m, gain=2.0)(x=rows(4)),
+        "'gain' of the module: 2.0, planned 1",
+    ),
+    "in a dictionary": (
+        lambda m: (m.settings.update(bias=1.0), m(x=rows(4))),
+        "'settings' of the module, or something in it",
+    ),
+    "of a submodule": (
+        lambda m: (setattr(m.drop, "p", 0.5), m(x=rows(4))),
+        "'drop.p' of the module: 0.5, planned 0.0",
+    ),
+    "a training flag": (
+        lambda m: (m.drop.eval(), m(x=rows(4))),
+        "training flag of 'drop': eval, planned train",
+    ),
+    "frozen": (
+        lambda m: (m.a.weight.requires_grad_(False), m(x=rows(4))),
+        "parameter 'a.weight': frozen, planned trained",
+    ),
+    "a submodule": (
+        lambda m: (setattr(m, "a", nn.Linear(8, 8, bias=False)), m(x=rows(4))),
+        "submodules of the module",
+    ),
+}
+
+
+def under(context: Any, module: Any) -> None:
+    with context:
+        module(x=rows(4))
+
+
+def changed(module: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_changed_is_named_and_nothing_else(name: str) -> None:
+    call, expected = CALLS[name]
+    with pytest.raises(rockplan.StalePlan) as caught:
+        call(planned_net(STRICT))
+    message = str(caught.value)
+    assert message.startswith(f"this call does not match what was planned: {expected}")
+    others = [words.partition(":")[0] for n, (_, words) in CALLS.items() if n != name]
+    rest = message.removeprefix(f"this call does not match what was planned: {expected}")
+    assert not any(f"{word}:" in rest for word in others), message
+
+
+def test_arguments_are_called_by_the_names_of_the_forward() -> None:
+    torch.manual_seed(0)
+    planned = rockplan.solve(Net(), (rows(4), rows(4), rows(3)), "min", options=STRICT)
+    assert "other: 2x8, planned 4x8" in refused(planned, rows(4), rows(2), rows(3))
+    assert "rest[0]: 2x8, planned 3x8" in refused(planned, rows(4), rows(4), rows(2))
+    x = rows(4)
+    message = refused(planned, x, x, rows(3))
+    assert "which arguments are one tensor: other: the same tensor as x" in message
+
+
+def test_arguments_in_containers_have_their_path() -> None:
+    planned = planned_net(STRICT, batch={"k": rows(2)})
+    assert "batch['k']: 3x8, planned 2x8" in refused(planned, x=rows(4), batch={"k": rows(3)})
+
+
+def test_values_that_the_forward_reads_are_named() -> None:
+    planned = planned_net(STRICT, lengths=torch.tensor([2, 4]))
+    message = refused(planned, x=rows(4), lengths=torch.tensor([2, 3]))
+    assert "values of lengths that the forward reads" in message
+    assert "test_replanning.py" in message
+
+
+def test_the_nearest_kind_is_compared() -> None:
+    planned = planned_net()
+    planned(x=rows(12), other=rows(12))
+    object.__setattr__(planned._rockplan, "on_mismatch", "error")
+    assert "planned 12x8" in refused(planned, x=rows(13), other=rows(12))
+    message = refused(planned, x=rows(12))
+    assert "other: not passed, planned 12x8" in message or "x: 12x8, planned 4x8" in message
+
+
+def steps(planned: Any, counts: list[int]) -> None:
+    for count in counts:
+        loss(planned(x=rows(count))).backward()
+
+
+def test_from_the_third_kind_on_planning_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_net()
+    with caplog.at_level(logging.INFO, logger="rockplan"):
+        steps(planned, [4, 5])
+        assert caplog.messages == []
+        steps(planned, [6, 5, 6, 4])
+        (message,) = caplog.messages
+        for words in ("Net", "3rd", "x: 6x8, planned 5x8", " s. ", "pad_to_multiple_of"):
+            assert words in message
+        loss(planned(x=rows(6), other=rows(2))).backward()
+        assert "4th" in caplog.messages[1] and "other: 2x8, planned without" in caplog.messages[1]
+        assert "sample" in caplog.messages[1]
+    assert "\n" not in "".join(caplog.messages)
+    assert all(record.levelno >= logging.WARNING for record in caplog.records)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_how_far_planning_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        with progress.listening(lambda step: shown.append(step.stage)):
+            yield
+
+    planned = planned_net()
+    monkeypatch.setattr("rockplan.display.waiting", waiting)
+    steps(planned, [5])
+    assert shown == []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    steps(planned, [6])
+    assert "capturing the model" in shown
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_go_on_counting(how: Any, caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_net()
+    steps(planned, [5])
+    copied = how(planned)
+    steps(copied, [6])
+    assert "x: 6x8, planned 5x8" in caplog.text
+
+
+def test_backward_passes_that_are_planned_again_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_net()
+    steps(planned, [5])
+    planned(x=rows(5)).sum().backward()
+    assert "the backward pass starts from other outputs" in caplog.text
+
+
+class Deep(nn.Module):
+    """Twice the rows need twice the bytes, whatever is made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.norm(self.layers(x)))
+        return y
+
+
+def deep(on_infeasible: Any, count: int = 64) -> tuple[Any, nn.Module]:
+    """Planned under the fewest bytes that its sample takes, and an eager copy."""
+    torch.manual_seed(0)
+    model = Deep()
+    least = rockplan.plan(model, rows(64), "min", options=OPTIONS).peak_bytes
+    options = rockplan.Options(**QUICK, on_infeasible=on_infeasible)
+    eager = copy.deepcopy(model)
+    return rockplan.solve(model, rows(count), least, options=options), eager
+
+
+def same_step(planned: Any, eager: Any, count: int) -> None:
+    results = [module(rows(count)) for module in (planned, eager)]
+    for result in results:
+        loss(result).backward()
+    assert_same_tensor(*results, "result")
+    assert_same_state(planned, eager, "step")
+
+
+def test_where_nothing_fits_the_smallest_plan_runs() -> None:
+    planned, eager = deep("smallest")
+    budget_bytes = planned.plan.budget_bytes
+    with pytest.warns(UserWarning, match=f"budget of {budget_bytes} bytes.*more") as caught:
+        same_step(planned, eager, 128)
+    assert len(caught) == 1
+    smallest = rockplan.plan(Deep(), rows(128), "min", options=OPTIONS)
+    assert planned.plan.peak_bytes == smallest.peak_bytes > budget_bytes
+    assert f"{smallest.peak_bytes - budget_bytes} more" in str(caught[0].message)
+    same_step(planned, eager, 128)
+    same_step(planned, eager, 64)
+    assert planned.plan.peak_bytes <= budget_bytes
+
+
+def test_where_nothing_fits_the_original_runs() -> None:
+    planned, eager = deep("original")
+    with pytest.warns(UserWarning, match="original forward.*x: 128x8, planned 64x8") as caught:
+        same_step(planned, eager, 128)
+    with warnings.catch_warnings():  # is not said again, and not planned again
+        warnings.simplefilter("error")
+        same_step(planned, eager, 128)
+    assert len(caught) == 1 and len(planned.plans) == 1
+    same_step(planned, eager, 64)
+    copied = copy.deepcopy(planned)
+    same_step(copied, copy.deepcopy(eager), 128)
+
+
+def test_where_nothing_fits_it_is_an_error_that_names_what_changed() -> None:
+    planned, _ = deep("error")
+    with pytest.raises(rockplan.InfeasibleBudget) as caught:
+        planned(rows(128))
+    (note,) = caught.value.__notes__
+    assert "x: 128x8, planned 64x8" in note and "on_infeasible='smallest'" in note
+
+
+def test_where_nothing_fits_at_planning() -> None:
+    with pytest.warns(UserWarning, match="more"):
+        planned, eager = deep("smallest", 128)
+    same_step(planned, eager, 128)
+    for choice in ("error", "original"):
+        with pytest.raises(rockplan.InfeasibleBudget):
+            deep(choice, 128)
+    with pytest.raises(rockplan.InvalidInput, match="on_infeasible"):
+        rockplan.Options(on_infeasible="never")  # type: ignore[arg-type]
+
+
+def test_a_plan_file_knows_what_to_do_where_nothing_fits(tmp_path: Any) -> None:
+    planned, eager = deep("error")
+    path = tmp_path / "deep.plan.json"
+    rockplan.save_plan(planned, path)
+    options = rockplan.Options(**QUICK, on_infeasible="original")
+    loaded = rockplan.load(copy.deepcopy(eager), rows(64), path, options=options)
+    with pytest.warns(UserWarning, match="original forward"):
+        same_step(loaded, eager, 128)
+
+
+class Rejected(Exception):
+    """Of the user's; has no message and a field."""
+
+    def __init__(self, rows: int, kept: Any = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.kept = kept
+
+
+class Picky(nn.Module):
+    """Raises for some calls, after it has drawn and changed a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.known = {"a": 1.0}
+
+    def forward(self, x: Tensor, how: str = "") -> Tensor:
+        y: Tensor = self.drop(self.norm(self.a(x)))
+        match how:
+            case "stop":
+                raise StopIteration("bad batch")
+            case "value":
+                raise ValueError(f"not for {tuple(y.shape)}")
+            case "own":
+                raise Rejected(len(y), y)
+            case "assert":
+                assert len(y) == 0, "no rows"
+            case "key":
+                y = y * self.known["b"]
+            case "chained":
+                try:
+                    raise KeyError("inner")
+                except KeyError as error:
+                    raise Rejected(1) from error
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "runtime":
+                raise RuntimeError("not now")
+            case "operator":
+                y = y @ y
+            case "library":
+                nn.functional.cross_entropy(y, torch.zeros(1, dtype=torch.long))
+        return y
+
+
+RAISES = ["stop", "value", "own", "assert", "key", "chained", "runtime", "library"]
+
+
+def raised(module: Any, how: str) -> BaseException:
+    torch.manual_seed(1)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        module(rows(4), how)
+    return caught.value
+
+
+@pytest.mark.parametrize("how", RAISES)
+def test_what_the_forward_raises_leaves_a_planned_call_as_itself(how: str) -> None:
+    torch.manual_seed(0)
+    eager = Picky()
+    planned: Any = rockplan.solve(copy.deepcopy(eager), rows(4), "min", options=OPTIONS)
+    expected = raised(eager, how)
+    after = torch.get_rng_state()
+    found = raised(planned, how)
+    assert type(found) is type(expected) and str(found) == str(expected)
+    assert type(found.__cause__) is type(expected.__cause__)
+    assert found.__context__ is None or found.__context__ is found.__cause__
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_same_state(planned, eager, "raised")
+    if isinstance(found, Rejected) and isinstance(expected, Rejected) and expected.kept is not None:
+        assert_same_tensor(found.kept, expected.kept, "kept by the exception")
+        assert type(found.kept) is Tensor
+    for module in (planned, eager):  # and the training goes on
+        torch.manual_seed(2)
+        loss(module(rows(4))).backward()
+    assert_same_state(planned, eager, "next step")
+    assert len(planned.plans) == 1
+
+
+def test_what_an_operator_raises_is_a_runtime_error_that_says_what_to_look_at() -> None:
+    planned: Any = rockplan.solve(Picky(), rows(4), "min", options=OPTIONS)
+    found = raised(planned, "operator")
+    assert isinstance(found, rockplan.ForwardRaises) and isinstance(found, RuntimeError)
+    assert "shapes, dtypes and devices" in str(found) and type(found.__cause__) is RuntimeError
+    loss(planned(rows(4))).backward()
+
+
+def test_an_interrupt_leaves_a_planned_call() -> None:
+    planned: Any = rockplan.solve(Picky(), rows(4), "min", options=OPTIONS)
+    assert isinstance(raised(planned, "interrupt"), KeyboardInterrupt)
+    loss(planned(rows(4))).backward()
+
+
+@pytest.mark.parametrize("how", RAISES)
+def test_at_planning_it_is_an_error_of_ours_with_its_cause(how: str) -> None:
+    with pytest.raises(rockplan.CaptureError) as caught:
+        rockplan.solve(Picky(), (rows(4), how), "min", options=OPTIONS)
+    assert isinstance(caught.value, rockplan.ForwardRaises)
+    assert type(caught.value.__cause__) is type(raised(Picky(), how))
+
+
+class Follows(nn.Module):
+    """What it does cannot be captured, where it runs in eager execution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, strange: bool = False) -> Tensor:
+        y: Tensor = self.norm(self.a(x))
+        if strange and type(y) is not Tensor:
+            raise ValueError("not a tensor that I know")
+        return torch.dropout(y, 0.5, train=True)
+
+
+def test_what_only_a_capture_raises_stays_an_error_of_ours() -> None:
+    torch.manual_seed(0)
+    eager = Follows()
+    planned = rockplan.solve(copy.deepcopy(eager), rows(4), "min", options=OPTIONS)
+    eager(rows(4), strange=True)
+    eager = copy.deepcopy(planned)
+    before = torch.get_rng_state()
+    with pytest.raises(rockplan.CaptureError) as caught:
+        planned(rows(4), strange=True)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert_same_state(planned, eager, "refused")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_shallow_copy_is_one() -> None:
+    planned = planned_net()
+    steps(planned, [4])
+    copied = copy.copy(planned)
+    assert copied is not planned and copied.a is planned.a
+    assert [*map(id, copied.parameters())] == [*map(id, planned.parameters())]
+    assert type(copied) is type(planned) and len(copied.plans) == 1
+    assert_same_tensor(copied(x=rows(4)), planned(x=rows(4)), "copy")
+    steps(copied, [5])
+    assert (len(copied.plans), len(planned.plans)) == (2, 1)  # each finds its own
+    copied.gain = 3.0
+    assert planned.gain == 1.0
+    eager = Net()
+    eager.load_state_dict(planned.state_dict())
+    assert_same_tensor(planned(x=rows(4)), eager(x=rows(4)), "the first is as it was")
+    eager.gain = 3.0
+    for module in (copied, copy.copy(copied), pickle.loads(pickle.dumps(copied))):
+        assert_same_tensor(module(x=rows(4)), eager(x=rows(4)), "changed copy")
+        assert_same_tensor(copy.deepcopy(module)(x=rows(5)), eager(x=rows(5)), "deep")
+
+
+class CopiesItself(Net):
+    def __copy__(self) -> Any:
+        copied = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(self.__dict__)
+        copied._parameters, copied._modules = dict(self._parameters), dict(self._modules)
+        copied.gain = self.gain * 2
+        return copied
+
+
+def test_a_class_that_says_how_it_is_copied_is_copied_so() -> None:
+    torch.manual_seed(0)
+    eager = CopiesItself()
+    planned = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
+    copies = [copy.copy(planned), copy.copy(eager)]
+    assert [c.gain for c in copies] == [2.0, 2.0]
+    for copied in copies:
+        copied.b = nn.Linear(8, 8, bias=False)
+        nn.init.ones_(copied.b.weight)
+    assert_same_tensor(copies[0](x=rows(4)), copies[1](x=rows(4)), "copies")
+    assert_same_tensor(planned(x=rows(4)), eager(x=rows(4)), "where they come from")
