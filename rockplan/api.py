@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan import planning
+from rockplan import key_value_cache, planning
 from rockplan.available import in_bytes
 from rockplan.budget import Budget, parse_budget
 from rockplan.check import check
 from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
 from rockplan.codegen.hooks import has_hooks
+from rockplan.codegen.signature import outside_of_initialization
 from rockplan.collection import paused_collection
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget, InvalidInput, PlanMismatch
@@ -59,17 +60,18 @@ def solve(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
     model = planned_modules.unplanned(model)
-    program = _program(model, args, kwargs, None, budget=wanted, options=options)
-    later = replace(wanted, least_bytes=program.plan.budget_bytes)
-    return planned_modules.planned_module(
-        model,
-        program,
-        args,
-        kwargs,
-        make_program=functools.partial(_program, budget=later, options=options),
-        on_mismatch=options.on_mismatch,
-        outputs_chosen=options.differentiated is not None,
-    )
+    with outside_of_initialization():
+        program = _program(model, args, kwargs, None, budget=wanted, options=options)
+        later = replace(wanted, least_bytes=program.plan.budget_bytes)
+        return planned_modules.planned_module(
+            model,
+            program,
+            args,
+            kwargs,
+            make_program=functools.partial(_program, budget=later, options=options),
+            on_mismatch=options.on_mismatch,
+            outputs_chosen=options.differentiated is not None,
+        )
 
 
 def plan(
@@ -153,20 +155,21 @@ def load(
         _stored_program, plans=read_plans(path), budget=None, options=options
     )
     model = planned_modules.unplanned(model)
-    first = make_program(model, args, kwargs, None)
-    on_mismatch = options.on_mismatch
-    if on_mismatch == "replan":
-        budget = Budget(size_bytes=first.plan.budget_bytes)
-        make_program = functools.partial(make_program, budget=budget)
-    return planned_modules.planned_module(
-        model,
-        first,
-        args,
-        kwargs,
-        make_program=make_program,
-        on_mismatch="original" if on_mismatch == "original" else "replan",
-        outputs_chosen=options.differentiated is not None,
-    )
+    with outside_of_initialization():
+        first = make_program(model, args, kwargs, None)
+        on_mismatch = options.on_mismatch
+        if on_mismatch == "replan":
+            budget = Budget(size_bytes=first.plan.budget_bytes)
+            make_program = functools.partial(make_program, budget=budget)
+        return planned_modules.planned_module(
+            model,
+            first,
+            args,
+            kwargs,
+            make_program=make_program,
+            on_mismatch="original" if on_mismatch == "original" else "replan",
+            outputs_chosen=options.differentiated is not None,
+        )
 
 
 def arguments(
@@ -189,6 +192,7 @@ def arguments(
             "positional arguments or a mapping of keyword arguments"
         )
     _check_devices(model, (*args, *kwargs.values()))
+    key_value_cache.say(model, kwargs)
     return args, kwargs
 
 
@@ -272,7 +276,7 @@ def _captured(
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
-    with planned_modules.PLANNING, paused_collection():
+    with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
         captured = capture(module, args, kwargs, forward, incoming)
         device = _device(module, captured)
         lowered = lower(captured, random_state.state_bytes(device), options.released)
@@ -284,7 +288,8 @@ def _captured(
 def _prepared(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> planning.Problem:
-    return _problem(_captured(module, args, kwargs, options), options)
+    with outside_of_initialization():
+        return _problem(_captured(module, args, kwargs, options), options)
 
 
 def _problem(source: _Captured, options: Options) -> planning.Problem:
@@ -361,16 +366,17 @@ def _checked(
 ) -> planned_modules.Program:
     """`program`, whose plan records what two steps compared with eager execution showed."""
     outputs = program.interface.outputs
-    found = check(
-        module,
-        planned_modules.original_forward(module),
-        planned_modules.bound_forward(module, program),
-        {
-            i: program.plan.graph.values[leaf.tangent].spec.stride
-            for i, leaf in enumerate(outputs)
-            if leaf.tangent is not None
-        },
-        args,
-        kwargs,
-    )
+    with key_value_cache.switched_off(module):
+        found = check(
+            module,
+            planned_modules.original_forward(module),
+            planned_modules.bound_forward(module, program),
+            {
+                i: program.plan.graph.values[leaf.tangent].spec.stride
+                for i, leaf in enumerate(outputs)
+                if leaf.tangent is not None
+            },
+            args,
+            kwargs,
+        )
     return replace(program, plan=replace(program.plan, checked=found))

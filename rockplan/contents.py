@@ -32,6 +32,8 @@ import numpy
 import torch
 from torch import nn
 
+from rockplan import key_value_cache
+
 # Values that do not change. Classes compare by identity, as they should.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, Decimal, Fraction, enum.Enum),
@@ -346,6 +348,8 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
     found = list(attributes.items()) if isinstance(attributes, dict) else []
     if slots:
         found += [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    if key_value_cache.is_configuration(type(value)):
+        return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
     return found
 
 
