@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rockplan import key_value_cache, planning
+from rockplan.adapt import adapted
 from rockplan.available import in_bytes
 from rockplan.budget import Budget, parse_budget
 from rockplan.check import check
@@ -29,7 +30,7 @@ from rockplan.graph_builder.measure import check_layouts
 from rockplan.interface import Incoming
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import Plan
-from rockplan.plan_file import fit, read_plans
+from rockplan.plan_file import fit, outline, read_plans
 from rockplan.progress import report
 from rockplan.schedule import Waits
 from rockplan.verify import verify
@@ -312,8 +313,36 @@ def _program(
     options: Options,
 ) -> planned_modules.Program:
     source = _captured(module, args, kwargs, options, incoming)
-    made = planning.plan_within(_problem(source, options), budget, options)
+    known = tuple(
+        program.plan
+        for program in planned_modules.programs_of(module)
+        if program.hooked == source.hooked
+    )
+    if (same := _same(known, source)) is not None:
+        return _built(module, same, source, args, kwargs, options)
+    problem = _problem(source, options)
+    if (found := adapted(known, problem, budget)) is not None:
+        made, before = found
+        program = _built(module, made, source, args, kwargs, options)
+        return replace(program, adapted_from=before.graph_digest)
+    made = planning.plan_within(problem, budget, options)
     return _built(module, made, source, args, kwargs, options)
+
+
+def _same(known: Sequence[Plan], source: _Captured) -> Plan | None:
+    """Of plans of the module, that for the same graph: trainers change attributes, and what is in
+    configurations, that its forward does not read."""
+    graph = source.lowered.graph
+    digest = graph_digest(graph) if known else ""
+    found = next((p for p in known if p.graph_digest == digest), None)
+    if found is None:
+        return None
+    outlined = replace(found, graph=outline(found.graph))
+    try:
+        fitted = fit([outlined], graph, digest, found.torch_version)
+    except PlanMismatch:
+        return None
+    return replace(fitted, origin=found.origin)
 
 
 def _stored_program(

@@ -77,7 +77,8 @@ class Program:
     """One plan with what it takes to run it on one kind of call.
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
-    the budget has room. Copies share everything but the constants; a pickle holds the plan as data,
+    the budget has room. adapted_from: digest of the graph whose plan was adapted to this one, if
+    one was. Copies share everything but the constants; a pickle holds the plan as data,
     and the code is generated again from it.
     """
 
@@ -87,6 +88,7 @@ class Program:
     constants: tuple[torch.Tensor, ...]
     output_spec: trees.TreeSpec
     hooked: frozenset[str]
+    adapted_from: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
@@ -151,6 +153,14 @@ class _State:
     outputs_chosen: bool
     programs: dict[Any, list[_Bound]] = field(default_factory=dict)
     latest: Program | None = None
+    has_run: bool = False
+
+    def add(self, key: Any, bound: _Bound) -> None:
+        """For calls like `key`. What was planned for the sample goes if nothing was called like it,
+        and this is its plan, adapted to what is called."""
+        if not self.has_run and bound.program.adapted_from:
+            self.programs.clear()
+        self.programs.setdefault(key, []).append(bound)
 
     @property
     def plan(self) -> Plan:
@@ -237,7 +247,7 @@ class Planned:
         if bound is None:
             return _run_original(self, args, kwargs)
         parametrizations.claim(self)
-        state.latest = bound.program
+        state.latest, state.has_run = bound.program, True
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
         situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
         return _run(bound, leaves, situation.replan)
@@ -270,11 +280,11 @@ class Planned:
                     "have changed. Plan again with this sample, or pass "
                     "Options(on_mismatch='replan')"
                 )
-            known = state.programs.setdefault(key, [])
+            known = state.programs.get(key, [])
             if len(known) >= _TOO_OFTEN:
                 _warn_of_changes(known)
             bound = _bind(self, state.make_program(self, args, kwargs, None))
-            known.append(bound)
+            state.add(key, bound)
         return bound
 
 
@@ -356,6 +366,13 @@ def plan_of(planned: object) -> Plan:
 def code_of(planned: object) -> str:
     """`planned.code`, as `plan_of`."""
     return _state_of(planned).code
+
+
+def programs_of(module: nn.Module) -> tuple[Program, ...]:
+    """Of a planned module, those of all kinds of call that it has seen."""
+    if not isinstance(module, Planned):
+        return ()
+    return tuple(b.program for kind in module._rockplan.programs.values() for b in kind)
 
 
 def _state_of(planned: object) -> _State:
