@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +34,11 @@ from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import Plan
 from rockplan.plan_file import fit, outline, read_plans
 from rockplan.progress import report
+from rockplan.released import WORTH, releasable
 from rockplan.schedule import Waits
 from rockplan.verify import verify
+
+_LOGGER = logging.getLogger("rockplan")
 
 
 def solve(
@@ -63,6 +68,7 @@ def solve(
     model = planned_modules.unplanned(model)
     with outside_of_initialization():
         program = _program(model, args, kwargs, None, budget=wanted, options=options)
+        _advise(program, options)
         later = replace(wanted, least_bytes=program.plan.budget_bytes)
         return planned_modules.planned_module(
             model,
@@ -86,7 +92,11 @@ def plan(
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
-    return planning.plan_within(_prepared(model, args, kwargs, options), wanted, options)
+    with outside_of_initialization():
+        source = _captured(model, args, kwargs, options)
+        problem = _problem(source, options)
+    with _advised(source.lowered, options):
+        return planning.plan_within(problem, wanted, options)
 
 
 def plan_each(
@@ -194,6 +204,11 @@ def arguments(
         )
     _check_devices(model, (*args, *kwargs.values()))
     key_value_cache.say(model, kwargs)
+    if "labels" in kwargs and not model.training:
+        _LOGGER.warning(
+            "the model is in eval mode, as from_pretrained returns it, and planned for that: steps "
+            "in training mode may need another plan. Call model.train() before it is planned"
+        )
     return args, kwargs
 
 
@@ -325,8 +340,29 @@ def _program(
         made, before = found
         program = _built(module, made, source, args, kwargs, options)
         return replace(program, adapted_from=before.graph_digest)
-    made = planning.plan_within(problem, budget, options)
+    with _advised(source.lowered, options):
+        made = planning.plan_within(problem, budget, options)
     return _built(module, made, source, args, kwargs, options)
+
+
+def _advise(program: planned_modules.Program, options: Options) -> None:
+    """Log what a plan that runs operations again could have, if the caller let it go."""
+    plan = program.plan
+    found = releasable(plan.graph, program.interface, options.released)
+    if found and plan.overhead > 0 and found.size_bytes >= WORTH * plan.budget_bytes:
+        _LOGGER.warning("%s", found.advice(options.released))
+
+
+@contextlib.contextmanager
+def _advised(lowered: Lowered, options: Options) -> Iterator[None]:
+    """Where no plan fits, the error says what the caller could let go."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        found = releasable(lowered.graph, lowered.interface, options.released)
+        if found and found.size_bytes >= WORTH * error.minimum_bytes:
+            error.args = (f"{error} Or: {found.advice(options.released)}.",)
+        raise
 
 
 def _same(known: Sequence[Plan], source: _Captured) -> Plan | None:

@@ -348,7 +348,7 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
     found = list(attributes.items()) if isinstance(attributes, dict) else []
     if slots:
         found += [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
-    if key_value_cache.is_configuration(type(value)):
+    if key_value_cache.is_configuration(type(value)):  # type: ignore[arg-type]
         return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
     return found
 

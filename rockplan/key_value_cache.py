@@ -64,7 +64,8 @@ def _configurations(module: Any) -> Iterable[Any]:
     found: dict[int, Any] = {}
     while waiting:
         configuration = waiting.pop()
-        if is_configuration(type(configuration)) and id(configuration) not in found:
+        kind = type(configuration)
+        if is_configuration(kind) and id(configuration) not in found:  # type: ignore[arg-type]
             found[id(configuration)] = configuration
             waiting += vars(configuration).values()
     return found.values()

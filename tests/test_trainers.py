@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import rockplan
-from rockplan.plan import recomputations
+from rockplan import planning
+from rockplan.plan import format_bytes, recomputations
 from tests.training import QUICK, assert_same_state
 
 LENGTH = 24
@@ -66,8 +68,14 @@ def make_mixtral() -> Any:
 def make_t5() -> Any:
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=len(WORDS), d_model=32, d_ff=64, num_layers=1, num_heads=4, d_kv=8,
-        decoder_start_token_id=0, pad_token_id=0,
+        vocab_size=len(WORDS),
+        d_model=32,
+        d_ff=64,
+        num_layers=1,
+        num_heads=4,
+        d_kv=8,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     return transformers.AutoModelForSeq2SeqLM.from_config(config).train()
 
@@ -155,6 +163,19 @@ def test_check_and_other_settings_of_a_default_model() -> None:
     assert len(fast(**batch).hidden_states) == 3
 
 
+@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+def test_a_model_in_eval_mode_is_said(
+    make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without dropout its plan is that of training, too."""
+    batch = batch_for("llama")
+    fast = rockplan.solve(make().eval(), batch, "70%", options=QUICK)
+    assert any("model.train()" in r.getMessage() for r in caplog.records)
+    fast.train()
+    fast(**batch).loss.backward()
+    assert len(fast.plans) == (1 if make is make_llama else 2)
+
+
 # transformers.Trainer
 
 
@@ -238,6 +259,90 @@ def test_trainer(kind: str, tmp_path: Path) -> None:
     assert len(fast.plans) == 1
 
 
+@pytest.mark.parametrize("other", ["the batch", "a whole number", "two tensors", "a mask"])
+def test_a_call_of_a_trainer_takes_over_the_plan_of_the_sample(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What differs is a division by a number, or which arguments are one tensor: nothing is
+    searched, and there is one plan."""
+    ids = tokens()
+    batch = {"input_ids": ids, "labels": ids}
+    calls = {
+        "the batch": batch,
+        "a whole number": batch | {"num_items_in_batch": torch.tensor(70)},
+        "two tensors": batch | {"labels": ids.clone(), "num_items_in_batch": torch.tensor(70.0)},
+        "a mask": batch | {"attention_mask": torch.ones_like(ids)},
+    }
+    model = make_llama()
+    eager = copy.deepcopy(model)
+    fast = rockplan.solve(model, batch, "70%", options=QUICK)
+    searched: list[int] = []
+    plan_within = planning.plan_within
+    monkeypatch.setattr(
+        planning, "plan_within", lambda *args: (searched.append(1), plan_within(*args))[1]
+    )
+
+    def step() -> None:
+        fast(**calls[other]).loss.backward()
+
+    for _ in range(2):
+        step()
+        eager(**calls[other], use_cache=False).loss.backward()
+    assert_same_state(fast, eager, other)
+    assert not searched and len(fast.plans) == 1
+    assert recomputations(fast.plan)
+    assert rockplan.peak_live_bytes(step)[0] <= fast.plan.peak_bytes <= fast.plan.budget_bytes
+
+    # The sample comes all the same, and then the call again.
+    for call in (batch, calls[other]):
+        for module, more in ((fast, {}), (eager, {"use_cache": False})):
+            module.zero_grad()
+            module(**call, **more).loss.backward()
+        assert_same_state(fast, eager, "the sample")
+    assert not searched
+
+
+def test_attributes_that_the_forward_does_not_read_need_no_other_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = batch_for("llama")
+    fast = rockplan.solve(make_llama(), batch, "70%", options=replace(QUICK, cache=False))
+    monkeypatch.setattr(planning, "plan_within", None)
+    fast.tag = "of a trainer"
+    fast.config.pad_token_id = 3
+    fast(**batch).loss.backward()
+    assert len(fast.plans) == 1
+
+
+def test_logits_that_the_caller_may_let_go_are_advised_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 88, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=2000, **sizes)
+    ).train()
+    batch = batch_for("llama")
+    size_bytes = ROWS * LENGTH * 2000 * 4
+    with pytest.raises(rockplan.InfeasibleBudget, match=r"released=\(1,\)") as raised:
+        rockplan.solve(model, batch, size_bytes, options=QUICK)
+    let_go = replace(QUICK, released=(1,))
+    least = rockplan.plan(model, batch, "min", options=let_go)
+    assert raised.value.minimum_bytes - least.peak_bytes > 0.9 * size_bytes
+
+    fast = rockplan.solve(model, batch, "min", options=QUICK)
+    assert fast.plan.overhead > 0
+    (said,) = [r.getMessage() for r in caplog.records if "released=(1,)" in r.getMessage()]
+    assert format_bytes(size_bytes) in said
+    assert format_bytes(size_bytes) in str(fast.plan) and "released" in str(fast.plan)
+    caplog.clear()
+    fast = rockplan.solve(model, batch, "min", options=let_go)
+    assert not [r for r in caplog.records if "released" in r.getMessage()]
+    assert "released" not in str(fast.plan)
+    peak, _ = rockplan.peak_live_bytes(lambda: fast(**batch).loss.backward())
+    assert peak <= fast.plan.budget_bytes
+
+
 # TRL
 
 
@@ -319,9 +424,7 @@ def test_trl(kind: str, when: str, tmp_path: Path) -> None:
     ids = tokens(share * ROWS)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     gradient = torch.ones(share * ROWS, LENGTH, 32)
-    peak, _ = rockplan.peak_live_bytes(
-        lambda: fast(**batch).last_hidden_state.backward(gradient)
-    )
+    peak, _ = rockplan.peak_live_bytes(lambda: fast(**batch).last_hidden_state.backward(gradient))
     assert peak <= fast.plan.budget_bytes
     assert len(fast.plans) == 1
 
