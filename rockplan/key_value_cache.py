@@ -49,9 +49,13 @@ def switched_off(module: Any) -> Iterator[None]:
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
     """Log that the results of planned calls like this one have no cache, where eager's have."""
     asked = kwargs.get(SWITCH) is not None
-    users = (m for m in module.modules() if SWITCH in inspect.signature(m.forward).parameters)
-    configurations = (getattr(m, "config", None) for m in users)
-    if not asked and any(getattr(c, SWITCH, None) is True for c in configurations):
+    users = (
+        m
+        for m in module.modules()
+        if getattr(getattr(m, "config", None), SWITCH, None) is True
+        and SWITCH in inspect.signature(m.forward).parameters
+    )
+    if not asked and any(True for _ in users):
         _LOGGER.warning(
             "config.use_cache is True, and planned calls run without the key-value cache: their "
             "results hold none (past_key_values), as with gradient checkpointing in transformers"
