@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan import planning
+from rockplan import key_value_cache, planning
+from rockplan.adapt import adapted
 from rockplan.available import in_bytes
 from rockplan.budget import Budget, parse_budget
 from rockplan.check import check, runs
@@ -23,6 +26,7 @@ from rockplan.codegen import module as planned_modules
 from rockplan.codegen import random_state
 from rockplan.codegen.differences import described_call
 from rockplan.codegen.hooks import has_hooks
+from rockplan.codegen.signature import outside_of_initialization
 from rockplan.collection import paused_collection
 from rockplan.curve import Curve
 from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
@@ -33,10 +37,13 @@ from rockplan.graph_builder.measure import check_layouts
 from rockplan.interface import Incoming
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.plan import Plan
-from rockplan.plan_file import fit, read_plans
+from rockplan.plan_file import fit, outline, read_plans
 from rockplan.progress import is_heard, report
+from rockplan.released import WORTH, releasable
 from rockplan.schedule import Waits
 from rockplan.verify import verify
+
+_LOGGER = logging.getLogger("rockplan")
 
 
 def solve(
@@ -64,21 +71,23 @@ def solve(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
     model = planned_modules.unplanned(model)
-    program = _program(model, args, kwargs, None, budget=wanted, options=options)
-    later = replace(wanted, least_bytes=program.plan.budget_bytes)
-    return planned_modules.planned_module(
-        model,
-        program,
-        args,
-        kwargs,
-        make_program=functools.partial(
-            _program_in_training,
-            make=functools.partial(_program, budget=later, options=options),
-        ),
-        on_mismatch=options.on_mismatch,
-        on_infeasible=options.on_infeasible,
-        outputs_chosen=options.differentiated is not None,
-    )
+    with outside_of_initialization():
+        program = _program(model, args, kwargs, None, budget=wanted, options=options)
+        _advise(program, options)
+        later = replace(wanted, least_bytes=program.plan.budget_bytes)
+        return planned_modules.planned_module(
+            model,
+            program,
+            args,
+            kwargs,
+            make_program=functools.partial(
+                _program_in_training,
+                make=functools.partial(_program, budget=later, options=options),
+            ),
+            on_mismatch=options.on_mismatch,
+            on_infeasible=options.on_infeasible,
+            outputs_chosen=options.differentiated is not None,
+        )
 
 
 def plan(
@@ -92,7 +101,11 @@ def plan(
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
-    return _planned(_prepared(model, args, kwargs, options), wanted, options)
+    with outside_of_initialization():
+        source = _captured(model, args, kwargs, options)
+        problem = _problem(source, options)
+    with _advised(source.lowered, options):
+        return _planned(problem, wanted, options)
 
 
 def plan_each(
@@ -162,21 +175,22 @@ def load(
         _stored_program, plans=read_plans(path), budget=None, options=options
     )
     model = planned_modules.unplanned(model)
-    first = make_program(model, args, kwargs, None)
-    on_mismatch = options.on_mismatch
-    if on_mismatch == "replan":
-        budget = Budget(size_bytes=first.plan.budget_bytes)
-        make_program = functools.partial(make_program, budget=budget)
-    return planned_modules.planned_module(
-        model,
-        first,
-        args,
-        kwargs,
-        make_program=functools.partial(_program_in_training, make=make_program),
-        on_infeasible=options.on_infeasible,
-        on_mismatch="original" if on_mismatch == "original" else "replan",
-        outputs_chosen=options.differentiated is not None,
-    )
+    with outside_of_initialization():
+        first = make_program(model, args, kwargs, None)
+        on_mismatch = options.on_mismatch
+        if on_mismatch == "replan":
+            budget = Budget(size_bytes=first.plan.budget_bytes)
+            make_program = functools.partial(make_program, budget=budget)
+        return planned_modules.planned_module(
+            model,
+            first,
+            args,
+            kwargs,
+            make_program=functools.partial(_program_in_training, make=make_program),
+            on_infeasible=options.on_infeasible,
+            on_mismatch="original" if on_mismatch == "original" else "replan",
+            outputs_chosen=options.differentiated is not None,
+        )
 
 
 def arguments(
@@ -199,6 +213,12 @@ def arguments(
             "positional arguments or a mapping of keyword arguments"
         )
     _check_devices(model, (*args, *kwargs.values()))
+    key_value_cache.say(model, kwargs)
+    if "labels" in kwargs and not model.training:
+        _LOGGER.warning(
+            "the model is in eval mode, as from_pretrained returns it, and planned for that: steps "
+            "in training mode may need another plan. Call model.train() before it is planned"
+        )
     return args, kwargs
 
 
@@ -282,7 +302,7 @@ def _captured(
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
-    with planned_modules.PLANNING, paused_collection():
+    with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
         captured = capture(module, args, kwargs, forward, incoming)
         device = _device(module, captured)
         lowered = lower(captured, random_state.state_bytes(device), options.released)
@@ -294,7 +314,8 @@ def _captured(
 def _prepared(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> planning.Problem:
-    return _problem(_captured(module, args, kwargs, options), options)
+    with outside_of_initialization():
+        return _problem(_captured(module, args, kwargs, options), options)
 
 
 def _problem(source: _Captured, options: Options) -> planning.Problem:
@@ -395,8 +416,57 @@ def _program(
     options: Options,
 ) -> planned_modules.Program:
     source = _captured(module, args, kwargs, options, incoming)
-    made = _planned(_problem(source, options), budget, options, incoming is not None)
+    known = tuple(
+        program.plan
+        for program in planned_modules.programs_of(module)
+        if program.hooked == source.hooked
+    )
+    if (same := _same(known, source)) is not None:
+        return _built(module, same, source, args, kwargs, options)
+    problem = _problem(source, options)
+    if (found := adapted(known, problem, budget)) is not None:
+        made, before = found
+        program = _built(module, made, source, args, kwargs, options)
+        return replace(program, adapted_from=before.graph_digest)
+    with _advised(source.lowered, options):
+        made = _planned(problem, budget, options, incoming is not None)
     return _built(module, made, source, args, kwargs, options)
+
+
+def _advise(program: planned_modules.Program, options: Options) -> None:
+    """Log what a plan that runs operations again could have, if the caller let it go."""
+    plan = program.plan
+    found = releasable(plan.graph, program.interface, options.released)
+    if found and plan.overhead > 0 and found.size_bytes >= WORTH * plan.budget_bytes:
+        _LOGGER.warning("%s", found.advice(options.released))
+
+
+@contextlib.contextmanager
+def _advised(lowered: Lowered, options: Options) -> Iterator[None]:
+    """Where no plan fits, the error says what the caller could let go."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        found = releasable(lowered.graph, lowered.interface, options.released)
+        if found and found.size_bytes >= WORTH * error.minimum_bytes:
+            error.args = (f"{error} Or: {found.advice(options.released)}.",)
+        raise
+
+
+def _same(known: Sequence[Plan], source: _Captured) -> Plan | None:
+    """Of plans of the module, that for the same graph: trainers change attributes, and what is in
+    configurations, that its forward does not read."""
+    graph = source.lowered.graph
+    digest = graph_digest(graph) if known else ""
+    found = next((p for p in known if p.graph_digest == digest), None)
+    if found is None:
+        return None
+    outlined = replace(found, graph=outline(found.graph))
+    try:
+        fitted = fit([outlined], graph, digest, found.torch_version)
+    except PlanMismatch:
+        return None
+    return replace(fitted, origin=found.origin)
 
 
 def _stored_program(
@@ -454,16 +524,17 @@ def _checked(
 ) -> planned_modules.Program:
     """`program`, whose plan records what two steps compared with eager execution showed."""
     outputs = program.interface.outputs
-    found = check(
-        module,
-        planned_modules.original_forward(module),
-        planned_modules.bound_forward(module, program),
-        {
-            i: program.plan.graph.values[leaf.tangent].spec.stride
-            for i, leaf in enumerate(outputs)
-            if leaf.tangent is not None
-        },
-        args,
-        kwargs,
-    )
+    with key_value_cache.switched_off(module):
+        found = check(
+            module,
+            planned_modules.original_forward(module),
+            planned_modules.bound_forward(module, program),
+            {
+                i: program.plan.graph.values[leaf.tangent].spec.stride
+                for i, leaf in enumerate(outputs)
+                if leaf.tangent is not None
+            },
+            args,
+            kwargs,
+        )
     return replace(program, plan=replace(program.plan, checked=found))

@@ -30,6 +30,8 @@ import numpy
 import torch
 from torch import nn
 
+from rockplan import key_value_cache
+
 # Values that do not change. Classes compare by identity, as they should.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, Decimal, Fraction, enum.Enum),
@@ -344,6 +346,8 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
     found = list(attributes.items()) if isinstance(attributes, dict) else []
     if slots:
         found += [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    if key_value_cache.is_configuration(type(value)):  # type: ignore[arg-type]
+        return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
     return found
 
 

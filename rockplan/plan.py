@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rockplan.errors import InvalidInput
-from rockplan.graph import CDGraph
+from rockplan.graph import CDGraph, DataKind
 from rockplan.names import operator_of
 from rockplan.schedule import Compute, Schedule
 
@@ -146,8 +146,30 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
         *([f"origin          {plan.origin}"] if plan.origin else []),
+        *_held_lines(plan),
         f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",
         "bytes count what is alive beyond parameters, buffers, inputs and .grad",
+    ]
+
+
+_WORTH = 0.05
+"""Share of the peak from which on results that the caller holds are shown."""
+
+
+def _held_lines(plan: Plan) -> list[str]:
+    """What the caller is taken to hold beside a loss, which is all that backward starts from."""
+    graph = plan.graph
+    kinds = [(graph.data[v.data].kind, v) for v in graph.values]
+    starts = [v for kind, v in kinds if kind is DataKind.TANGENT]
+    if not starts or any(v.spec.shape for v in starts):
+        return []
+    held = (graph.data[d] for d in graph.held)
+    size_bytes = sum(d.size_bytes for d in held if d.kind is DataKind.ACTIVATION)
+    if size_bytes < _WORTH * plan.peak_bytes:
+        return []
+    return [
+        f"results         {format_bytes(size_bytes)} held by the caller until backward is over "
+        "(Options(released=...) where the loss is all that a step keeps)"
     ]
 
 

@@ -24,7 +24,7 @@ from rockplan.cache import Cache, default_folder
 from rockplan.collection import paused_collection
 from rockplan.constraints import constrain, with_room_for_loss
 from rockplan.curve import Curve, CurvePoint, useful
-from rockplan.errors import InfeasibleBudget
+from rockplan.errors import IllegalSchedule, InfeasibleBudget
 from rockplan.families import Chain, chain_of
 from rockplan.graph import CDGraph, as_eager
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
@@ -385,6 +385,19 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
         "planner": planner(),
         **{f"option {name}": repr(getattr(options, name)) for name in deciding},
     }
+
+
+def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | None:
+    """`schedule` as a plan; None where it is none that is legal and within the budget. Nothing is
+    proven of it but that no plan takes less time than running everything once."""
+    graph = problem.constrained
+    try:
+        verify(graph, schedule)
+    except IllegalSchedule:
+        return None
+    if simulate(graph, schedule).peak_bytes > budget_bytes:
+        return None
+    return _finish(problem, Improved(schedule, is_complete=True), budget_bytes, graph.time_ns)
 
 
 SHARE_OF_SMALLEST = 0.75

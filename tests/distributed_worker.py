@@ -122,6 +122,49 @@ def compare_sharded() -> None:
         raise AssertionError("a planned module inside")
 
 
+class Classifier(nn.Module):
+    """Returns a loss beside what it is computed from, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"loss": logits.pow(2).mean(), "logits": logits}
+
+
+def compare_sharded_losses() -> None:
+    """A planned module that returns a loss and logits, sharded as a whole; and one whose blocks are
+    planned, each sharded by itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    batch = torch.randn(64, 32) + dist.get_rank()
+    eager, whole, parts = Classifier().train(), Classifier().train(), Classifier().train()
+    whole = rockplan.solve(whole, batch, "min")
+    for i, block in enumerate(parts.blocks):
+        sample = batch.clone().requires_grad_(i > 0)
+        parts.blocks[i] = rockplan.solve(block, sample, "min")
+    modules = {"eager": eager, "whole": whole, "parts": parts}
+    for name, module in modules.items():
+        for block in module.blocks if name != "whole" else ():
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    optimizers = [torch.optim.Adam(module.parameters()) for module in modules.values()]
+    for _ in range(2):
+        for module, optimizer in zip(modules.values(), optimizers, strict=True):
+            torch.manual_seed(100 + dist.get_rank())
+            module(batch)["loss"].backward()
+            optimizer.step()
+        assert_same_gradients(whole, eager, "sharded as a whole")
+        assert_same_gradients(parts, eager, "sharded parts")
+    assert len(whole.plans) == 1
+    assert [len(block.plans) for block in parts.blocks] == [1] * 4
+
+
 def refused(module: nn.Module, batch: torch.Tensor, words: str) -> None:
     try:
         rockplan.solve(module, batch, "min")
@@ -138,6 +181,7 @@ def main() -> None:
     compare(unused=True)
     check_overlap()
     compare_sharded()
+    compare_sharded_losses()
     dist.barrier()
     dist.destroy_process_group()
 

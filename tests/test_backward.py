@@ -6,11 +6,14 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rockplan
 from benchmarks.models import Case
@@ -235,6 +238,56 @@ def test_a_scalar_that_is_a_part_of_the_loss(monkeypatch: pytest.MonkeyPatch) ->
         both(planned, eager, case.step, f"step {step}")
     both(planned, eager, lambda m: m(SAMPLE)[1].backward(), "the scalar alone")
     assert len(made) == 2, "one plan for both outputs, one for the scalar"
+
+
+@dataclass
+class Losses:
+    """A result as a library has it."""
+
+    total: torch.Tensor
+    parts: dict[str, torch.Tensor]
+
+
+pytree.register_dataclass(Losses)
+
+
+class Regularized(nn.Module):
+    """A loss that is the sum of two, of which each reaches every parameter or not."""
+
+    def __init__(self, result: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body, self.head, self.result = nn.Linear(16, 32), nn.Linear(32, 4), result
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.body(x))
+        y = self.head(hidden)
+        return self.result(y.pow(2).mean(), 0.1 * hidden.pow(2).mean(), y)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda a, b, y: (a + b, b), lambda r: r[0]),
+    "last of a tuple": (lambda a, b, y: (y, a, b, a + b), lambda r: r[3]),
+    "nested": (lambda a, b, y: {"sum": a + b, "parts": [a, {"b": b}]}, lambda r: r["sum"]),
+    "dataclass": (lambda a, b, y: Losses(a + b, {"a": a, "b": b}), lambda r: r.total),
+    "of parts of parts": (lambda a, b, y: ((c := a + b), c * 2, a), lambda r: r[1]),
+    "named, beside another": (lambda a, b, y: {"aux": 3 * a, "loss": a + b}, lambda r: r["loss"]),
+    "of a library": (
+        lambda a, b, y: MoeCausalLMOutputWithPast(loss=a, aux_loss=a.exp() + b, logits=y),
+        lambda r: r.loss,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_and_its_parts_need_one_plan(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_programs(monkeypatch)
+    result, loss = LOSSES[kind]
+    torch.manual_seed(0)
+    case = Case("losses", Regularized(result).train(), (SAMPLE,), {}, loss)
+    planned, eager = pair(case)
+    for step in range(2):
+        both(planned, eager, case.step, f"step {step}")
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0)])

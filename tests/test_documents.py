@@ -111,10 +111,9 @@ TRAINER = """
 import transformers
 
 config = transformers.GPT2Config(
-    n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=48, use_cache=False,
-    bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=48, bos_token_id=0, eos_token_id=0,
 )
-model = transformers.GPT2LMHeadModel(config).train()
+model = transformers.AutoModelForCausalLM.from_config(config)
 before = [p.clone() for p in model.parameters()]
 ids = torch.randint(0, 64, (8, 48))
 dataset = [{"input_ids": row, "labels": row} for row in ids]
@@ -130,9 +129,49 @@ accelerator = accelerate.Accelerator(cpu=True)
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
+LORA = """
+import peft
+"""
+
+PLANNED_TRAINER = """
+trainer.train()
+assert len(model.plans) == 1 and model.plan.overhead > 0
+"""
+
+TRL = """
+import functools
+
+import datasets
+import tokenizers
+import transformers
+import trl
+
+trl.SFTConfig = functools.partial(trl.SFTConfig, use_cpu=True, bf16=False, report_to=[])
+words = tokenizers.models.WordLevel({str(i): i for i in range(64)}, unk_token="3")
+tokens = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tokenizers.Tokenizer(words), pad_token="0", bos_token="1", eos_token="2"
+)
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4,
+)
+model = transformers.AutoModelForCausalLM.from_config(config)
+ids = torch.randint(4, 64, (8, 48))
+dataset = datasets.Dataset.from_dict({"input_ids": ids.tolist()})
+before = [p.clone() for p in model.parameters()]
+"""
+
+TRL_TRAINED = """
+trainer.train()
+assert decoder is model and model.model.plan.overhead > 0
+assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+"""
+
 AROUND = {
     "loop": (NET, TRAINED),
-    "trainer": (NET + TRAINER, "trainer.train()\ncheck(model)\n"),
+    "trainer": (NET + TRAINER, f"{PLANNED_TRAINER}\ncheck(model)\n"),
+    "lora": (NET + TRAINER + LORA, PLANNED_TRAINER),
+    "trl": (NET + TRL, TRL_TRAINED),
     "lightning": (f"import pytorch_lightning as lightning\n{NET}", LIGHTNING),
     "accelerate": (NET + ACCELERATE, TRAINED),
 }

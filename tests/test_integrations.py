@@ -13,6 +13,7 @@ import pytorch_lightning as lightning
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import rockplan
@@ -229,6 +230,55 @@ def test_lightning(tmp_path: Path, precision: str) -> None:
     for found, expected in zip(runs["planned"], runs["original"], strict=True):
         assert found.losses == expected.losses
         assert_same_bits(found, expected)
+
+
+class Configured(Regression):
+    """The network is made, or planned, where Lightning has large models made."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__(nn.Identity())
+        self.wrap = wrap
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = self.wrap(make_net())
+
+
+def test_lightning_configure_model() -> None:
+    runs = []
+    for wrap in (planned, lambda net: net):
+        lightning.seed_everything(1, verbose=False)
+        trainer = lightning.Trainer(
+            max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        runs.append(Configured(wrap))
+        trainer.fit(runs[-1], DataLoader(make_data(), batch_size=BATCH))
+    assert runs[0].losses == runs[1].losses
+    assert_same_bits(runs[0], runs[1])
+    assert plans_held(runs[0].net) == 1
+
+
+class Doubles(TorchFunctionMode):
+    """Changes what functions do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.gelu else result
+
+
+def test_modes_around_lightnings_own() -> None:
+    """What Lightning enters is left aside and entered again; what others enter is refused."""
+    from lightning_fabric.utilities.init import _EmptyInit
+
+    with _EmptyInit(), torch.device("cpu"):
+        modes = _get_current_function_mode_stack()
+        fast = planned(make_net())
+        assert _get_current_function_mode_stack() == modes
+        with Doubles(), pytest.raises(rockplan.UnsupportedModel, match="Doubles"):
+            planned(make_net())
+    fast(make_data()[:BATCH][0]).pow(2).mean().backward()
+    assert plans_held(fast) == 1
 
 
 # accelerate

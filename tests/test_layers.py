@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "rockplan"
 
 VALUES = {"errors", "graph", "interface", "schedule", "block", "profile", "plan", "budget"}
 VALUES |= {"progress", "curve", "version", "names", "options", "collection", "literals", "contents"}
-VALUES |= {"trees", "python_state"}
+VALUES |= {"trees", "python_state", "key_value_cache"}
 ORACLES = {"verify", "simulate", "render", "serial", "plan_file", "lifetimes", "explain"}
 ORACLES |= {"memory", "report", "palette"}
 PASSES = {"graph_builder", "ilp", "dp", "codegen"}

@@ -96,8 +96,9 @@ class Program:
     """One plan with what it takes to run it on one kind of call.
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
-    the budget has room; call: what it was planned for, in words. Copies share everything but the
-    constants; a pickle holds the plan as data, and the code is generated again from it.
+    the budget has room; call: what it was planned for, in words; adapted_from: digest of the graph
+    whose plan was adapted to this one, if one was. Copies share everything but the constants; a
+    pickle holds the plan as data, and the code is generated again from it.
     """
 
     plan: Plan
@@ -107,6 +108,7 @@ class Program:
     output_spec: trees.TreeSpec
     hooked: frozenset[str]
     call: DescribedCall = NOTHING_SAID
+    adapted_from: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
@@ -245,6 +247,7 @@ class _State:
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     count: int = 1
     watch: Watch = field(default_factory=Watch)
+    has_run: bool = False
     assigned: list[Assignment] = field(default_factory=list)
 
     def leave(self, module: nn.Module, program: Program) -> None:
@@ -252,6 +255,13 @@ class _State:
         left = program.interface.assignments
         self.assigned += [one for one in left if not any(one is known for known in self.assigned)]
         assignments.put(module, left)
+
+    def add(self, key: Any, bound: _Bound) -> None:
+        """For calls like `key`. What was planned for the sample goes if nothing was called like it,
+        and this is its plan, adapted to what is called."""
+        if not self.has_run and bound.program.adapted_from:
+            self.programs.clear()
+        self.programs.setdefault(key, []).append(bound)
 
     @property
     def plan(self) -> Plan:
@@ -360,7 +370,7 @@ class Planned:
         if bound is None:
             return _run_original(self, args, kwargs)
         parametrizations.claim(self)
-        state.latest = bound.program
+        state.latest, state.has_run = bound.program, True
         state.watch.called()
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
         situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
@@ -420,7 +430,7 @@ class Planned:
             state.infeasible.setdefault(key, []).append(module_signature(self, ()))
             return None
         bound = _bind(self, program)
-        state.programs.setdefault(key, []).append(bound)
+        state.add(key, bound)
         state.watch.begin(self)
         return bound
 
@@ -574,6 +584,13 @@ def plan_of(planned: object) -> Plan:
 def code_of(planned: object) -> str:
     """`planned.code`, as `plan_of`."""
     return _state_of(planned).code
+
+
+def programs_of(module: nn.Module) -> tuple[Program, ...]:
+    """Of a planned module, those of all kinds of call that it has seen."""
+    if not isinstance(module, Planned):
+        return ()
+    return tuple(b.program for kind in module._rockplan.programs.values() for b in kind)
 
 
 def _state_of(planned: object) -> _State:

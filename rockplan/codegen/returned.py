@@ -141,7 +141,8 @@ class Returned:
     def _is_watched(self, inner: int) -> bool:
         """Is there a hook on it, or is it there and retains its gradient?"""
         tensor = self._tensors[inner]()
-        return bool(self._hooks[inner]) or (tensor is not None and tensor.retains_grad)
+        hooks = filter(_sees_the_gradient, self._hooks[inner].values())
+        return any(True for _ in hooks) or (tensor is not None and tensor.retains_grad)
 
     def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise BackwardError where a result with a gradient may have been changed by another."""
@@ -166,6 +167,12 @@ def _hooks(result: torch.Tensor) -> Mapping[int, object]:
     hooks: Mapping[int, object] | None = result._backward_hooks
     assert hooks is not None
     return hooks
+
+
+def _sees_the_gradient(hook: object) -> bool:
+    """Not so those of `fully_shard`: they only tell it, by the first of all results that has a
+    gradient, that the backward pass begins."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _no_hook(gradient: torch.Tensor) -> None:

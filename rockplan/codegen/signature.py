@@ -368,6 +368,37 @@ def without_default_device() -> Iterator[None]:
             _push_mode(aside)
 
 
+_OF_INITIALIZATION = ("lightning.fabric.utilities.init", "lightning_fabric.utilities.init")
+"""Where Lightning has its mode that may leave out initializers."""
+
+
+@contextlib.contextmanager
+def outside_of_initialization() -> Iterator[None]:
+    """Leave the modes aside under which Lightning calls `configure_model`: they decide how modules
+    are made, a default device among them, and are gone when steps run."""
+    modes = _get_current_function_mode_stack()
+    if not any(type(mode).__module__ in _OF_INITIALIZATION for mode in modes):
+        yield
+        return
+    others = [
+        mode
+        for mode in modes
+        if not (isinstance(mode, DeviceContext) or type(mode).__module__ in _OF_INITIALIZATION)
+    ]
+    _exchange_modes(modes, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, modes)
+
+
+def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for _ in now:
+        _pop_mode()
+    for mode in wanted:
+        _push_mode(mode)
+
+
 def _global_key() -> tuple[Any, ...]:
     """Switches of PyTorch that decide which operators a module calls."""
     return (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -136,8 +136,8 @@ def capture(
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
     forward: what to call instead of `module.forward`.
-    incoming: what the backward pass starts from; None: the scalars that require a gradient (a
-    loss) where they reach whatever the other outputs reach, otherwise every output that does.
+    incoming: what the backward pass starts from; None: a loss (`_likely`) that reaches whatever
+    the other outputs reach, otherwise every output that requires a gradient.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     swap.refuse_compiling()
@@ -236,7 +236,7 @@ def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
             snapshot.begin()
             first = run.run(recorder)
             outputs = first.outputs
-            starts = _starts(outputs, call.incoming)
+            starts = _starts(first, call.incoming)
             _refuse_gradients(recorder, [outputs[i] for i in starts])
             made_from = _made_from(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
@@ -533,21 +533,19 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 
-def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[int, ...]]:
+def _starts(forward: _Forward, incoming: Incoming | None) -> dict[int, tuple[int, ...]]:
     """Position of each output that the backward pass starts from -> strides of its gradient."""
+    outputs = forward.outputs
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
-    scalars = [i for i in candidates if outputs[i].ndim == 0]
     if not candidates:
         raise NothingToDifferentiate(
             "no output of the module depends on a parameter or an input that requires a "
             "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
             "requires_grad on the sample input"
         )
-    # A scalar may be a lesser part of a loss that the caller makes of other outputs too.
-    is_loss = _leaves(outputs[i] for i in candidates) <= _leaves(outputs[i] for i in scalars)
-    wanted = dict.fromkeys(scalars if is_loss else candidates) if incoming is None else incoming
+    wanted = dict.fromkeys(_likely(forward, candidates)) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
             f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
@@ -555,6 +553,34 @@ def _starts(outputs: list[Any], incoming: Incoming | None) -> dict[int, tuple[in
         )
     firsts = _firsts(outputs)
     return {firsts[i]: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+
+
+def _likely(forward: _Forward, candidates: Sequence[int]) -> Sequence[int]:
+    """Of the outputs that require a gradient, those that a step most likely starts from.
+
+    The fewest of these that reach all that any output reaches (what they miss may be a part of a
+    loss that the caller makes of other outputs too): the one that is named `loss`, as trainers take
+    it; the scalars that are no part of another one (of a loss, the losses that it is the sum of);
+    all scalars; everything.
+    """
+    outputs = forward.outputs
+    scalars = [i for i in candidates if outputs[i].ndim == 0]
+    made_from = _made_from(outputs)
+    parts = {part for i in scalars for part in made_from[i]}
+    named = _position_of_loss(forward)
+    whole = _leaves(outputs[i] for i in candidates)
+    chosen = [i for i in scalars if i == named], [i for i in scalars if i not in parts], scalars
+    for found in chosen:
+        if found and whole <= _leaves(outputs[i] for i in found):
+            return found
+    return candidates
+
+
+def _position_of_loss(forward: _Forward) -> int | None:
+    """Of the leaf that the result of the module calls `loss`, if one is called so."""
+    result = trees.tree_unflatten(forward.outputs, forward.spec)
+    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return next((i for i, o in enumerate(forward.outputs) if o is named), None)
 
 
 def _firsts(outputs: Sequence[Any]) -> tuple[int, ...]:
