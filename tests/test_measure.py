@@ -187,6 +187,24 @@ def test_results_of_several_storages() -> None:
     assert priced.nodes[0].time_ns == cost.time_ns > 0
 
 
+@torch.library.custom_op("rockplan_test::from_outside", mutates_args=())
+def from_outside(x: torch.Tensor, temporary: int, inside: bool) -> list[torch.Tensor]:
+    first = torch.zeros(temporary)
+    result = torch.from_numpy(x.numpy() * 2.0)
+    return [result, x + first.sum() if inside else torch.from_numpy(x.numpy() * 3.0)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["all outside", "one inside"])
+@pytest.mark.parametrize("elements", [0, 1, 1000])
+def test_results_from_outside_of_pytorch_do_not_lower_the_workspace(
+    elements: int, inside: bool
+) -> None:
+    made = call("rockplan_test.from_outside.default", ref(0), elements, inside, results=(1, 2))
+    ((_, cost),) = measure(graph_of([spec(100)] * 3, 1, (made,)), {}).costs
+    assert cost.result_bytes == (100 * FLOAT, 100 * FLOAT)
+    assert elements * FLOAT <= cost.workspace_bytes <= elements * FLOAT + 100
+
+
 def test_results_that_nobody_names_are_workspace() -> None:
     graph = graph_of(
         [spec(4, 6), spec(4, 6)],
