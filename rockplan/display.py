@@ -104,7 +104,12 @@ def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
         "feasible": False,
         "budget_bytes": error.budget_bytes,
         "minimum_bytes": error.minimum_bytes,
+        "unplanned_bytes": error.unplanned_bytes,
         "operation": error.operation,
+        "owner": error.owner,
+        "owner_bytes": error.owner_bytes,
+        "module": error.module_path,
+        "source": error.source,
     }
 
 
@@ -113,7 +118,9 @@ def show_plans(asked: Sequence[str], found: Sequence[Plan | InfeasibleBudget]) -
     rows = []
     for text, plan in zip(asked, found, strict=True):
         if isinstance(plan, InfeasibleBudget):
+            share = plan.minimum_share
             minimum = f"infeasible: needs {plan.minimum_bytes} bytes"
+            minimum += "" if share is None else f", {share:.1%}"
             rows.append([text, format_bytes(plan.budget_bytes), minimum, "", "", "", ""])
             continue
         rows.append(

@@ -142,6 +142,57 @@ def explain(plan: object, *, unplanned: bool = False) -> Explanation:
     return explain_schedule(made.graph, made.schedule)
 
 
+@dataclass(frozen=True, slots=True)
+class PeakOwner:
+    """The tenants of a peak that own most of it together, as in `Share`.
+
+    largest: name of the largest of them; module, source: where it is made; '' where the caller
+    makes it.
+    """
+
+    pattern: str
+    tenants: int
+    size_bytes: int
+    largest: str
+    module: str
+    source: str
+
+    @property
+    def shown(self) -> str:
+        return f"{self.tenants} tensors of {self.pattern}" if self.tenants > 1 else self.largest
+
+
+def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
+    """Who owns most of what is alive at `event`, without prices; None if nothing is."""
+    operations, storages = operation_names(graph), activation_names(graph)
+    made_by = producers(graph)
+    groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
+    for lifetime in alive_at(lifetimes(graph, schedule), event):
+        of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
+        name = (operations if of_node else storages)[lifetime.index]
+        kind = "" if lifetime.owner is Owner.STORAGE else lifetime.owner.value
+        found = (lifetime.size_bytes, _marked(name, kind), lifetime)
+        groups.setdefault(_marked(_pattern(name), kind), []).append(found)
+    if not groups:
+        return None
+
+    def total_bytes(pattern: str) -> int:
+        return sum(size_bytes for size_bytes, *_ in groups[pattern])
+
+    pattern = max(sorted(groups), key=total_bytes)
+    _, largest, lifetime = max(groups[pattern], key=lambda found: found[:2])
+    number = maker(graph, made_by, lifetime)
+    node = None if number is None else graph.nodes[number]
+    return PeakOwner(
+        pattern=pattern,
+        tenants=len(groups[pattern]),
+        size_bytes=total_bytes(pattern),
+        largest=largest,
+        module=node.module if node else "",
+        source=node.source if node else "",
+    )
+
+
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
     """The explanation of one legal schedule of a priced graph."""
     scene = _Scene(graph, schedule)
@@ -375,8 +426,12 @@ def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
 
 
 def _tenant_pattern(tenant: Tenant) -> str:
-    kind = f" ({tenant.kind})" if tenant.kind in ("workspace", "copy", "generator state") else ""
-    return _pattern(tenant.name) + kind
+    return _marked(_pattern(tenant.name), tenant.kind)
+
+
+def _marked(name: str, kind: str) -> str:
+    is_marked = kind in (Owner.WORKSPACE.value, Owner.COPY.value, Owner.GENERATOR.value)
+    return f"{name} ({kind})" if is_marked else name
 
 
 def _pattern(name: str) -> str:
