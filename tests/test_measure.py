@@ -59,6 +59,18 @@ def test_ruler_counts_what_is_alive_together() -> None:
     assert peak_live_bytes(step) == (3000 * FLOAT, 0)
 
 
+def test_ruler_names_what_it_returns() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        kept.append(torch.zeros(100))
+        torch.zeros(200)
+
+    found = rockplan.peak_live_bytes(step, warmup=0)
+    assert (found.peak_bytes, found.final_bytes) == found == (300 * FLOAT, 100 * FLOAT)
+    assert found._fields == ("peak_bytes", "final_bytes")
+
+
 def test_ruler_counts_temporaries_inside_operators() -> None:
     left, right = torch.zeros(64, 32), torch.zeros(32, 16)
 
