@@ -122,11 +122,13 @@ class InfeasibleBudget(RockplanError):
         in_vain = ", so computing again lowers nothing" if self._is_in_vain else ""
         as_share = f" ({least}{in_vain})" if least else ""
         or_share = f" or '{least}'" if least else ""
+        # Who writes so few bytes means a share.
+        share = f" For a share write '{self.budget_bytes}%'." if self.budget_bytes <= 100 else ""
         return (
             f"budget of {self.budget_bytes} bytes{of_what} is below the minimum of "
             f"{self.minimum_bytes} bytes{as_share} {needed}; the peak of the smallest plan is at "
             f"{self.operation}{self._owned()}. Raise the budget to at least {self.minimum_bytes}"
-            f"{or_share} (or pass budget='min'), {longer}or shrink the batch."
+            f"{or_share} (or pass budget='min'), {longer}or shrink the batch.{share}"
         )
 
     @property

@@ -1438,3 +1438,27 @@ def test_a_budget_that_is_too_small_says_what_works_as_a_share_and_who_owns_the_
     assert str(again) == str(error) and vars(again) == vars(error)
     if error.minimum_share >= 1:
         assert "100%, so computing again lowers nothing" in str(error)
+
+
+def test_a_few_bytes_are_taken_for_a_share_that_was_meant() -> None:
+    model, options = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rockplan.Options(cache=False)
+    for budget in (50, "50"):
+        with pytest.raises(rockplan.InfeasibleBudget, match="For a share write '50%'"):
+            rockplan.plan(model, torch.randn(4, 8), budget, options=options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"options": {"cache": False}},
+        {"options": None},
+        {"options": "replan"},
+        {"sample_kwargs": [1]},
+        {"sample_kwargs": "scale"},
+    ],
+)
+@pytest.mark.parametrize("call", ["solve", "plan", "pareto"])
+def test_arguments_of_the_wrong_kind_are_named(call: str, wrong: dict[str, Any]) -> None:
+    budget = [] if call == "pareto" else ["100%"]
+    with pytest.raises(rockplan.InvalidInput, match=f"^{next(iter(wrong))} is a"):
+        getattr(rockplan, call)(nn.Linear(4, 4), torch.randn(2, 4), *budget, **wrong)
