@@ -162,7 +162,7 @@ def peak_bytes(case: Case, forward: Callable[..., Any]) -> int:
         result = forward(*case.args, **case.kwargs)  # held through backward, as plans assume
         case.loss(result).backward()
 
-    return rockplan.peak_live_bytes(step)[0]
+    return rockplan.peak_live_bytes(step).peak_bytes
 
 
 def report(rows: list[Row], models: list[str]) -> str:

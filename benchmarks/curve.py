@@ -52,7 +52,7 @@ def main() -> None:
     for budget in BUDGETS:
         variants[f"rockplan {budget}"] = rockplan.solve(case.model, case.kwargs, budget)
     steps = {name: functools.partial(case.step, module) for name, module in variants.items()}
-    peaks = {name: rockplan.peak_live_bytes(step)[0] for name, step in steps.items()}
+    peaks = {name: rockplan.peak_live_bytes(step).peak_bytes for name, step in steps.items()}
     times = interleaved_seconds(steps, REPEATS)
     print(f"{machine()}; {REPEATS} interleaved rounds")
     print(f"{'variant':22} {'budget':>7} {'predicted':>9} {'measured':>8} {'time':>7} {'gap':>6}")

@@ -44,7 +44,7 @@ def main() -> None:
         return run
 
     peaks = {
-        name: rockplan.peak_live_bytes(step(module))[0]
+        name: rockplan.peak_live_bytes(step(module)).peak_bytes
         for name, module in (("eager", eager), ("planned", planned))
     }
     times = interleaved_seconds({"eager": step(eager), "planned": step(planned)}, REPEATS)

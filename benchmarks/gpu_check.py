@@ -129,7 +129,7 @@ def report(case: Case, device: torch.device) -> None:
     expected = results(case, eager)
     equality = {name: same(results(case, module), expected) for name, module in variants.items()}
     peaks = {
-        name: rockplan.peak_live_bytes(step(module), device=device)[0]
+        name: rockplan.peak_live_bytes(step(module), device=device).peak_bytes
         for name, module in variants.items()
     }
     times = interleaved_seconds({n: step(m) for n, m in variants.items()}, REPEATS)

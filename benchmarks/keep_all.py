@@ -58,7 +58,7 @@ def main() -> None:
         }
         times = interleaved_seconds(steps, repeats)
         ratio = median_ratio(times["planned"], times["eager"])
-        peaks = {name: rockplan.peak_live_bytes(step)[0] for name, step in steps.items()}
+        peaks = {name: rockplan.peak_live_bytes(step).peak_bytes for name, step in steps.items()}
         print(
             f"{case.name:12} {ratio:12.3f} {mebibytes(peaks['planned']):>9} "
             f"{mebibytes(peaks['eager']):>9}"

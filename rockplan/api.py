@@ -199,6 +199,11 @@ def arguments(
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     _refuse_wrappers(model)
+    if not isinstance(sample_kwargs, Mapping | None):
+        raise InvalidInput(
+            f"sample_kwargs is a {type(sample_kwargs).__name__}; pass a mapping of keyword "
+            "arguments"
+        )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dict(sample_kwargs or {})
     if isinstance(sample_input, Mapping):
@@ -298,6 +303,11 @@ def _captured(
     incoming: Incoming | None = None,
 ) -> _Captured:
     report("capturing the model")
+    if not isinstance(options, Options):
+        raise InvalidInput(
+            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
+            "are the options"
+        )
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)

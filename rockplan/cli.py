@@ -35,6 +35,7 @@ from rockplan.errors import (
     PlanFormatError,
     RockplanError,
 )
+from rockplan.explain import wrapped
 from rockplan.factory import Subject, make_subject
 from rockplan.options import Options
 from rockplan.plan import Plan, format_bytes
@@ -260,14 +261,14 @@ def profile(
             }
         )
         return
-    print(
+    facts_text = (
         f"{len(found.graph.nodes)} operations, {display.milliseconds(found.eager_time_ns)} "
         f"forward and backward, peak {format_bytes(found.eager_peak_bytes)}, of which "
-        f"{format_bytes(found.saved_bytes)} are kept between forward and backward\n"
-        f"{display.printable(found.profile_source)}; bytes beyond parameters, buffers, inputs "
-        "and .grad\n\n"
-        f"{display.printable(str(explanation))}\n"
+        f"{format_bytes(found.saved_bytes)} are kept between forward and backward"
     )
+    source = f"{found.profile_source}; bytes beyond parameters, buffers, inputs and .grad"
+    lines = [*wrapped(facts_text), *wrapped(source), "", str(explanation), ""]
+    print(display.printable("\n".join(lines)))
     display.show_shares("module", modules, top)
     print()
     display.show_shares("operator", operators, top)

@@ -144,7 +144,7 @@ def compare(
                 run = functools.partial(step, module)
                 found = _state_after(model, module, run)
                 expected = expected or found
-                peak_bytes, _ = peak_live_bytes(run, device=_device(model))
+                peak_bytes = peak_live_bytes(run, device=_device(model)).peak_bytes
             except (peers.NotApplicable, RockplanError) as error:
                 least_bytes = getattr(error, "minimum_bytes", None)
                 rows[name] = Row(name, note=f"does not apply: {error}", minimum_bytes=least_bytes)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -27,6 +28,7 @@ from rich.text import Text
 from rockplan import progress
 from rockplan.curve import Curve
 from rockplan.errors import InfeasibleBudget
+from rockplan.explain import WIDTH
 from rockplan.graph import as_eager
 from rockplan.names import operator_of
 from rockplan.plan import Plan, format_bytes, kept_data, recomputations
@@ -41,15 +43,21 @@ Tally = dict[str, int]
 
 
 def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[int] = (0,)
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: Collection[int] = (0,),
+    plain_width: int = PLAIN_WIDTH,
 ) -> None:
-    """Print a table to stdout; columns of words are left-aligned, those of numbers right."""
+    """Print a table to stdout; columns of words are left-aligned and folded, those of numbers
+    right. plain_width: columns where no terminal shows it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
-        table.add_column(column, justify="left" if position in words else "right", overflow="fold")
+        is_words = position in words
+        justify: Literal["left", "right"] = "left" if is_words else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=not is_words)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    width = None if sys.stdout.isatty() else plain_width
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
         console.print(table)
@@ -104,7 +112,12 @@ def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
         "feasible": False,
         "budget_bytes": error.budget_bytes,
         "minimum_bytes": error.minimum_bytes,
+        "unplanned_bytes": error.unplanned_bytes,
         "operation": error.operation,
+        "owner": error.owner,
+        "owner_bytes": error.owner_bytes,
+        "module": error.module_path,
+        "source": error.source,
     }
 
 
@@ -113,7 +126,9 @@ def show_plans(asked: Sequence[str], found: Sequence[Plan | InfeasibleBudget]) -
     rows = []
     for text, plan in zip(asked, found, strict=True):
         if isinstance(plan, InfeasibleBudget):
+            share = plan.minimum_share
             minimum = f"infeasible: needs {plan.minimum_bytes} bytes"
+            minimum += "" if share is None else f", {share:.1%}"
             rows.append([text, format_bytes(plan.budget_bytes), minimum, "", "", "", ""])
             continue
         rows.append(
@@ -232,6 +247,7 @@ def show_shares(title: str, shares: Sequence[Share], top: int) -> None:
             ]
             for s in shown
         ],
+        plain_width=WIDTH,
     )
 
 

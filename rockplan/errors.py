@@ -85,27 +85,85 @@ class InfeasibleBudget(RockplanError):
 
     budget_bytes: what was asked for; minimum_bytes: the smallest budget that can be planned;
     operation: the operation at the peak of that smallest plan; is_complete: the search for it was
-    not cut short by the time limit.
+    not cut short by the time limit. unplanned_bytes: what the model needs with everything kept, 0
+    if unknown. owner: what owns most of the peak of the smallest plan, as `explain` names it;
+    owner_bytes: how much; module_path, source: where the largest of it is made, as in CaptureError.
     """
 
     def __init__(
-        self, budget_bytes: int, minimum_bytes: int, operation: str, is_complete: bool = True
+        self,
+        budget_bytes: int,
+        minimum_bytes: int,
+        operation: str,
+        is_complete: bool = True,
+        unplanned_bytes: int = 0,
+        owner: str = "",
+        owner_bytes: int = 0,
+        module_path: str | None = None,
+        source: str | None = None,
     ) -> None:
-        needed = "that this model needs" if is_complete else "found within the time limit"
-        longer = "" if is_complete else "plan for longer (`time_limit_s`), "
-        super().__init__(
-            f"budget of {budget_bytes} bytes is below the minimum of {minimum_bytes} bytes "
-            f"{needed}; the peak of the smallest plan is at {operation}. "
-            f"Raise the budget to at least {minimum_bytes} (or pass budget='min'), {longer}"
-            "or shrink the batch."
-        )
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.operation = operation
         self.is_complete = is_complete
+        self.unplanned_bytes = unplanned_bytes
+        self.owner = owner
+        self.owner_bytes = owner_bytes
+        self.module_path = module_path
+        self.source = source
+        super().__init__(self._message())
+
+    @property
+    def minimum_share(self) -> float | None:
+        """minimum_bytes as a share of unplanned_bytes; None where these are unknown."""
+        return self.minimum_bytes / self.unplanned_bytes if self.unplanned_bytes else None
+
+    def _message(self) -> str:
+        needed = "that this model needs" if self.is_complete else "found within the time limit"
+        longer = "" if self.is_complete else "plan for longer (`time_limit_s`), "
+        asked, least = self._percent(self.budget_bytes), self._percent(self.minimum_bytes)
+        of_what = f" ({asked} of what is needed with everything kept)" if asked else ""
+        in_vain = ", so computing again lowers nothing" if self._is_in_vain else ""
+        as_share = f" ({least}{in_vain})" if least else ""
+        or_share = f" or '{least}'" if least else ""
+        # Who writes so few bytes means a share.
+        share = f" For a share write '{self.budget_bytes}%'." if self.budget_bytes <= 100 else ""
+        return (
+            f"budget of {self.budget_bytes} bytes{of_what} is below the minimum of "
+            f"{self.minimum_bytes} bytes{as_share} {needed}; the peak of the smallest plan is at "
+            f"{self.operation}{self._owned()}. Raise the budget to at least {self.minimum_bytes}"
+            f"{or_share} (or pass budget='min'), {longer}or shrink the batch.{share}"
+        )
+
+    @property
+    def _is_in_vain(self) -> bool:
+        return 0 < self.unplanned_bytes <= self.minimum_bytes
+
+    def _percent(self, size_bytes: int) -> str:
+        """A share of what is needed with everything kept, rounded up: it works as a budget."""
+        if not self.unplanned_bytes:
+            return ""
+        return f"{-(-1000 * size_bytes // self.unplanned_bytes) / 10:g}%"
+
+    def _owned(self) -> str:
+        if not self.owner:
+            return ""
+        place = f" ({self.source})" if self.source else ""
+        share = f"{self.owner_bytes / max(self.minimum_bytes, 1):.0%}"
+        return f", and {share} of it is {self.owner}{place}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        arguments = (self.budget_bytes, self.minimum_bytes, self.operation, self.is_complete)
+        arguments = (
+            self.budget_bytes,
+            self.minimum_bytes,
+            self.operation,
+            self.is_complete,
+            self.unplanned_bytes,
+            self.owner,
+            self.owner_bytes,
+            self.module_path,
+            self.source,
+        )
         return (type(self), arguments)
 
 

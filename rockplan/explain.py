@@ -8,6 +8,7 @@ it names as the price of a tenant are enough to make it again where it is read n
 from __future__ import annotations
 
 import re
+import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -140,6 +141,57 @@ def explain(plan: object, *, unplanned: bool = False) -> Explanation:
         graph = as_eager(made.graph)
         return explain_schedule(graph, keep_all(graph))
     return explain_schedule(made.graph, made.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class PeakOwner:
+    """The tenants of a peak that own most of it together, as in `Share`.
+
+    largest: name of the largest of them; module, source: where it is made; '' where the caller
+    makes it.
+    """
+
+    pattern: str
+    tenants: int
+    size_bytes: int
+    largest: str
+    module: str
+    source: str
+
+    @property
+    def shown(self) -> str:
+        return f"{self.tenants} tensors of {self.pattern}" if self.tenants > 1 else self.largest
+
+
+def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
+    """Who owns most of what is alive at `event`, without prices; None if nothing is."""
+    operations, storages = operation_names(graph), activation_names(graph)
+    made_by = producers(graph)
+    groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
+    for lifetime in alive_at(lifetimes(graph, schedule), event):
+        of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
+        name = (operations if of_node else storages)[lifetime.index]
+        kind = "" if lifetime.owner is Owner.STORAGE else lifetime.owner.value
+        found = (lifetime.size_bytes, _marked(name, kind), lifetime)
+        groups.setdefault(_marked(_pattern(name), kind), []).append(found)
+    if not groups:
+        return None
+
+    def total_bytes(pattern: str) -> int:
+        return sum(size_bytes for size_bytes, *_ in groups[pattern])
+
+    pattern = max(sorted(groups), key=total_bytes)
+    _, largest, lifetime = max(groups[pattern], key=lambda found: found[:2])
+    number = maker(graph, made_by, lifetime)
+    node = None if number is None else graph.nodes[number]
+    return PeakOwner(
+        pattern=pattern,
+        tenants=len(groups[pattern]),
+        size_bytes=total_bytes(pattern),
+        largest=largest,
+        module=node.module if node else "",
+        source=node.source if node else "",
+    )
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
@@ -375,8 +427,12 @@ def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
 
 
 def _tenant_pattern(tenant: Tenant) -> str:
-    kind = f" ({tenant.kind})" if tenant.kind in ("workspace", "copy", "generator state") else ""
-    return _pattern(tenant.name) + kind
+    return _marked(_pattern(tenant.name), tenant.kind)
+
+
+def _marked(name: str, kind: str) -> str:
+    is_marked = kind in (Owner.WORKSPACE.value, Owner.COPY.value, Owner.GENERATOR.value)
+    return f"{name} ({kind})" if is_marked else name
 
 
 def _pattern(name: str) -> str:
@@ -386,6 +442,37 @@ def _pattern(name: str) -> str:
     if not slash:
         return name
     return re.sub(r"\d+", "*", module) + slash + re.sub(r"(#\d+)?(:\d+)?$", "", operator)
+
+
+WIDTH = 80
+"""Columns of what is printed."""
+
+_NARROW, _WIDE = 10, 20
+"""Indents of a second line: where the first one has little before its text, and where it has a
+share and bytes."""
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """`text` in lines of at most WIDTH columns, those after the first one indented; a name that
+    fits in none is broken after one of `/._`."""
+    room = WIDTH - indent
+    fitting = " ".join(part for word in text.split(" ") for part in _parts(word, room))
+    return textwrap.wrap(
+        fitting,
+        WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+
+
+def _parts(word: str, room: int) -> Iterator[str]:
+    while len(word) > room:
+        at = max(word.rfind(mark, 0, room) for mark in "/._") + 1 or room
+        yield word[:at]
+        word = word[at:]
+    yield word
 
 
 def explanation_text(found: Explanation, rows: int = 8) -> str:
@@ -405,14 +492,14 @@ def _headline(found: Explanation) -> list[str]:
     for first in found.shares[:1]:
         owners = f"{first.tenants} tensors" if first.tenants > 1 else "one tensor"
         share = _percent(first.size_bytes, found.peak_bytes)
-        lines.append(f"{share} of the peak: {owners} of {first.pattern}")
+        lines += wrapped(f"{share} of the peak: {owners} of {first.pattern}", _NARROW)
     where = f" ({found.peak_source})" if found.peak_source else ""
-    return [
-        *lines,
+    peak = (
         f"peak {format_bytes(found.peak_bytes)} in the {found.peak_phase} phase, "
         f"{_percent(found.peak_at_ns, found.time_ns)} through the step, "
-        f"at {found.peak_operation}{where}",
-    ]
+        f"at {found.peak_operation}{where}"
+    )
+    return [*lines, *wrapped(peak, _NARROW)]
 
 
 def _share_lines(found: Explanation, rows: int) -> list[str]:
@@ -422,20 +509,26 @@ def _share_lines(found: Explanation, rows: int) -> list[str]:
     for share in found.shares[:rows]:
         largest = by_name[share.pattern, share.largest]
         count = f"  x{share.tenants}, such as" if share.tenants > 1 else ":"
-        lines += [
+        head = (
             f"  {_percent(share.size_bytes, found.peak_bytes):>4}  "
-            f"{format_bytes(share.size_bytes):>10}  {share.pattern}{count}",
-            f"{'':20}{largest.name} ({format_bytes(largest.size_bytes)}, {largest.kind}): "
-            f"{largest.reason}",
-        ]
+            f"{format_bytes(share.size_bytes):>10}  {share.pattern}{count}"
+        )
+        why = (
+            f"{largest.name} ({format_bytes(largest.size_bytes)}, {largest.kind}): {largest.reason}"
+        )
+        lines += [*wrapped(head, _WIDE), *_indented(why)]
         if largest.price:
-            lines.append(f"{'':20}{price_text(largest.price, found)}")
+            lines += _indented(price_text(largest.price, found))
     rest = found.shares[rows:]
     if rest:
         rest_bytes = sum(s.size_bytes for s in rest)
         tenants = sum(s.tenants for s in rest)
         lines.append(f"{'':8}{format_bytes(rest_bytes):>10}  in {tenants} smaller ones")
     return lines
+
+
+def _indented(text: str) -> list[str]:
+    return wrapped(" " * _WIDE + text, _WIDE + 2)
 
 
 def price_text(price: Price, found: Explanation) -> str:
@@ -449,18 +542,25 @@ def price_text(price: Price, found: Explanation) -> str:
     return f"to drop: {price.time_ns / 1e6:.2f} ms ({share:+.1%}) to run {what} again; {effect}"
 
 
-def _recomputation_lines(found: Explanation, rows: int) -> list[str]:
-    total_ns = sum(r.time_ns for r in found.recomputations)
+def recomputation_groups(found: Explanation) -> list[tuple[str, list[Recomputation]]]:
+    """Recomputations of the same kind of module and operator together, as in `Share`, costliest
+    first."""
     groups: dict[str, list[Recomputation]] = {}
     for again in found.recomputations:
         groups.setdefault(_pattern(again.name), []).append(again)
-    costly = sorted(groups.items(), key=lambda g: (-sum(r.time_ns for r in g[1]), g[0]))
+    return sorted(groups.items(), key=lambda g: (-sum(r.time_ns for r in g[1]), g[0]))
+
+
+def _recomputation_lines(found: Explanation, rows: int) -> list[str]:
+    total_ns = sum(r.time_ns for r in found.recomputations)
+    costly = recomputation_groups(found)
     lines = [
         f"{len(found.recomputations)} operations run again, {total_ns / 1e6:.2f} ms in all "
         f"({total_ns / max(found.eager_time_ns, 1):+.1%})",
         f"  {'time':>9}  {'buys':>10}  operations",
     ]
-    lines += [_recomputation_line(pattern, group) for pattern, group in costly[:rows]]
+    for pattern, group in costly[:rows]:
+        lines += wrapped(_recomputation_line(pattern, group), _WIDE + 5)
     rest = [r for _, group in costly[rows:] for r in group]
     if rest:
         rest_ns = sum(r.time_ns for r in rest)

@@ -25,6 +25,7 @@ from rockplan.collection import paused_collection
 from rockplan.constraints import constrain, with_room_for_loss
 from rockplan.curve import Curve, CurvePoint, useful
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
+from rockplan.explain import peak_owner
 from rockplan.families import Chain, chain_of
 from rockplan.graph import CDGraph, as_eager
 from rockplan.graph_builder.canonical import graph_digest, profile_digest
@@ -59,8 +60,10 @@ from rockplan.smallest import (
     Improved,
     at_once_until,
     fitted_relaxed,
+    is_known_below,
     is_small,
     peak_bytes,
+    reached,
     share_until,
     smaller_so_far,
     smallest_so_far,
@@ -116,12 +119,15 @@ class Ordered:
 class Common:
     """What plans of one problem have in common, made when it is asked for first: few budgets need
     it. first: in the order of the problem; others: in further orders in which plans are looked for;
-    in_order: in any; smallest: looked for until a deadline when it is asked for first."""
+    in_order: in any; smallest: looked for until a deadline when it is asked for first; reach: says
+    of a schedule in one of these orders that a plan has it: where the search for the smallest is
+    cut short, that is no larger."""
 
     first: Ordered
     in_order: Callable[[tuple[int, ...]], Ordered]
     others: Callable[[], tuple[Ordered, ...]]
     smallest: Callable[[float], Smallest]
+    reach: Callable[[Ordered, Schedule], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +178,21 @@ def common_of(
             cache = _cache(options)
             found = smallest_so_far(graph, first.chain, cache, deadline)
             known.append(_smallest_of_all(Smallest(first, found), others(), cache, deadline))
-        return known[0]
+        least = known[0]
+        return least if least.found.is_complete else min([least, *of_plans], key=_peak_bytes)
 
-    return Common(first, in_order, others, smallest)
+    of_plans: list[Smallest] = []
+
+    def reach(ordered: Ordered, schedule: Schedule) -> None:
+        reached(ordered.graph, schedule, _cache(options))
+        one = Smallest(ordered, Improved(schedule, is_complete=False))
+        of_plans[:] = [min([*of_plans, one], key=_peak_bytes)]
+
+    return Common(first, in_order, others, smallest, reach)
+
+
+def _peak_bytes(found: Smallest) -> int:
+    return found.peak_bytes
 
 
 def _smallest_of_all(
@@ -290,7 +308,9 @@ def _without_waits(
     found = cache.plan(
         key, lambda p: p.graph_digest == key["graph"] and is_outline_of(p.graph, graph)
     )
-    if found is not None:
+    if found is not None and not (
+        budget.is_minimum and is_known_below(problem.constrained, found.peak_bytes, cache)
+    ):
         return replace(found, graph=graph)
     made = plan_anew(problem, budget, options, common)
     cache.put_plan(key, made)
@@ -494,6 +514,8 @@ class _Run:
         if nearest.near is not None and (plan := self._near(nearest)) is not None:
             return plan
         found = self._exchanged(tries, nearest)
+        assert found.best is not None
+        self._common.reach(found.ordered, found.best)
         if (plan := self._optimal(found, needs.EFFORT, found.best)) is not None:
             return plan
         moved = self._moved(found)
@@ -552,6 +574,7 @@ class _Run:
             self._note(until)
             if not found.is_accepted(ENOUGH_IF_LARGE):
                 return None
+        self._common.reach(found.ordered, near)
         return self._finished(found, Improved(near, self._is_complete), relaxed.bound_ns)
 
     def _exchanged(self, tries: list[_Try], nearest: _Try) -> _Try:
@@ -577,7 +600,7 @@ class _Run:
         if self._budget_bytes < least.peak_bytes:
             if any(found.best is not None for found in tries):
                 return
-            raise _too_small(least, self._budget_bytes, self._options)
+            raise _too_small(self._problem, least, self._budget_bytes, self._options)
         for found in tries:
             if found.ordered is least.ordered:
                 self._exchange(found, [least.found.schedule])
@@ -767,7 +790,9 @@ def _fastest_first(graph: CDGraph, schedules: Iterable[Schedule]) -> list[Schedu
     return sorted(schedules, key=lambda schedule: simulate(graph, schedule).time_ns)
 
 
-def _too_small(least: Smallest, budget_bytes: int, options: Options) -> InfeasibleBudget:
+def _too_small(
+    problem: Problem, least: Smallest, budget_bytes: int, options: Options
+) -> InfeasibleBudget:
     graph, schedule = least.ordered.graph, least.found.schedule
     peak = simulate(graph, schedule)
     event = schedule.events[peak.peak_event]
@@ -777,7 +802,19 @@ def _too_small(least: Smallest, budget_bytes: int, options: Options) -> Infeasib
         where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
-    return InfeasibleBudget(budget_bytes, peak.peak_bytes, where, least.found.is_complete)
+    of_problem = least.ordered.of_problem(schedule)
+    owner = peak_owner(problem.graph, of_problem, peak.peak_event)
+    return InfeasibleBudget(
+        budget_bytes,
+        peak.peak_bytes,
+        where,
+        least.found.is_complete,
+        unplanned_bytes=problem.unplanned.peak_bytes,
+        owner=owner.shown if owner else "",
+        owner_bytes=owner.size_bytes if owner else 0,
+        module_path=owner.module if owner else None,
+        source=owner.source if owner else None,
+    )
 
 
 def _operation(graph: CDGraph, node: int) -> str:

@@ -102,9 +102,11 @@ def draw_memory(
         _draw_lines(axis, predicted, found, budget_bytes)
     ends_ns = [p.time_ns for p, _, _ in rows] + [f.times_ns[-1] for _, f, _ in rows if f]
     axes[0].set_xlim(0, max(ends_ns) / 1e6)
-    highest = max(predicted.peak_bytes for predicted, _, _ in rows)
+    highest = max(timeline.peak_bytes for row in rows for timeline in row[:2] if timeline)
     axes[0].set_ylim(0, 1.22 * highest / _MIB)
-    axes[1].set_xlabel("time, ms")
+    is_measured = any(found for _, found, _ in rows)
+    of_line = " (colours), measured time (line)" if is_measured else ""
+    axes[1].set_xlabel(f"predicted time{of_line}, ms")
     _legend_right(figure, axes)
     return _saved(figure, format)
 

@@ -28,24 +28,26 @@ function picture(id, height, label) {
     { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label });
   return svg;
 }
-function steps(limit) { // about five round numbers from 0 to limit
-  const rough = limit / 5, power = 10 ** Math.floor(Math.log10(rough || 1));
+function steps(low, high) { // about five round numbers from low to high
+  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough || 1));
   const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough);
   const found = [];
-  for (let at = 0; at <= limit * 1.0001; at += step) found.push(+at.toPrecision(12));
+  for (let i = Math.ceil(low / step); i * step <= high + 1e-4 * step; i++) {
+    found.push(+(i * step).toPrecision(12));
+  }
   return found;
 }
-function axes(svg, box, xLimit, yLimit, xLabel, yLabel) {
+function axes(svg, box, xLimit, [yLow, yHigh], xLabel, yLabel) {
   const x = (v) => box.left + (v / xLimit) * (box.right - box.left);
-  const y = (v) => box.bottom - (v / yLimit) * (box.bottom - box.top);
-  for (const at of steps(yLimit)) {
+  const y = (v) => box.bottom - ((v - yLow) / (yHigh - yLow)) * (box.bottom - box.top);
+  for (const at of steps(yLow, yHigh)) {
     add(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: y(at), y2: y(at) });
     add(svg, "text", { class: "soft", x: box.left - 6, y: y(at) + 4, "text-anchor": "end" }, at);
   }
-  for (const at of steps(xLimit)) {
+  for (const at of steps(0, xLimit)) {
     add(svg, "text", { class: "soft", x: x(at), y: box.bottom + 16, "text-anchor": "middle" }, at);
   }
-  add(svg, "line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom });
+  add(svg, "line", { class: "axis", x1: box.left, x2: box.right, y1: y(0), y2: y(0) });
   add(svg, "text", { class: "soft", x: box.right, y: box.bottom + 32, "text-anchor": "end" }, xLabel);
   add(svg, "text", { class: "soft", x: 4, y: box.top - 8 }, yLabel);
   return { x, y };
@@ -91,6 +93,12 @@ function momentAt(timeline, ns) {
   }
   return low;
 }
+function measuredAt(timeline, ns) {
+  const found = timeline.measured;
+  if (!found) return [];
+  const next = found.times_ns.findIndex((t) => t > ns);
+  return next < 1 ? [] : [`${bytes(found.live_bytes[next - 1])} measured at ${ms(ns)} of its step`];
+}
 function describeMoment(timeline, index, ns) {
   const alive = timeline.stays.filter((s) => s[4] <= index && index <= s[5]);
   alive.sort((a, b) => b[3] - a[3]);
@@ -100,14 +108,16 @@ function describeMoment(timeline, index, ns) {
   const largest = alive.slice(0, 6).map((s) => `${bytes(s[3])}  ${s[0]} (${s[1]})`);
   const again = timeline.again[index] ? " (again)" : "";
   return [`${timeline.operations[index]}${again}`,
-    `${bytes(timeline.live_bytes[index])} alive at ${ms(ns)}`, "",
+    `${bytes(timeline.live_bytes[index])} alive at ${ms(ns)}, predicted`,
+    ...measuredAt(timeline, ns), "",
     ...groups, "", "largest of " + alive.length, ...largest].join("\n");
 }
-function drawTimeline(timeline, xLimit, yLimit) {
+function drawTimeline(timeline, xLimit, yRange) {
   const box = { left: LEFT, right: WIDTH - 10, top: 34, bottom: 250 };
   const svg = picture("memory", 290, timeline.title);
   add(svg, "text", { x: LEFT, y: 14, "font-weight": 600 }, timeline.title);
-  const { x, y } = axes(svg, box, xLimit, yLimit, "time, ms", "MiB");
+  const { x, y } = axes(svg, box, xLimit, yRange, timeline.measured
+    ? "ms: predicted time of the colours, measured time of the line" : "predicted time, ms", "MiB");
   const count = timeline.start_ns.length;
   const at = (i) => x((i < count ? timeline.start_ns[i] : timeline.time_ns) / 1e6);
   let base = new Array(count).fill(0);
@@ -141,11 +151,17 @@ function drawMemory() {
   const ends = data.timelines.flatMap((t) =>
     [t.time_ns, ...(t.measured ? t.measured.times_ns.slice(-1) : [])]);
   const xLimit = Math.max(...ends) / 1e6;
-  const yLimit = 1.08 * Math.max(...data.timelines.map((t) => t.peak_bytes)) / MIB;
-  for (const timeline of data.timelines) drawTimeline(timeline, xLimit, yLimit);
+  const measured = data.timelines.flatMap((t) => (t.measured ? t.measured.live_bytes : []));
+  const peaks = data.timelines.map((t) => t.peak_bytes);
+  const most = [...peaks, ...measured].reduce((a, b) => Math.max(a, b));
+  const least = measured.reduce((a, b) => Math.min(a, b), 0);
+  const yRange = [1.08 * least / MIB, 1.08 * most / MIB];
+  for (const timeline of data.timelines) drawTimeline(timeline, xLimit, yRange);
   const used = [...new Set(data.timelines.flatMap((t) => t.groups))];
   const lines = [["budget", "var(--budget)"]];
-  if (data.timelines.some((t) => t.measured)) lines.push(["measured", "var(--text)"]);
+  if (data.timelines.some((t) => t.measured)) {
+    lines.push(["measured, over its own time", "var(--text)"]);
+  }
   legend("memory-legend", [...used.map((g) => [g, data.colours[g]]), ...lines]);
 }
 
@@ -159,13 +175,11 @@ function drawCurve() {
   const box = { left: LEFT, right: WIDTH - 10, top: 24, bottom: 340 };
   const svg = picture("curve", 380, "time over eager against peak of activation memory");
   const points = data.series.flatMap((s) => s.points.map((p) => [s.name, ...p]));
-  const yLow = Math.min(0, ...points.map((p) => 100 * p[2]));
+  const yLow = 1.08 * Math.min(0, ...points.map((p) => 100 * p[2]));
   const yHigh = 1.08 * Math.max(5, ...points.map((p) => 100 * p[2]));
   const xLimit = 1.04 * Math.max(...points.map((p) => p[1])) / MIB;
-  const { x, y: level } = axes(svg, box, xLimit, yHigh - yLow,
-    "peak of activation memory, MiB", yLow < 0 ? `% over eager, from ${yLow.toFixed(1)}` :
-    "time over eager, %");
-  const y = (v) => level(v - yLow);
+  const { x, y } = axes(svg, box, xLimit, [yLow, yHigh],
+    "peak of activation memory, MiB", "time over eager, %");
   data.series.forEach((found, number) => {
     const colour = data.palette[number % data.palette.length];
     const at = found.points.map(([peak, over]) => [x(peak / MIB), y(100 * over)]);
@@ -215,7 +229,7 @@ function drawSchedule() {
   });
   const phase = x(data.plan_backward_ns);
   add(svg, "line", { class: "phase", x1: phase, x2: phase, y1: box.top, y2: box.bottom });
-  for (const at of steps(total / 1e6)) {
+  for (const at of steps(0, total / 1e6)) {
     add(svg, "text", { class: "soft", x: x(at * 1e6), y: box.bottom + 16,
       "text-anchor": "middle" }, at);
   }

@@ -12,7 +12,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 
-from rockplan.explain import Explanation, Recomputation, Tenant, explain, price_text
+from rockplan.explain import (
+    Explanation,
+    Recomputation,
+    Tenant,
+    explain,
+    price_text,
+    recomputation_groups,
+)
 from rockplan.memory import (
     MeasuredTimeline,
     MemoryTimeline,
@@ -86,9 +93,10 @@ _PAGE = """<!doctype html>
 
 _CURVE_TEXT = "Extra time over eager against peak bytes beyond parameters, gradients and inputs."
 _MEMORY_TEXT = (
-    "Live bytes by module, predicted for the step that keeps everything and for the plan; the "
-    "line, where there is one, is what the allocator recorded of a step of the original and of "
-    "the planned module. Point at a moment to see what runs there and what is alive."
+    "Live bytes by module, predicted for the step that keeps everything and for the plan, over "
+    "predicted time; the line, where there is one, is what the allocator recorded of a step of the "
+    "original and of the planned module, over the time that this step took under the profiler. "
+    "Point at a moment to see what runs there and what is alive."
 )
 _SCHEDULE_TEXT = (
     "One row for each block: above, when its operations run; below, how many bytes of its "
@@ -224,11 +232,31 @@ def _recomputed(found: Explanation) -> str:
     )
     costly = sorted(found.recomputations, key=lambda r: (-r.time_ns, r.name))
     text = (
-        "What runs again in the backward pass, costliest first. Buys: by how much keeping the "
-        "results of that operation alone would raise the peak."
+        "What runs again in the backward pass, layers of a stack together, costliest first. Buys: "
+        "by how much keeping the results of one of them alone would raise the peak, at most."
     )
+    group_heads = (
+        ("operations", False),
+        ("times", True),
+        ("time", True),
+        ("makes", True),
+        ("buys", True),
+    )
+    groups = _table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(found)))
     table = _table(heads, map(_recomputation_row, costly))
-    return _section("recomputed", "Recomputed operations", text, table)
+    each = f"<details><summary>Each of {len(costly)} operations</summary>\n{table}\n</details>"
+    return _section("recomputed", "Recomputed operations", text, groups, each)
+
+
+def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
+    count = f" x{len(group)}" if len(group) > 1 else ""
+    return (
+        f"<code>{html.escape(pattern)}</code>{count}",
+        str(sum(r.times for r in group)),
+        f"{sum(r.time_ns for r in group) / 1e6:.2f} ms",
+        format_bytes(sum(r.results_bytes * r.times for r in group)),
+        format_bytes(max(0, *(r.buys_bytes for r in group))),
+    )
 
 
 def _recomputation_row(again: Recomputation) -> tuple[str, ...]:

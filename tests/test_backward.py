@@ -181,6 +181,80 @@ def test_results_that_share_storage_may_not_be_changed_behind_the_plan() -> None
         loss.backward()
 
 
+class Scaled(nn.Module):
+    """Eager's backward pass reads neither the first layer nor the scale nor the input."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sigmoid(torch.tanh(self.first(x * self.scale + 1))))
+
+
+def _new_weight(module: Any, x: torch.Tensor) -> None:
+    module.first.weight.data = module.first.weight.data + 1
+
+
+def _new_scale(module: Any, x: torch.Tensor) -> None:
+    module.scale.data = module.scale + 1
+
+
+def _new_input(module: Any, x: torch.Tensor) -> None:
+    x.data = torch.randn(8, 16)
+
+
+def _set_bias(module: Any, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.first.bias.set_(torch.ones(16))
+
+
+def _moved(module: Any, x: torch.Tensor) -> None:
+    module.double()
+
+
+def _loaded(module: Any, x: torch.Tensor) -> None:
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "change", [_new_weight, _new_scale, _new_input, _set_bias, _moved, _loaded]
+)
+@pytest.mark.parametrize("again", [False, True], ids=["first", "second backward"])
+def test_other_memory_between_forward_and_backward_is_refused(
+    change: Callable[[Any, torch.Tensor], None], again: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    options = rockplan.Options(cache=False, time_limit_s=5)
+    planned = rockplan.solve(Scaled(), torch.randn(8, 16), "min", options=options)
+    result = planned(x)
+    if again:
+        mean_square(result).backward(retain_graph=True)
+    change(planned, x)
+    with pytest.raises(rockplan.BackwardError, match="modified in place, or given other memory"):
+        mean_square(result).backward()
+    # The next step is a step as any.
+    planned = planned.float()
+    planned(torch.randn(8, 16)).sum().backward()
+
+
+def test_other_memory_of_what_the_backward_pass_does_not_read_is_no_matter() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    planned, eager = pair(Case("scaled", Scaled(), (x,), {}, mean_square))
+
+    def use(module: Any) -> None:
+        loss = mean_square(module(x))
+        module.last.bias.data = module.last.bias.data + 1
+        loss.backward()
+
+    both(planned, eager, use, "bias")
+
+
 class Heads(Net):
     """Two heads with parameters of their own, and a mean of the first."""
 

@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import logging
+import pickle
 import random
 import re
 import types
@@ -1404,3 +1405,60 @@ def test_distributions_that_do_not_check_their_arguments() -> None:
     model = Likely(validate_args=False)
     planned = rockplan.solve(model, SAMPLE, "100%")
     assert torch.equal(planned(SAMPLE), model(SAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("model", "owners"),
+    [
+        (nn.Sequential(nn.Linear(8, 500)), ["0/addmm"]),
+        (
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 500), nn.Tanh()),
+            ["2/addmm", "3/tanh"],
+        ),
+        (nn.Sequential(nn.Linear(8, 500), nn.LogSoftmax(-1)), ["0/addmm", "1/log_softmax"]),
+    ],
+)
+def test_a_budget_that_is_too_small_says_what_works_as_a_share_and_who_owns_the_peak(
+    model: nn.Module, owners: list[str]
+) -> None:
+    x, options = torch.randn(16, 8), rockplan.Options(cache=False, time_limit_s=5)
+    with pytest.raises(rockplan.InfeasibleBudget) as caught:
+        rockplan.solve(model, x, "5%", options=options)
+    error = caught.value
+    assert (
+        error.unplanned_bytes == rockplan.plan(model, x, "100%", options=options).eager_peak_bytes
+    )
+    assert error.minimum_share == error.minimum_bytes / error.unplanned_bytes
+    assert "(5% of what is needed with everything kept)" in str(error)
+    assert error.owner in owners and error.module_path == error.owner.partition("/")[0]
+    assert error.source is not None and error.source in str(error)
+    (share,) = re.findall(r"or '([\d.]+%)'", str(error))
+    assert rockplan.plan(model, x, share, options=options).peak_bytes <= error.minimum_bytes
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and vars(again) == vars(error)
+    if error.minimum_share >= 1:
+        assert "100%, so computing again lowers nothing" in str(error)
+
+
+def test_a_few_bytes_are_taken_for_a_share_that_was_meant() -> None:
+    model, options = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rockplan.Options(cache=False)
+    for budget in (50, "50"):
+        with pytest.raises(rockplan.InfeasibleBudget, match="For a share write '50%'"):
+            rockplan.plan(model, torch.randn(4, 8), budget, options=options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"options": {"cache": False}},
+        {"options": None},
+        {"options": "replan"},
+        {"sample_kwargs": [1]},
+        {"sample_kwargs": "scale"},
+    ],
+)
+@pytest.mark.parametrize("call", ["solve", "plan", "pareto"])
+def test_arguments_of_the_wrong_kind_are_named(call: str, wrong: dict[str, Any]) -> None:
+    budget = [] if call == "pareto" else ["100%"]
+    with pytest.raises(rockplan.InvalidInput, match=f"^{next(iter(wrong))} is a"):
+        getattr(rockplan, call)(nn.Linear(4, 4), torch.randn(2, 4), *budget, **wrong)

@@ -320,6 +320,81 @@ def test_the_plan_of_another_graph_under_this_key_is_not_used(folder: Path) -> N
         make_plan()
 
 
+@torch.library.custom_op("rockplan_test::own_tanh", mutates_args=())
+def own_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+
+@torch.library.custom_op("rockplan_test::own_tanh_backward", mutates_args=())
+def own_tanh_backward(gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.tanh_backward(gradient, result)
+
+
+own_tanh.register_fake(torch.empty_like)
+own_tanh_backward.register_fake(lambda gradient, result: torch.empty_like(gradient))
+own_tanh.register_autograd(
+    lambda ctx, gradient: own_tanh_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+class Activated(nn.Module):
+    """Layers with an activation that may or may not take over its argument's storage."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x.mean()
+
+
+@pytest.mark.usefixtures("folder")
+def test_entries_of_a_model_that_differs_in_what_takes_over_storages_are_not_damaged() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for activation in (torch.tanh, own_tanh, torch.tanh):
+            options = rockplan.Options(time_limit_s=5)
+            rockplan.plan(Activated(activation), torch.randn(64, 16), "min", options=options)
+
+
+@torch.library.custom_op("rockplan_test::doubled_outside", mutates_args=())
+def doubled_outside(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * 2.0)
+
+
+@torch.library.custom_op("rockplan_test::split_outside", mutates_args=())
+def split_outside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(x.numpy() * 1.0), x.sin().cos()
+
+
+doubled_outside.register_fake(torch.empty_like)
+doubled_outside.register_autograd(lambda ctx, gradient: doubled_outside(gradient))
+split_outside.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+split_outside.register_autograd(lambda ctx, first, second: doubled_outside(first + second))
+
+
+@pytest.mark.parametrize("operator", [doubled_outside, lambda x: sum(split_outside(x))])
+def test_operators_that_allocate_outside_of_pytorch_have_possible_costs(
+    folder: Path, operator: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = (
+            rockplan.plan(Activated(operator), torch.randn(64, 16), budget)
+            for budget in ("100%", "95%")
+        )
+    assert first.profile_digest == second.profile_digest
+    assert not list(folder.rglob("*.damaged"))
+    costs = [
+        c for p in entries(folder, "profile") for c in json.loads(p.read_text())["costs"].values()
+    ]
+    assert all(number >= 0 for *numbers, sizes, _ in costs for number in (*numbers, *sizes))
+
+
 def test_a_huge_entry_is_not_read(folder: Path) -> None:
     make_plan()
     (path,) = entries(folder, "plan")

@@ -378,6 +378,46 @@ def test_what_the_users_code_prints_is_no_part_of_the_result(own_folder: Path) -
             assert f"of the {place}\n" in result.stderr
 
 
+DEEP = """
+import torch
+from torch import nn
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.ModuleList(
+            nn.ModuleDict({"first_part_of_the_layer": nn.ModuleDict({
+                "projection_of_the_hidden_states": nn.Linear(16, 16),
+                "activation_of_the_hidden_states": nn.GELU()})}) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.stack:
+            part = layer["first_part_of_the_layer"]
+            x = part["activation_of_the_hidden_states"](part["projection_of_the_hidden_states"](x))
+        return x.mean()
+
+def make():
+    return Deep(), torch.randn(32, 16)
+"""
+
+
+@pytest.mark.parametrize("model", [MLP, "deep.py:make"])
+def test_no_line_of_an_explanation_is_wider_than_80_columns(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("deep.py").write_text(DEEP)
+    profile, explained = run("profile", model), run("show", model, "-b", "80%", "--explain")
+    for text in (profile, explained):
+        assert "who owns the peak" in text
+        assert not [line for line in text.splitlines() if len(line) > 80]
+    # Nothing is left out for it.
+    row = as_json("show", model, "-b", "80%", "--explain")["plans"][0]["explanation"]
+    joined = "".join(explained.split())
+    assert "".join(row["peak_operation"].split()) in joined
+    assert "".join(row["shares"][0]["largest"].split()) in joined
+
+
 # Errors and exit codes
 
 

@@ -59,6 +59,18 @@ def test_ruler_counts_what_is_alive_together() -> None:
     assert peak_live_bytes(step) == (3000 * FLOAT, 0)
 
 
+def test_ruler_names_what_it_returns() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        kept.append(torch.zeros(100))
+        torch.zeros(200)
+
+    found = rockplan.peak_live_bytes(step, warmup=0)
+    assert (found.peak_bytes, found.final_bytes) == found == (300 * FLOAT, 100 * FLOAT)
+    assert found._fields == ("peak_bytes", "final_bytes")
+
+
 def test_ruler_counts_temporaries_inside_operators() -> None:
     left, right = torch.zeros(64, 32), torch.zeros(32, 16)
 
@@ -185,6 +197,24 @@ def test_results_of_several_storages() -> None:
     priced = price(graph, profile)
     assert [d.size_bytes for d in priced.data] == [0, 24 * FLOAT, 4 * FLOAT, 4 * FLOAT]
     assert priced.nodes[0].time_ns == cost.time_ns > 0
+
+
+@torch.library.custom_op("rockplan_test::from_outside", mutates_args=())
+def from_outside(x: torch.Tensor, temporary: int, inside: bool) -> list[torch.Tensor]:
+    first = torch.zeros(temporary)
+    result = torch.from_numpy(x.numpy() * 2.0)
+    return [result, x + first.sum() if inside else torch.from_numpy(x.numpy() * 3.0)]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["all outside", "one inside"])
+@pytest.mark.parametrize("elements", [0, 1, 1000])
+def test_results_from_outside_of_pytorch_do_not_lower_the_workspace(
+    elements: int, inside: bool
+) -> None:
+    made = call("rockplan_test.from_outside.default", ref(0), elements, inside, results=(1, 2))
+    ((_, cost),) = measure(graph_of([spec(100)] * 3, 1, (made,)), {}).costs
+    assert cost.result_bytes == (100 * FLOAT, 100 * FLOAT)
+    assert elements * FLOAT <= cost.workspace_bytes <= elements * FLOAT + 100
 
 
 def test_results_that_nobody_names_are_workspace() -> None:

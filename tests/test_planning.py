@@ -309,11 +309,64 @@ def test_the_smallest_budget_is_looked_for_within_the_time_limit(
     assert patient.value.minimum_bytes < least.peak_bytes <= least.budget_bytes
     with pytest.raises(InfeasibleBudget, match="found within the time limit") as caught:
         planning.plan_anew(problem, Budget(size_bytes=1), hurry)
-    assert not caught.value.is_complete and caught.value.minimum_bytes == least.budget_bytes
+    assert not caught.value.is_complete
+    assert least.peak_bytes <= caught.value.minimum_bytes <= least.budget_bytes
     assert not pickle.loads(pickle.dumps(caught.value)).is_complete
     with pytest.raises(InfeasibleBudget) as later:
         planning.plan_anew(problem, Budget(size_bytes=1), replace(NO_CACHE, cache=True))
     assert later.value.minimum_bytes == patient.value.minimum_bytes
+
+
+class Repeated(nn.Module):
+    """One layer, several times: exchanges alone lead to little in little time."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+@pytest.mark.parametrize("times", [3, 5])
+def test_the_smallest_budget_is_at_most_what_any_budget_reaches(times: int) -> None:
+    model, x = Repeated(times), torch.randn(2, 8, 16)
+    options = replace(NO_CACHE, time_limit_s=5.0)
+    least = rockplan.plan(model, x, "min", options=options)
+    for share in (0.9, 0.75):
+        budget_bytes = int(share * least.eager_peak_bytes)
+        assert least.peak_bytes <= rockplan.plan(model, x, budget_bytes, options=options).peak_bytes
+
+
+def test_where_the_search_for_the_smallest_is_cut_short_plans_for_other_budgets_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
+    model, x = Repeated(3), torch.randn(2, 8, 16)
+    hurry = Options(time_limit_s=0.0)
+    first = rockplan.plan(model, x, "min", options=hurry)
+    other = rockplan.plan(model, x, first.peak_bytes - 1000, options=Options(time_limit_s=5))
+    second = rockplan.plan(model, x, "min", options=hurry)
+    assert second.peak_bytes <= other.peak_bytes < first.peak_bytes
+    with pytest.raises(InfeasibleBudget) as caught:
+        rockplan.plan(model, x, 1, options=hurry)
+    assert caught.value.minimum_bytes <= second.budget_bytes
+    # No more is found, so nothing is looked for again.
+    assert rockplan.plan(model, x, "min", options=hurry) == second
+
+
+def test_of_budgets_that_are_planned_together_none_reaches_less_than_the_smallest() -> None:
+    model, x = Repeated(3), torch.randn(2, 8, 16)
+    hurry = replace(NO_CACHE, time_limit_s=0.0)
+    budgets = ("70%", "80%", "min")
+    *_, least = found = plan_each(model, x, budgets, options=hurry)
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    assert isinstance(least, Plan) and len(plans) > 1
+    assert least.peak_bytes == min(plan.peak_bytes for plan in plans)
 
 
 def test_where_time_is_too_short_for_evictions_the_relaxation_leads_to_something(

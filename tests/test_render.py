@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -255,6 +258,71 @@ def test_the_page_lists_all_owners_and_recomputations(plan: Plan) -> None:
     assert found.recomputations
     names = [*(t.name for t in found.tenants), *(r.name for r in found.recomputations)]
     assert all(f"<code>{name}</code>" in text for name in names)
+
+
+def test_the_page_groups_recomputations_by_layer(plan: Plan) -> None:
+    text = rockplan.html_report(plan)
+    section = text[text.index('id="recomputed-section"') :]
+    grouped, each = section.split("<details>")[:2]
+    groups = re.findall(r"<code>([^<]*)</code>( x\d+)?", grouped)
+    kinds = {re.sub(r"\d+", "*", r.module) for r in rockplan.explain(plan).recomputations}
+    assert {name.partition("/")[0] for name, _ in groups} == {kind or "(root)" for kind in kinds}
+    assert any(count for _, count in groups) and len(groups) < each.count("<tr>")
+
+
+STUB = """
+const made = [];
+const element = (tag) => ({ tag, attributes: {}, style: {}, textContent: "", children: [],
+  setAttribute(key, value) { this.attributes[key] = value; }, addEventListener() {},
+  append(...children) { this.children.push(...children); } });
+const known = {};
+globalThis.document = {
+  getElementById: (id) => known[id] ??= element(id),
+  createElement: element,
+  createElementNS(_, tag) { const found = element(tag); made.push(found); return found; },
+};
+known.data = { textContent: process.env.DATA };
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the script of the page needs node")
+@pytest.mark.parametrize("lowest", [0.3, -0.02, -0.2, -0.9])
+def test_ticks_and_points_of_the_page_are_on_one_scale(
+    plan: Plan, measured: MeasuredTimeline, lowest: float
+) -> None:
+    series = [Series("peer", ((1000, 0.0, ""), (2000, lowest, ""), (3000, 0.1, "")))]
+    text = rockplan.html_report(plan, series=series, measured=measured)
+    page = Page()
+    page.feed(text)
+    data = json.loads(page.script[0])
+    data["series"] = data["series"][-1:]
+    end = "\nconsole.log(JSON.stringify(made));"
+    done = subprocess.run(
+        ["node", "-e", STUB + "".join(page.script[1:]) + end],
+        env={**os.environ, "DATA": json.dumps(data)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = json.loads(done.stdout)
+    texts = [m["textContent"] for m in made if m["tag"] == "text"]
+    assert any("predicted time of the colours, measured time of the line" in str(t) for t in texts)
+    last = next(i for i, m in enumerate(made) if m["textContent"] == "time over eager, %")
+    curve = made[:last]
+    grid = [m["attributes"]["y1"] for m in curve if m["attributes"].get("class") == "grid"]
+    labels = [m["textContent"] for m in curve if m["tag"] == "text"]
+    ticks = dict(zip(map(float, labels), grid, strict=False))
+    assert 0 in ticks and (min(ticks) < 0 or lowest > -0.1)
+    marks = [m for m in made if m["attributes"].get("class") == "mark"]
+    # The first point is at 0 %.
+    heights = [float(re.findall(r"-?[\d.]+", m["attributes"]["d"])[1]) for m in marks[:3]]
+    assert heights[0] - heights[1] == pytest.approx(scale(ticks) * 100 * lowest)
+
+
+def scale(ticks: dict[float, float]) -> float:
+    """Of a picture, upwards for one unit."""
+    (low, low_at), *_, (high, high_at) = sorted(ticks.items())
+    return (low_at - high_at) / (high - low)
 
 
 def test_the_trace_follows_the_format(plan: Plan, measured: MeasuredTimeline) -> None:

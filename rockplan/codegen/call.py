@@ -84,6 +84,7 @@ class Kept:
         outputs = run_forward(executable, self._frame)
         self._copies = dict(zip(executable.code.copied, self._frame.copies, strict=True))
         self._versions = _versions(self.residents)
+        self._storages = _storages(self.residents)
         self._saved_versions = _versions(self._frame.saved.values())
         return outputs
 
@@ -154,8 +155,12 @@ class Kept:
 
     def check_residents(self, positions: Sequence[int], message: str) -> None:
         """Raise BackwardError with `message` where one was changed since the forward."""
-        now = _versions([self.residents[i] for i in positions])
-        if now != [self._versions[i] for i in positions]:
+        tensors = [self.residents[i] for i in positions]
+        if _versions(tensors) != [self._versions[i] for i in positions]:
+            raise BackwardError(message)
+        # `tensor.data = ...` counts no version.
+        storages = [self._storages[i] for i in positions]
+        if not all(map(operator.is_, _storages(tensors), storages)):
             raise BackwardError(message)
 
 
@@ -227,17 +232,27 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
         return [-1 if t.is_inference() else t._version for t in tensors]
 
 
+def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | None]:
+    """The same object for the same storage, while something holds it."""
+    try:
+        return [*map(torch.Tensor.untyped_storage, tensors)]
+    except (RuntimeError, NotImplementedError):  # some layouts have none
+        return [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
+
+
 _VERSION = operator.attrgetter("_version")
 
 
 _MODIFIED = (
-    "a parameter, input or output that the backward pass needs was modified in place "
-    "after the forward pass (for example by optimizer.step() before backward); "
+    "a parameter, input or output that the backward pass needs was modified in place, or given "
+    "other memory (`tensor.data = ...`), after the forward pass (for example by optimizer.step() "
+    "before backward, or by moving the module); "
     "gradients would be wrong. Call backward first, or clone the tensor"
 )
 
 _MODIFIED_BETWEEN = (
-    "a parameter, buffer or input was modified in place during the backward pass (by a hook), "
+    "a parameter, buffer or input was modified in place, or given other memory, during the "
+    "backward pass (by a hook), "
     "which still needs it; gradients would be wrong. Have each parameter changed by a hook on "
     "itself (register_hook or register_post_accumulate_grad_hook) that is there before the "
     "forward: then its gradient waits until nothing else needs the parameter, if the budget has "

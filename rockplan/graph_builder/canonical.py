@@ -23,8 +23,9 @@ def digest(content: object) -> str:
 
 
 def problem_digest(problem: CDGraph) -> str:
-    """Digest of everything that a solver sees of a block: sizes, kinds, reads, writes, phases,
-    times, workspaces, flags, outputs, held, handed and dropped data.
+    """Digest of everything that a solver sees of a block or of a whole graph: sizes, kinds, reads,
+    writes, what may be taken over, phases, times, workspaces, flags, outputs, held, handed and
+    dropped data.
 
     Left out: names, calls, values, and storages that are always alive and never paid for. The
     input of the block, though resident in its problem, counts: the chain may drop it. Storages
@@ -43,7 +44,15 @@ def problem_digest(problem: CDGraph) -> str:
     return digest(
         [
             [[problem.data[d].kind.value, problem.data[d].size_bytes] for d in local],
-            [[*_node_costs(n), indices(n.reads), indices(n.writes)] for n in problem.nodes],
+            [
+                [
+                    *_node_costs(n),
+                    indices(n.reads),
+                    indices(n.writes),
+                    *([[local[d] for d in n.takes]] if n.takes else []),
+                ]
+                for n in problem.nodes
+            ],
             indices(problem.outputs),
             indices(problem.held),
             indices(problem.handed),

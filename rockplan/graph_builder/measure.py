@@ -635,8 +635,16 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
                     result = execution.run()
                 sizes[key] = _result_bytes(execution, result)
                 del result, execution
-    peaks = _peaks_in_ranges(session)
-    return {key: _Memory(peaks[key] - sum(found), found) for key, found in sizes.items()}
+    seen = _seen_in_ranges(session)
+    return {key: _memory(*seen[key], found) for key, found in sizes.items()}
+
+
+def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> _Memory:
+    """What is not left at the end was workspace. Results may have been allocated outside of
+    PyTorch (numpy, a library), all of them or some: these no event shows, and they count as they
+    would have there."""
+    seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
+    return _Memory(peak_bytes - seen_bytes, result_bytes)
 
 
 # An operator that says so fails whatever the values.
@@ -690,15 +698,16 @@ def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
     ) from error
 
 
-def _peaks_in_ranges(session: profile) -> dict[str, int]:
-    """For each of our ranges the peak of bytes allocated since its begin."""
+def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
+    """For each of our ranges the peak of bytes allocated since its begin, and those left at its
+    end."""
     ranges = sorted(
         (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
         for e in profiler_events(session)
         if e.name().startswith(_RANGE)
     )
     events = list(memory_events(session))
-    peaks: dict[str, int] = {}
+    seen: dict[str, tuple[int, int]] = {}
     position = 0
     for begin, end, key in ranges:
         while position < len(events) and events[position][0] < begin:
@@ -706,8 +715,8 @@ def _peaks_in_ranges(session: profile) -> dict[str, int]:
         first = position
         while position < len(events) and events[position][0] <= end:
             position += 1
-        peaks[key], _ = peak_of(change for _, change in events[first:position])
-    return peaks
+        seen[key] = peak_of(change for _, change in events[first:position])
+    return seen
 
 
 def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Memory]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -27,14 +27,22 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _STEP = "rockplan step"
 
 
+class LiveBytes(NamedTuple):
+    """Bytes alive in a step, relative to its start. peak_bytes: most at one time; final_bytes: when
+    it is done, negative where it freed what was there before."""
+
+    peak_bytes: int
+    final_bytes: int
+
+
 def peak_live_bytes(
     step: Callable[[], object], warmup: int = 2, *, device: torch.device | str = "cpu"
-) -> tuple[int, int]:
-    """(peak, final) bytes alive during `step()` on `device`, relative to its start.
+) -> LiveBytes:
+    """Bytes alive during `step()` on `device`: at their peak, and at its end.
 
     `step` runs `warmup` times before, so that the parameters' `.grad` and the caches of
     operators exist already; it should leave nothing behind (drop its results, keep `.grad`
-    storages), then `final` is 0.
+    storages), then `final_bytes` is 0.
     """
     for _ in range(warmup):
         step()
@@ -44,7 +52,7 @@ def peak_live_bytes(
         return _cuda_peak(step, device)
     with profiled() as session:
         step()
-    return peak_of(change for _, change in memory_events(session))
+    return LiveBytes(*peak_of(change for _, change in memory_events(session)))
 
 
 def measured_timeline(
@@ -126,11 +134,11 @@ def peak_of(changes: Iterator[int]) -> tuple[int, int]:
     return peak, live
 
 
-def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
+def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     step()
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_allocated(device)
-    return torch.cuda.max_memory_allocated(device) - before, after - before
+    return LiveBytes(torch.cuda.max_memory_allocated(device) - before, after - before)
