@@ -60,6 +60,9 @@ OPTIONS = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.05, cache=False)
 
 _LONGEST_S = 120.0
 _SEEDS_OF_A_PROCESS = 500
+UNCLEAR = ("FakeTensor", "bug of rockplan")
+"""What no refusal should say."""
+
 _LONGEST_LINE = 700
 _DEEPEST = 8
 _RECORDS_OF_A_CALL = 3
@@ -398,15 +401,16 @@ def _left(before: list[FakeTensor]) -> str:
     """What holds the fake tensors that there were not `before`; '' if there are none."""
     known = {id(fake) for fake in before}
     left = [fake for fake in _fakes() if id(fake) not in known]
-    held = {name for fake in left[:5] for name in _holders(fake, left)}
+    held = {name for i in range(min(5, len(left))) for name in _holders(left, i)}
     return f"{len(left)} fake tensors, held by {', '.join(sorted(held))}" if left else ""
 
 
-def _holders(fake: FakeTensor, left: list[FakeTensor]) -> Iterator[str]:
-    for referrer in gc.get_referrers(fake):
+def _holders(left: list[FakeTensor], position: int) -> Iterator[str]:
+    for referrer in gc.get_referrers(left[position]):
         if isinstance(referrer, dict):
-            yield from (f"dict[{str(k)[:40]!r}]" for k, v in list(referrer.items()) if v is fake)
-        elif referrer is not left and not isinstance(referrer, types.FrameType):
+            items = list(referrer.items())
+            yield from (f"[{str(k)[:40]!r}]" for k, v in items if v is left[position])
+        elif referrer is not left:
             yield type(referrer).__name__
 
 
@@ -497,7 +501,7 @@ def sweep(
         outcome = process.examine(number)
         counts[outcome.kind] += 1
         of_families[case.family][outcome.kind] += 1
-        if outcome.kind.startswith("refused") and "FakeTensor" in outcome.said:
+        if outcome.kind.startswith("refused") and any(word in outcome.said for word in UNCLEAR):
             unclear.append(f"{number}: {case.name}")
         say(f"seed {number}: {outcome.kind}: {case.name}: {outcome.said}")
         if outcome.kind in FAILURES:
@@ -514,8 +518,8 @@ def sweep(
             family: {kind: found[kind] for kind in OUTCOMES if found[kind]}
             for family, found in sorted(of_families.items())
         },
-        "refused unclearly": len(unclear),
-        "failing": failing[:200],
+        "refused unclearly": unclear,
+        "failing": failing,
         "where": where(),
     }
 
@@ -541,7 +545,8 @@ def run(arguments: argparse.Namespace) -> bool:
             print(line[:_LONGEST_LINE], flush=True)
 
     found = sweep(arguments.first, arguments.stride, arguments.seconds, say)
-    print(json.dumps({name: value for name, value in found.items() if name != "failing"}))
+    lists = {name: len(found[name]) for name in ("failing", "refused unclearly")}
+    print(json.dumps(found | lists))
     if arguments.keep:
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")

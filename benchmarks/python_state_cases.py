@@ -369,7 +369,7 @@ class Base:
     """A name. at: in the forward; outside: for the caller, as something that can be assigned to.
     Texts have <holder> for the value at first, <block> for what the forward does with it.
     can_rebind: another object may be put there. persists: the caller passes one object in all
-    steps."""
+    steps. parts: in how many submodules it may be, 0 for the model itself."""
 
     name: str
     at: str
@@ -386,7 +386,7 @@ class Base:
     cleanup: str = "pass"
     put: str = ""
     can_rebind: bool = True
-    in_parts: bool = True
+    parts: tuple[int, ...] = (0, 0, 1, 2)
 
 
 _IN_A_FUNCTION = "h = keep(self, x, h)"
@@ -590,21 +590,20 @@ PARTIAL = functools.partial(keep, kept=<holder>)
     Base(
         "weak dictionary by module",
         "STORE[self]",
-        outside="STORE[next(iter(STORE))]",
+        parts=(1, 2),  # A planned module is another object than the original.
         top="STORE = weakref.WeakKeyDictionary()",
         init="STORE[self] = <holder>",
     ),
     Base(
         "weak dictionary by submodule",
         "STORE[self.a]",
-        outside="STORE[next(iter(STORE))]",
         top="STORE = weakref.WeakKeyDictionary()",
         init="STORE[self.a] = <holder>",
     ),
     Base(
         "dictionary by id of the module",
         "STORE[id(self)]",
-        outside="STORE[next(iter(STORE))]",
+        parts=(1, 2),  # A planned module is another object than the original.
         top="STORE = {}",
         init="STORE[id(self)] = <holder>",
     ),
@@ -619,7 +618,7 @@ PARTIAL = functools.partial(keep, kept=<holder>)
         "attribute of an argument",
         "x.kept",
         arguments="x.kept = <holder>\nreturn (x,), {}",
-        in_parts=False,
+        parts=(0,),
     ),
     Base(
         "attribute of a kept tensor",
@@ -639,7 +638,7 @@ PARTIAL = functools.partial(keep, kept=<holder>)
         parameters=", given",
         arguments="caller.given = <holder>\nreturn (x, caller.given), {}",
         can_rebind=False,
-        in_parts=False,
+        parts=(0,),
     ),
     Base(
         "argument by keyword",
@@ -648,7 +647,7 @@ PARTIAL = functools.partial(keep, kept=<holder>)
         parameters=", *, given=None",
         arguments="caller.given = <holder>\nreturn (x,), {'given': caller.given}",
         can_rebind=False,
-        in_parts=False,
+        parts=(0,),
     ),
     Base(
         "argument that the caller keeps",
@@ -661,7 +660,7 @@ if not hasattr(caller, "given"):
 return (x, caller.given), {}
 """,
         can_rebind=False,
-        in_parts=False,
+        parts=(0,),
     ),
 )
 
@@ -1103,8 +1102,8 @@ def draw_state(rng: random.Random) -> Case:
         content, moment = rng.choice(CONTENTS), rng.choice(MOMENTS)
         if can_be(base, container, content, moment):
             break
-    parts = rng.choice((0, 0, 1, 2)) if base.in_parts else 0
-    return state_case(base, container, content, moment, parts, rng.choice(STEPS))
+    parts, steps = rng.choice(base.parts), rng.choice(STEPS)
+    return state_case(base, container, content, moment, parts, steps)
 
 
 def state(
@@ -1624,7 +1623,7 @@ GIVEN = {
         "given(h.detach().mean())",
         "caller.all",
     ),
-    "weak reference": ("weakref.ref(model)", "h = h * (1 if given() is self else 2)", "None"),
+    "weak reference": ("weakref.ref(model.a)", "h = h * (1 if given() is self.a else 2)", "None"),
     "number that changes": ("number", "h = h * (1 + given)", "None"),
     "tensor with an attribute": (
         "tagged(torch.ones(4, 8), number)",
@@ -1734,7 +1733,7 @@ ALIASES = {
     "the module's list": ("model.held", "caller.one", "torch.ones(8)"),
     "a global tensor": ("HELD[0]", "caller.one", "torch.ones(8)"),
     "the global list": ("HELD", "caller.one", "torch.ones(8)"),
-    "the module": ("model", "model.a", "torch.ones(8)"),
+    "a submodule": ("model.a", "model.b", "torch.ones(8)"),
 }
 
 # What the forward does with them.
@@ -1749,7 +1748,7 @@ COMPARED = {
     "is the module's list": "h = h * (2 if first is self.held else 3)",
     "is global": "h = h * (2 if first is HELD[0] else 3)",
     "is the global list": "h = h * (2 if first is HELD else 3)",
-    "is the module's": "h = h * (2 if first is self else 3)",
+    "is the submodule": "h = h * (2 if first is self.a else 3)",
     "elements": "h = h * (2 if first[0] is second[0] else 3)",
     "element": "h = h * (2 if first[0] is second else 3)",
     "appended": "first.append(2.0)\nh = h * len(second)",
