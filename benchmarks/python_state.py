@@ -25,6 +25,7 @@ import contextlib
 import enum
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -38,6 +39,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +172,14 @@ def _itself(value: Any) -> Any:
     plain_kinds = (bool, int, float, complex, str, bytes, bytearray, enum.Enum, torch.dtype)
     if value is None or isinstance(value, (*plain_kinds, np.generic, torch.Size)):
         return repr(value)
-    return None
+    return _position(value) if isinstance(value, Iterator) else None
+
+
+def _position(iterator: Iterator[Any]) -> Any:
+    """How far it is, without moving it on."""
+    if isinstance(iterator, types.GeneratorType):
+        return inspect.getgeneratorstate(iterator)
+    return repr(iterator) if isinstance(iterator, itertools.count) else length_hint(iterator, -1)
 
 
 def first_difference(found: Any, expected: Any, path: str = "") -> str | None:

@@ -97,7 +97,7 @@ OF_THE_CALLER = (
     state("argument by keyword", "dict of lists", "detached activation", "replaced, then read"),
     state("argument by keyword", "dataclass", "table", "set once"),
     given_case("list of tensors emptied"),
-    given_case("iterator of numbers"),
+    given_case("iterator of numbers", keeps=True),
     given_case("generator of tensors", "by keyword"),
     given_case("callback"),
     given_case("append of a list", "in further ones"),
