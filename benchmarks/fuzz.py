@@ -14,6 +14,9 @@ predicted. A seed ends as
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.fuzz --seconds 600 [--first 0] [--seed 17]
 Results: benchmarks/results/fuzz.jsonl, one line a run with `--keep`.
+
+With `--python-state` the seeds are models that keep something in Python, see
+`benchmarks/python_state.py`, with the same flags.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from benchmarks import python_state
 from benchmarks.models import moved
 from benchmarks.random_networks import Network, network
 from benchmarks.timing import where
@@ -496,7 +500,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="this one only, and print it")
     parser.add_argument("--device", default="cpu", help="that everything is moved to")
     parser.add_argument("--keep", action="store_true", help="append to the results")
+    parser.add_argument("--minutes", type=float, help="in place of the seconds")
+    parser.add_argument("--python-state", action="store_true", help="models with state in Python")
+    parser.add_argument("--brief", action="store_true", help="of those, print what fails alone")
     arguments = parser.parse_args()
+    if arguments.minutes is not None:
+        arguments.seconds = 60 * arguments.minutes
+    if arguments.python_state:
+        sys.exit(not python_state.run(arguments))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     plan_roughly()

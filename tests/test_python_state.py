@@ -1,0 +1,274 @@
+"""Models that keep something in Python are planned as eager execution, or refused, with no fake
+tensor left: one case of each kind that `benchmarks/python_state.py` draws."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rockplan
+from benchmarks.python_state import UNCLEAR, description, examine, first_difference
+from benchmarks.python_state_cases import (
+    Case,
+    alias_case,
+    asked_case,
+    draw,
+    given_case,
+    history_case,
+    plain,
+    registered_case,
+    result_case,
+    state,
+)
+
+ANOTHER_SIZE, EVALUATION_FIRST, WITHOUT_GRADIENTS = 2, 3, 4
+"""Steps of the training loop, by number (`python_state_cases.STEPS`)."""
+
+ON_MODULES = (
+    state("attribute", "list", "detached activation", "replaced, read in the next call"),
+    state("attribute", "dict", "activation", "replaced, for the caller"),
+    state("attribute", "dict of lists", "table", "set once"),
+    state("attribute", "deque", "detached clone", "appended"),
+    state("attribute", "full deque", "mean of an activation", "replaced, for the caller"),
+    state("attribute", "tuple", "activation", "replaced, then read"),
+    state("attribute", "set", "activation", "appended"),
+    state("attribute", "defaultdict", "detached activation", "appended and read"),
+    state("attribute", "OrderedDict", "mean of an activation", "cleared and refilled"),
+    state("attribute", "Counter", "count", "counted"),
+    state("attribute", "list", "table", "popped"),
+    state("attribute", "namespace", "activation", "replaced, for the caller"),
+    state("attribute", "dataclass", "count", "counted", parts=2),
+    state("attribute", "slots", "detached activation", "replaced, read in the next call", parts=1),
+    state("attribute", "Namespace of argparse", "shape", "replaced, then read", 0, ANOTHER_SIZE),
+    state("attribute", "object with a list", "list of numbers", "changed where it is"),
+    state("attribute", "array of objects", "activation", "put there and cleared again"),
+    state("attribute", "itself", "flag", "in training alone", 1, EVALUATION_FIRST),
+    state("attribute behind a property", "itself", "table", "set once"),
+    state("attribute of a module that is not registered", "itself", "count", "counted"),
+    state("local of a thread on the module", "itself", "detached mean", "set once"),
+)
+
+IN_FILES = (
+    state("class attribute", "itself", "table", "set once"),
+    state("class attribute", "dict by size", "mask by length", "set once if absent"),
+    state("attribute of a base class", "itself", "float", "changed by the caller"),
+    state("attribute of a class of PyTorch", "dict", "detached activation", "set once if absent"),
+    state("attribute of another class", "itself", "enum", "counted"),
+    state("global", "itself", "count", "counted, not read"),
+    state("global", "itself", "string", "changed by the caller"),
+    state("global", "dict", "table by length", "set once if absent", 0, ANOTHER_SIZE),
+    state("global", "list", "activation", "appended", 2),
+    state("global", "itself", "random table", "set once"),
+    state("global", "itself", "table", "without gradients alone", 0, WITHOUT_GRADIENTS),
+    state("global of another file", "itself", "array", "changed by the caller"),
+    state("global of another file, by a function", "dict", "table", "set once if absent"),
+    state("helper object of another file", "list", "detached activation", "appended"),
+    state("singleton", "itself", "activation", "replaced, for the caller"),
+    state("cell of a closure", "itself", "count", "counted"),
+    state("cell of a closure on the module", "list", "activation", "replaced, then read"),
+    state("function attribute", "itself", "table", "set once"),
+    state("default argument of forward", "list", "count", "appended"),
+    state("default argument of forward by keyword", "dict", "activation", "popped again"),
+    state("default argument of a function", "deque", "detached activation", "appended and read"),
+    state("argument of a partial", "list", "count", "counted"),
+    state("local of a thread", "itself", "table", "set once"),
+    state("context variable", "itself", "detached activation", "replaced, read in the next call"),
+    state("weak dictionary by submodule", "itself", "table", "set once"),
+)
+
+ON_TENSORS = (
+    state("attribute of a parameter", "itself", "table", "set once"),
+    state("attribute of a buffer", "dict", "count", "counted"),
+    state("attribute of an argument", "itself", "activation", "replaced, for the caller"),
+    state("attribute of a kept tensor", "itself", "detached activation", "replaced, then read"),
+)
+
+OF_THE_CALLER = (
+    state("argument", "list", "mean of an activation", "appended"),
+    state("argument", "dict", "activation", "replaced, for the caller"),
+    state("argument", "set", "string", "appended"),
+    state("argument that the caller keeps", "deque", "count", "counted"),
+    state("argument by keyword", "dict of lists", "detached activation", "replaced, then read"),
+    state("argument by keyword", "dataclass", "table", "set once"),
+    given_case("list of tensors emptied"),
+    given_case("iterator of numbers", keeps=True),
+    given_case("generator of tensors", "by keyword"),
+    given_case("callback"),
+    given_case("append of a list", "in further ones"),
+    given_case("object counted", "in further ones by keyword", keeps=True),
+    given_case("array of array", keeps=True),
+    given_case("random generator", keeps=True),
+)
+
+ASKED = (
+    asked_case("the argument", "class is Tensor"),
+    asked_case("a weight", "class is Parameter"),
+    asked_case("a bias", "name of the class"),
+    asked_case("a special parameter", "isinstance of a class"),
+    asked_case("the argument", "is_leaf", change="not a leaf"),
+    asked_case("the argument", "grad_fn is None", change="not a leaf"),
+    asked_case("a weight", "_version"),
+    asked_case("a weight", "grad is None"),
+    asked_case("a weight", "storage", "a tied weight", before="tied"),
+    asked_case("a weight", "data_ptr", "a tied weight", before="tied"),
+    asked_case("another argument", "is", "held elsewhere", change="held"),
+    asked_case("a weight", "sum of main_grad", before="main_grad", change="main_grad"),
+    asked_case("a weight", "hasattr", before="a flag"),
+    asked_case("a frozen weight", "scale", before="a flag", change="a flag"),
+    asked_case("the argument", "tag", before="a flag", change="a flag"),
+    asked_case("a kept tensor", "flag", change="a flag"),
+)
+
+WRITTEN = (
+    history_case("an argument", "add_", "an activation", is_read=False),
+    history_case("an argument in a list", "setitem", "an activation", is_read=True),
+    history_case("a part of an argument", "mul_", "a weight", is_read=False),
+    history_case("a buffer that the caller detaches", "copy_", "an activation", is_read=False),
+    history_case("a tensor in a list", "index_put_", "an activation", is_read=False),
+    history_case("a tensor of another file", "setitem of a row", "an activation", is_read=True),
+    history_case("an attribute of a parameter", "add_", "a detached activation", is_read=False),
+)
+
+HELD_TWICE = (
+    alias_case("one list", "is"),
+    alias_case("one list", "appended"),
+    alias_case("one dictionary", "set item to an activation"),
+    alias_case("one tensor until the last", "is"),
+    alias_case("a weight", "is the weight"),
+    alias_case("what the module keeps", "is kept"),
+    alias_case("the global list", "is the global list"),
+    registered_case("list", "weight", "multiplied"),
+    registered_case("tuple", "weight", "is"),
+    registered_case("list", "buffer", "written", "the buffer replaced"),
+    registered_case("closure", "weight", "added", "the parameter replaced"),
+    registered_case("global", "weight", "its attribute set"),
+    registered_case("object", "module", "called"),
+)
+
+OTHERWISE = (
+    result_case("attribute of the result"),
+    result_case("kept list as result"),
+    result_case("lru_cache", parts=2),
+    result_case("lru_cache of the module"),
+    result_case("cache of random numbers"),
+    result_case("cached_property"),
+    result_case("count of itertools in the file"),
+    result_case("generator that keeps"),
+    result_case("queue on the module"),
+    result_case("weak values"),
+    result_case("module added"),
+)
+
+CASES = (
+    plain(),
+    *ON_MODULES,
+    *IN_FILES,
+    *ON_TENSORS,
+    *OF_THE_CALLER,
+    *ASKED,
+    *WRITTEN,
+    *HELD_TWICE,
+    *OTHERWISE,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """Looking for fake tensors need not look through what is there already."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+def test_is_planned_as_eager_or_refused(case: Case) -> None:
+    outcome = examine(case)
+    assert outcome.kind in ("equal", "refused", "refused later"), f"{outcome.said}\n{case}"
+    is_in_words_of_the_user = not any(word in outcome.said for word in UNCLEAR)
+    assert is_in_words_of_the_user, f"{outcome.said}\n{case}"
+
+
+def test_what_keeps_nothing_is_planned() -> None:
+    assert examine(plain()).kind == "equal"
+
+
+# --- The oracle sees what it should ---------------------------------------------------------------
+
+
+COUNTED = state("global", "itself", "count", "counted")
+
+
+def solved_by(monkeypatch: pytest.MonkeyPatch, solve: Any) -> None:
+    monkeypatch.setattr(
+        rockplan, "solve", lambda model, args, *_, sample_kwargs, options: solve(model, args)
+    )
+
+
+def test_the_original_itself_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved_by(monkeypatch, lambda model, args: model)
+    assert {examine(draw(seed)).kind for seed in range(4)} <= {"equal", "unrepeated"}
+    assert examine(COUNTED).kind == "equal"
+
+
+def test_a_forward_during_planning_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(model: nn.Module, args: tuple[Any, ...]) -> nn.Module:
+        model(*args)
+        return model
+
+    solved_by(monkeypatch, solve)
+    outcome = examine(COUNTED)
+    assert outcome.kind == "wrong" and "result" in outcome.said
+
+
+def test_a_refusal_that_changed_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(model: nn.Module, args: tuple[Any, ...]) -> nn.Module:
+        model(*args)
+        raise rockplan.UnsupportedModel("no")
+
+    solved_by(monkeypatch, solve)
+    assert examine(COUNTED).kind == "wrong"
+    assert examine(plain()).kind == "refused"
+
+
+def test_a_foreign_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(model: nn.Module, args: tuple[Any, ...]) -> nn.Module:
+        raise KeyError("no")
+
+    solved_by(monkeypatch, solve)
+    assert examine(plain()).kind == "wrong"
+
+
+def test_a_fake_tensor_that_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+
+    def solve(model: nn.Module, args: tuple[Any, ...]) -> nn.Module:
+        with FakeTensorMode():
+            held.append(torch.ones(2))
+        return model
+
+    solved_by(monkeypatch, solve)
+    assert examine(plain()).kind == "left"
+
+
+def test_differences_are_told_by_their_place() -> None:
+    tensor = torch.ones(2)
+    same = description({"a": [tensor, 1]})
+    assert first_difference(description({"a": [tensor.clone(), 1]}), same) is None
+    for other in ([tensor, 1.0], [-tensor, 1], [tensor.clone().requires_grad_(), 1], [tensor], {}):
+        difference = first_difference(description({"a": other}), same)
+        assert difference is not None and difference.startswith("['a']"), difference
+
+
+def test_what_is_drawn_is_python() -> None:
+    for seed in range(200):
+        case = draw(seed)
+        compile(case.source.replace("<other>", "other"), case.name, "exec")
+        compile(case.other, case.name, "exec")
+        assert draw(seed) == case
