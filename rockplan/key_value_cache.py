@@ -52,7 +52,7 @@ def say(module: Any, kwargs: Mapping[str, Any]) -> None:
     users = (
         m
         for m in module.modules()
-        if getattr(getattr(m, "config", None), SWITCH, None) is True
+        if getattr(vars(m).get("config"), SWITCH, None) is True
         and SWITCH in inspect.signature(m.forward).parameters
     )
     if not asked and any(True for _ in users):
@@ -64,7 +64,7 @@ def say(module: Any, kwargs: Mapping[str, Any]) -> None:
 
 def _configurations(module: Any) -> Iterable[Any]:
     """Of the modules, and the parts that these consist of (of texts, of images)."""
-    waiting = [getattr(m, "config", None) for m in module.modules()]
+    waiting = [vars(m).get("config") for m in module.modules()]
     found: dict[int, Any] = {}
     while waiting:
         configuration = waiting.pop()
