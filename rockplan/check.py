@@ -198,6 +198,7 @@ def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
     def of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in own:
             own[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+            own[id(tensor)].__dict__.update(tensor.__dict__)
         return own[id(tensor)]
 
     return of

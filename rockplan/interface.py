@@ -72,13 +72,17 @@ class _Absent:
 ABSENT = _Absent()
 
 
+METHODS = ("is_shared", "is_pinned")
+"""Questions that are asked by calling a method."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What the forward has asked a tensor of the caller about itself: an attribute, which every
     later call must find again.
 
-    role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: `ABSENT`
-    where it has no such attribute.
+    role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: as
+    `contents.described` has it, `ABSENT` where it has no such attribute.
     """
 
     role: str
@@ -90,17 +94,19 @@ class Question:
 Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
 """How to come to an element of a holder of Python's: ('module', path of a submodule), ('file',
 name of an imported one) or ('class', the class), then attributes and items: ('attribute', name) or
-('item', key or position)."""
+('item', key or position); ('all', None) for all elements of a list, a queue or a set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What each call leaves at an address, outside of tensors or in a table of constants; `ABSENT`
-    where it leaves nothing. before: what was there when the call was captured."""
+    where it leaves nothing. before: what was there when the call was captured; is_overwritten: the
+    forward leaves it whatever was there, and reads nothing of that."""
 
     address: Address
     value: object
     before: object
+    is_overwritten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

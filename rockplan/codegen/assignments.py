@@ -1,8 +1,8 @@
 """Assignments: what a planned call leaves in Python beside tensors, as the forward would.
 
 takes: what the captured forward left, by address. guarantees: after a planned call it is there.
-Before a call is matched with what was planned, it is taken back where it still is what a planned
-call has left, so that a module that keeps the length of its last batch is one module.
+What every call overwrites, and none reads (the length of the last batch), is taken back before a
+call is matched with what was planned, so that it makes no other kind of call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from rockplan.contents import copied, is_same
 from rockplan.interface import ABSENT, Address, Assignment
+from rockplan.python_state.holders import write_all
 
 
 def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
@@ -26,7 +27,7 @@ def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
 def take_back(module: nn.Module, assignments: Iterable[Assignment]) -> None:
     """Where there is what one of `assignments` has left, leave what was there before."""
     for one in assignments:
-        if is_same(_get(module, one.address), one.value):
+        if one.is_overwritten and is_same(_get(module, one.address), one.value):
             _set(module, one.address, one.before)
 
 
@@ -50,6 +51,8 @@ def _get(module: nn.Module, address: Address) -> Any:
     step, key = address[2][-1]
     try:
         owner = _owner(module, address)
+        if step == "all":
+            return tuple(owner)
         if isinstance(owner, nn.Module):
             return owner.__dict__.get(key, ABSENT)
         return getattr(owner, key, ABSENT) if step == "attribute" else owner[key]
@@ -62,6 +65,9 @@ def _set(module: nn.Module, address: Address, value: object) -> None:
     try:
         owner = _owner(module, address)
     except _GONE:
+        return
+    if step == "all":
+        write_all(owner, [copied(v) for v in value])  # type: ignore[attr-defined]
         return
     items = owner.__dict__ if isinstance(owner, nn.Module) else owner
     is_item = step == "item" or items is not owner

@@ -57,7 +57,7 @@ from rockplan.codegen.signature import (
     without_default_device,
 )
 from rockplan.codegen.watch import Watch
-from rockplan.contents import is_same
+from rockplan.contents import described, is_same
 from rockplan.errors import (
     BackwardError,
     InfeasibleBudget,
@@ -65,7 +65,15 @@ from rockplan.errors import (
     StalePlan,
     UnsupportedModel,
 )
-from rockplan.interface import ABSENT, Assignment, Incoming, Interface, Question, is_foreign
+from rockplan.interface import (
+    ABSENT,
+    METHODS,
+    Assignment,
+    Incoming,
+    Interface,
+    Question,
+    is_foreign,
+)
 from rockplan.literals import picklable
 from rockplan.plan import Plan
 
@@ -176,8 +184,11 @@ class _Bound:
             interface = self.program.interface
             named = (*interface.parameters, *interface.buffers)
             tensor = self.tensors[[name for name, _ in named].index(str(question.key))]
-        found = getattr(tensor, question.attribute, ABSENT)
-        return is_same(found() if callable(found) else found, question.answer)
+        found: Any = getattr(tensor, question.attribute, ABSENT)
+        if found is ABSENT or question.answer is ABSENT:
+            return found is question.answer
+        is_method = question.attribute in METHODS
+        return bool(described(found() if is_method else found) == question.answer)
 
     def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
         """The reasons why the program is not for a call `now` with `leaves`."""

@@ -37,11 +37,12 @@ from rockplan.errors import (
     ValueDependentControlFlow,
 )
 from rockplan.graph import ValueRef
-from rockplan.graph_builder import draws, kernels, own_gradients, swap
+from rockplan.graph_builder import draws, essence, kernels, own_gradients, swap
 from rockplan.graph_builder.arguments import Arguments, with_stand_ins
 from rockplan.graph_builder.kept import (
     Tables,
     assignments_of,
+    perturbed,
     refuse_kept_arguments,
     tables_of,
 )
@@ -183,7 +184,7 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
     made: list[Tables] = []
     try:
         for _ in range(_RUNS):
-            found = _recorded(call, leftovers)
+            found = _recorded(call, leftovers, made[-1] if made else None)
             if isinstance(found, Capture):
                 kept = (one for tables in made for one in tables.assignments)
                 return replace(found, assignments=(*kept, *found.assignments))
@@ -192,11 +193,12 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
         raise made[-1].unstable()
     finally:
         for tables in reversed(made):
-            tables.take_from_module()
+            tables.take_back()
 
 
-def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
-    """One recording; or the tables that it made and that its forward keeps, if there are any."""
+def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
+    """One recording; or the tables that it made and that its forward keeps, if there are any.
+    before: those that are there already, made by the recording before this one."""
     module, forward = call.module, call.forward
     # A kernel that got the address of a fake tensor would end the process.
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
@@ -230,7 +232,9 @@ def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
         kept = own_gradients.kept({called: stand_ins.of(t) for called, t in given.values()})
         recorder.begin_forward()
         reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
-        run = _ForwardCall(module, forward, arguments, results_of_others, reader, snapshot)
+        run = _ForwardCall(
+            module, forward, arguments, results_of_others, reader, snapshot, stand_ins
+        )
         answers = questions.answered(snapshot.reached.namespaces)
         with _as_in_eager(recorder, reader), fake_mode, answers:
             snapshot.begin()
@@ -242,10 +246,15 @@ def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(module, recorder, outputs, starts, targets)
             own_gradients.refuse_changes(kept)
+            own_gradients.refuse_history(recorder.constants_with_history())
             own_gradients.refuse_none(found)
             questions.refuse_set(outputs)
             _refuse_new_submodules(module, attributes)
             tables = tables_of(snapshot, run.reached(), recorder, reader, stand_ins.real)
+            if tables or before:
+                tables.essence = essence.of(recorder, outputs)
+            if before and before.essence != tables.essence:
+                raise before.another()
             if tables:
                 return tables
             _refuse_callers_changes(snapshot)
@@ -259,7 +268,9 @@ def _recorded(call: _Sample, leftovers: Leftovers) -> Capture | Tables:
                 _refuse_changes(snapshot, first.changes, second.changes)
                 _refuse_another_call(snapshot, first, second)
                 _refuse_fresh_constants(written, another)
-            assignments = tuple(assignments_of(snapshot, first.changes))
+            assignments = assignments_of(snapshot, first.changes, False)
+            if assignments and _is_overwritten(run, second, Recorder(fake_mode, reader, leftovers)):
+                assignments = assignments_of(snapshot, first.changes, True)
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),
@@ -313,6 +324,7 @@ class _ForwardCall:
     results_of_others: Sequence[int]
     reader: ValueReader
     snapshot: Snapshot
+    stand_ins: _StandIns
 
     def run(self, recorder: Recorder) -> _Forward:
         args, kwargs = self.arguments.args, self.arguments.kwargs
@@ -329,7 +341,20 @@ class _ForwardCall:
 
     def reached(self) -> Reached:
         """What can be reached now."""
-        return reached(self.module, self.forward, self.arguments.args, self.arguments.kwargs)
+        args, kwargs = self.arguments.args, self.arguments.kwargs
+        return reached(self.module, self.forward, args, kwargs, self.stand_ins.real)
+
+
+def _is_overwritten(run: _ForwardCall, expected: _Forward, recorder: Recorder) -> bool:
+    """Does a call leave the same, and do the same, when other data was there before?"""
+    run.stand_ins.make_known(recorder)
+    try:
+        if not perturbed(run.snapshot, expected.changes):
+            return False
+        found = run.run(recorder)
+    except Exception:  # what a forward does with such data is its own
+        return False
+    return found.done == expected.done and found.changes == expected.changes
 
 
 def _refuse_other_variants(recorder: Recorder) -> None:

@@ -1,16 +1,18 @@
-"""Kept: tensors of a recorded run that the forward has stored somewhere in Python.
+"""Kept: what the forward has stored somewhere in Python, tensors of its run and plain data.
 
 takes: what can be reached after the run, and what it was before. returns: tables, which depend on
-nothing but constants: those can be made for real, and found by the next call. guarantees: anything
-else that the forward keeps is refused by name; eager would have it after the call, a plan would
-not.
+nothing but constants: those can be made for real, and found by the next call; and assignments, the
+data that each call leaves. guarantees: anything else that the forward keeps is refused by name;
+eager would have it after the call, a plan would not.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,7 @@ from rockplan.contents import copied, data_in, is_plain
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.reads import ValueReader
 from rockplan.graph_builder.record import Recorder
-from rockplan.interface import ABSENT, Assignment, computed_attributes
+from rockplan.interface import ABSENT, Address, Assignment, computed_attributes
 from rockplan.python_state.holders import Element, kinds_of, replaced, tensors_in
 from rockplan.python_state.reach import Held, Place, Reached
 from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
@@ -32,10 +34,12 @@ from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
 @dataclass(slots=True)
 class Tables:
     """Real tensors for what the forward has stored. contents: what each holder is to hold, and what
-    it holds; assignments: what calls leave in the module, which gets it by its calls alone."""
+    it holds; assignments: what calls leave where they can find the place again: that comes with
+    the first call, and the rest now. essence: what the run did, by `essence.of`."""
 
     contents: list[tuple[Held, list[Element], list[Element]]] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
+    essence: object = None
 
     def __bool__(self) -> bool:
         return bool(self.contents)
@@ -44,15 +48,29 @@ class Tables:
         for held, elements, _ in self.contents:
             held.kind.write(held.owner, elements)
 
-    def take_from_module(self) -> None:
-        """What belongs to the module, and not to everybody, comes with its first call."""
+    def take_back(self) -> None:
+        """What comes with the first call."""
         for held, _, before in self.contents:
-            if held.place.module is not None:
+            if held.place.address is not None:
                 held.kind.write(held.owner, before)
 
-    def unstable(self) -> UnsupportedModel:
+    @property
+    def place(self) -> Place:
+        """Where the first of them is."""
         held, elements, _ = self.contents[0]
-        return _refusal(held.element(elements[-1][0]))
+        return held.element(elements[-1][0])
+
+    def unstable(self) -> UnsupportedModel:
+        return _refusal(self.place)
+
+    def another(self) -> UnsupportedModel:
+        """Where calls that find the tables do something else than the first one."""
+        return UnsupportedModel(
+            f"{_who(self.place)} keeps a table in {self.place.text}, and the next call does not do "
+            "the same as this one, which a planned run would repeat for ever. If only the first "
+            "call is another one, run the module once on the sample, then plan it",
+            module_path=self.place.module,
+        )
 
 
 def refuse_kept_arguments(
@@ -70,9 +88,8 @@ def refuse_kept_arguments(
             if isinstance(value, torch.Tensor) and id(value) in given:
                 raise UnsupportedModel(
                     f"an argument of the sample is also kept in {held.element(key)}, and "
-                    "something compares objects by `is`, so the "
-                    "forward could see that they are one tensor, which a plan would take for "
-                    "granted; plan with a clone of it"
+                    "something compares objects by `is`, so the forward could see that they are "
+                    "one tensor, which a plan would take for granted; plan with a clone of it"
                 )
 
 
@@ -97,6 +114,7 @@ def tables_of(
         if owner not in before or before[owner][2].get(one.key) is not one.value:
             made.refuse(one)
             stored.setdefault(owner, []).append(one)
+    _refuse_cached(found, made)
     new = {owner for owner in stored if owner not in before}
     for owner in new:
         held = stored[owner][0].held
@@ -106,41 +124,134 @@ def tables_of(
         if new:
             real += _leading_to(new, start, held.kind.elements(held.owner))
         if not _are_there(elements, real):
-            tables.contents.append((held, _with(elements, real), elements))
-            tables.assignments += _assigned(held, real, dict(elements))
+            wanted = _with(elements, real)
+            tables.contents.append((held, wanted, elements))
+            if held.place.address is not None:
+                keys = [key for key, _ in real]
+                tables.assignments += _assigned(held, keys, wanted, elements)
     return tables
 
 
-def assignments_of(snapshot: Snapshot, changes: Changes) -> Iterable[Assignment]:
+def _refuse_cached(found: Reached, made: _Made) -> None:
+    """Raise where a cache of a function has a tensor that is no table: eager would find it at the
+    next call, a plan would make it anew."""
+    for place, value in found.objects:
+        if not isinstance(value, functools._lru_cache_wrapper):
+            continue
+        for tensor in filter(made.is_ours, _cached(value)):
+            if made.real_or_none(tensor) is None:
+                raise UnsupportedModel(
+                    f"a tensor that depends on more than constants is kept in the cache of "
+                    f"{place.text} (functools), where the next call would find it, and a planned "
+                    "run would not; compute it without the cache",
+                    module_path=place.module,
+                )
+
+
+def _cached(cache: Any) -> Iterator[Any]:
+    """What it holds, also in tuples, lists and dictionaries."""
+    pending: list[Any] = gc.get_referents(cache) if cache.cache_info().currsize else []
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
+            seen.add(id(value))
+            pending += gc.get_referents(value)
+
+
+def assignments_of(
+    snapshot: Snapshot, changes: Changes, are_overwritten: bool
+) -> tuple[Assignment, ...]:
     """What each call leaves outside of tensors. Raises UnsupportedModel where a planned call could
     not leave it there."""
+    found: list[Assignment] = []
+    owners = {owner for owner, _ in changes}
     for held, before, start in _known(snapshot):
-        now = dict(held.kind.elements(held.owner))
-        for key in {**dict(start), **now}:
-            if (id(held.owner), key) in changes:
-                value, former = now.get(key, ABSENT), dict(before).get(key, ABSENT)
-                place = held.element(key)
-                if _is_opaque(value) and (former is ABSENT or former is None or _is_opaque(former)):
-                    continue
-                if place.address is None or not (_is_plain(value) and _is_plain(former)):
-                    raise UnsupportedModel(
-                        f"{_who(place)} changes {place.text}, which a planned run could not do as "
-                        "it does; keep it outside of the module, or return it",
-                        module_path=place.module,
-                    )
-                yield Assignment(place.address, copied(value), copied(former))
+        if id(held.owner) not in owners:
+            continue
+        now = held.kind.elements(held.owner)
+        known, there = dict(before), dict(now)
+        if held.kind.step == "all":
+            values = [value for _, value in (*now, *before)]
+            keys: list[Any] = [None]
+        else:
+            keys = [k for k in {**dict(start), **there} if (id(held.owner), k) in changes]
+            pairs = [(there.get(k, ABSENT), known.get(k, ABSENT)) for k in keys]
+            keys = [k for k, pair in zip(keys, pairs, strict=True) if not _is_opaque(*pair)]
+            values = [of.get(k, ABSENT) for k in keys for of in (there, known)]
+        place = held.place if held.kind.step == "all" else held.element(keys[0] if keys else "")
+        if keys and (held.place.address is None or not all(map(_is_plain, values))):
+            raise UnsupportedModel(
+                f"{_who(place)} changes {place.text}, which a planned run could not do as it "
+                "does; keep it outside of the module, or return it",
+                module_path=place.module,
+            )
+        found += _assigned(held, keys, now, before, are_overwritten)
+    return tuple(found)
 
 
-def _assigned(held: Held, new: list[Element], before: dict[Any, Any]) -> Iterable[Assignment]:
-    for key, value in new:
+def perturbed(snapshot: Snapshot, changes: Changes) -> bool:
+    """Put other data where the forward leaves some. True if there is other data for all of it."""
+    owners = {owner for owner, _ in changes}
+    for held, _, _ in _known(snapshot):
+        if id(held.owner) in owners:
+            other: list[Element] = []
+            for key, value in held.kind.elements(held.owner):
+                is_changed = (id(held.owner), key) in changes or held.kind.step == "all"
+                other.append((key, _other(value) if is_changed else value))
+                if other[-1][1] is ABSENT:
+                    return False
+            held.kind.write(held.owner, other)
+    return True
+
+
+def _other(value: Any) -> Any:
+    if type(value) is bool:
+        return not value
+    if type(value) in (int, float):
+        return value + 1
+    if type(value) is str:
+        return f"{value}_"
+    if isinstance(value, tuple) and value and is_plain(value):
+        first = _other(value[0])
+        return ABSENT if first is ABSENT else type(value)((first, *value[1:]))
+    return ABSENT
+
+
+def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], list[Element]]]:
+    return zip(snapshot.holders, snapshot.before, snapshot.start, strict=True)
+
+
+def _assigned(
+    held: Held,
+    keys: Iterable[Any],
+    now: list[Element],
+    before: list[Element],
+    is_overwritten: bool = False,
+) -> Iterator[Assignment]:
+    """Of elements of a holder, or of all where they are set together."""
+    there, known = dict(now), dict(before)
+    if held.kind.step == "all":
+        if keys and held.place.address is not None:
+            kind, root, steps = held.place.address
+            whole: Address = (kind, root, (*steps, ("all", None)))
+            content, former = (tuple(copied(v) for _, v in e) for e in (now, before))
+            yield Assignment(whole, content, former, is_overwritten)
+        return
+    for key in keys:
         address = held.element(key).address
-        if held.place.module is not None and address is not None:
-            yield Assignment(address, value, before.get(key, ABSENT))
+        if address is not None:
+            value, former = there.get(key, ABSENT), known.get(key, ABSENT)
+            yield Assignment(address, copied(value), copied(former), is_overwritten)
 
 
-def _is_opaque(value: Any) -> bool:
-    """Is it a function, or an object that is compared by identity alone?"""
-    return value is not ABSENT and value is not None and data_in(value) is None
+def _is_opaque(value: Any, former: Any) -> bool:
+    """Is it a function, or an object that is compared by identity alone, in place of another one or
+    of nothing?"""
+    opaque = [v is not ABSENT and v is not None and data_in(v) is None for v in (value, former)]
+    return opaque[0] and (opaque[1] or former is ABSENT or former is None)
 
 
 def _is_plain(value: Any) -> bool:
@@ -149,10 +260,6 @@ def _is_plain(value: Any) -> bool:
         inner = value.values() if isinstance(value, dict) else value
         return all(map(_is_plain, inner))
     return value is ABSENT or is_plain(value)
-
-
-def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], list[Element]]]:
-    return zip(snapshot.holders, snapshot.before, snapshot.start, strict=True)
 
 
 def _computed(found: Reached) -> set[tuple[int, Any]]:
@@ -208,10 +315,12 @@ def _is_equal(one: Any, other: Any) -> bool:
         if one is other or kinds[0] != kinds[1]:
             return one is other
         with _disable_current_modes(), torch.no_grad():
-            return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            return torch.equal(
+                one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+            )
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return all(map(_is_equal, one, other))
-    return one is other or (type(one) is type(other) and bool(one == other))
+    return one is other or (type(one) is type(other) and data_in(one) == data_in(other) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,19 +332,25 @@ class _Made:
     stand_ins: Mapping[int, torch.Tensor]
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def is_ours(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.recorder.fake_mode
+    def is_ours(self, value: Any) -> bool:
+        """Is it a tensor of the run, or what autograd has made in it?"""
+        if isinstance(value, FakeTensor):
+            return value.fake_mode is self.recorder.fake_mode
+        return not isinstance(value, torch.Tensor)
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not self.is_ours(tensor):
             return None
         if id(tensor) not in self.known:
-            found = self._made(tensor)
+            found = self.real_or_none(tensor)
             assert found is not None
             self.known[id(tensor)] = found
         return self.known[id(tensor)]
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def real_or_none(self, tensor: Any) -> torch.Tensor | None:
+        """None where it depends on more than constants."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
         stands_for = self.stand_ins.get(id(tensor))
         if stands_for is not None:
             is_input = self.recorder.value(tensor) in self.reader.inputs
@@ -246,15 +361,18 @@ class _Made:
 
     def of(self, stored: Iterable[Found]) -> list[Element]:
         """Elements with real tensors."""
-        return [(one.key, replaced(one.value, self.real)) for one in stored]
+        real: Callable[[torch.Tensor], torch.Tensor | None] = self.real
+        return [(one.key, replaced(one.value, real)) for one in stored]
 
     def refuse(self, found: Found) -> None:
         """Raise where a tensor is not made of constants alone, or where it is no table: what the
-        caller has given, a parameter or a buffer of a module."""
-        made = [self._made(t) for t in tensors_in(found.value) if self.is_ours(t)]
+        caller has given, a parameter or a buffer, anywhere but in the module."""
+        ours = [t for t in tensors_in(found.value) if self.is_ours(t)]
+        is_none = any(self.real_or_none(tensor) is None for tensor in ours)
         is_weak = isinstance(found.value, weakref.ref)
-        is_none = any(tensor is None for tensor in made)
-        if found.place.is_callers or found.held.is_registry or is_weak or is_none:
+        is_given = any(id(tensor) in self.stand_ins for tensor in ours)
+        is_elsewhere = is_given and found.place.address is None
+        if found.place.is_callers or found.held.is_registry or is_weak or is_none or is_elsewhere:
             raise _refusal(found.place)
 
 

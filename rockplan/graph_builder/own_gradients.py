@@ -67,6 +67,18 @@ def refuse_changes(before: Iterable[Kept]) -> None:
             )
 
 
+def refuse_history(constants: Sequence[torch.Tensor]) -> None:
+    """Raise where the run has written something that has a gradient into tensors that are neither
+    the module's nor the caller's."""
+    for tensor in constants:
+        raise UnsupportedModel(
+            "the forward writes something that has a gradient into a tensor of shape "
+            f"{tuple(tensor.shape)} that is neither a parameter, a buffer nor an argument: "
+            "autograd would not be told of that by a planned step. Write what is detached "
+            "(h.detach()), or return it"
+        )
+
+
 def refuse_of_result(output: torch.Tensor, position: int) -> None:
     """Raise where a result gets a gradient of its own, which the caller would find in `.grad`."""
     if output.requires_grad and (output.is_leaf or output.retains_grad):

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rockplan.contents import described
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.places import is_of_users
-from rockplan.interface import ABSENT, Question
+from rockplan.interface import ABSENT, METHODS, Question
 
 # Attributes that say of a tensor what it is for the caller alone, whatever they say.
 _TOLD_ALONE = {
@@ -28,7 +29,6 @@ _TOLD_ALONE = {
 }
 # Of these, None is an answer that can be asked for again before each call.
 _TOLD_IF_NONE = {"grad": "its gradient so far", "grad_fn": "what computed it"}
-_METHODS = ("is_shared", "is_pinned")
 _ATTRIBUTE = object.__getattribute__
 # Its own, of which a tensor may have an attribute of the same name.
 _OF_STAND_INS = frozenset(
@@ -103,6 +103,7 @@ class Questions:
 
         members: dict[str, Any] = {
             "__getattribute__": class_too,
+            "__deepcopy__": self._deep_copy(),
             "__getattr__": attribute,
             "is_leaf": property(self._is_leaf),
         }
@@ -110,7 +111,7 @@ class Questions:
             members[name] = self._alone(name, what)
         for name, what in _TOLD_IF_NONE.items():
             members[name] = self._if_none(name, what)
-        for name in _METHODS:
+        for name in METHODS:
             members[name] = self._method(name)
         return members
 
@@ -146,7 +147,8 @@ class Questions:
         name = self.names.get(id(tensor))
         if name is not None:
             _, role, key = name
-            self.asked[role, key, attribute] = Question(role, key, attribute, answer)
+            told = answer if answer is ABSENT else described(answer)
+            self.asked[role, key, attribute] = Question(role, key, attribute, told)
 
     def _attribute(self, tensor: torch.Tensor, attribute: str, is_users: bool) -> Any:
         """Of a stand-in, an attribute that fake tensors do not have."""
@@ -192,6 +194,20 @@ class Questions:
             return getattr(real, name)()
 
         return method
+
+    def _deep_copy(self) -> Callable[..., Any]:
+        original = torch.Tensor.__deepcopy__
+
+        def deep_copy(tensor: torch.Tensor, memo: Any) -> Any:
+            real = self._asked_of(tensor)
+            if real is not None and real.__dict__:
+                self.refuse(
+                    f"the forward copies {self.names[id(tensor)][0]} with its attributes "
+                    "(copy.deepcopy), of which a plan has none; copy it outside, or clone it"
+                )
+            return original(tensor, memo)
+
+        return deep_copy
 
     def _alone(self, name: str, what: str) -> property:
         original: Any = getattr(torch._C.TensorBase, name)

@@ -23,7 +23,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph import Call, Phase, TensorSpec, ValueRef
@@ -220,6 +224,7 @@ class Recorder(TorchDispatchMode):
         self.constants: list[tuple[int, torch.Tensor]] = []
         self.guards: list[Guard] = []
         self.module_stack: list[str] = [""]
+        self._had_history: dict[int, bool] = {}
         self.leaf_storages: frozenset[int] = frozenset()
         self.given_values = 0
         self.refused: CaptureError | None = None
@@ -511,7 +516,17 @@ class Recorder(TorchDispatchMode):
             plain = tensor.detach()
         fake = self.fake_mode.from_tensor(plain, static_shapes=True)
         self.constants.append((self.value(fake), tensor))
+        self._had_history[id(tensor)] = tensor.requires_grad
         return fake
+
+    def constants_with_history(self) -> list[torch.Tensor]:
+        """Constants into which the run has written something that has a gradient: they have lost it
+        again."""
+        found = [t for _, t in self.constants if t.requires_grad != self._had_history[id(t)]]
+        with _disable_current_modes(), torch.no_grad():
+            for tensor in found:
+                tensor.detach_()
+        return found
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
         reason = why_not_planned(tensor)

@@ -7,13 +7,15 @@ they are asked for stay as they are).
 
 from __future__ import annotations
 
+import argparse
 import contextvars
 import functools
+import queue
 import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +37,8 @@ _LONGEST_KEY = 40
 class Kind:
     """elements: of an owner, in order; write: makes them what it holds, where they are others;
     named: what a message calls an element, from the name of the owner and the key; step: the key
-    is that of an 'attribute' or an 'item'; None: an element cannot be set alone."""
+    is that of an 'attribute' or an 'item'; 'all': the elements are set together; None: they cannot
+    be set later."""
 
     elements: Callable[[Any], list[Element]]
     write: Callable[[Any, list[Element]], None]
@@ -196,6 +199,15 @@ def _write_defaults(owner: types.FunctionType, elements: list[Element]) -> None:
     owner.__kwdefaults__ = named or None
 
 
+def _array(owner: Any) -> list[Element]:
+    return [*enumerate(owner.ravel().tolist())]
+
+
+def _write_array(owner: Any, elements: list[Element]) -> None:
+    for position, value in elements:
+        owner.flat[position] = value
+
+
 def _content(owner: Any) -> list[Element]:
     return [("", _Bytes.of(owner))]
 
@@ -226,11 +238,18 @@ class _Bytes:
             owner[:] = self.content
 
 
+def write_all(owner: Any, values: list[Any]) -> None:
+    """A list, a queue or a set holds these and no others."""
+    kind = LIST if isinstance(owner, list) else DEQUE if isinstance(owner, deque) else SET
+    kind.write(owner, [*enumerate(values)])
+
+
 ITEMS = Kind(_items, _write_items, _key, "item")
 ATTRIBUTES = Kind(_items, _write_items, _attribute, "attribute")
-LIST = Kind(_list, _write_list, _key, "item")
-DEQUE = Kind(_deque, _write_deque, _key, "item")
-SET = Kind(_set, _write_set, _itself)
+LIST = Kind(_list, _write_list, _key, "all")
+DEQUE = Kind(_deque, _write_deque, _key, "all")
+SET = Kind(_set, _write_set, _itself, "all")
+ARRAY = Kind(_array, _write_array, _key)
 CELL = Kind(_cell, _write_cell, _itself)
 SLOTS = Kind(_slots_held, _write_slots, _attribute, "attribute")
 CLASS = Kind(_class, _write_class, _attribute, "attribute")
@@ -242,7 +261,8 @@ CONTENT = Kind(_content, _write_content, _itself)
 # Classes of the standard library and of numpy that keep what users give them.
 _KEEPERS = (
     *(*_ARRAYS, types.CellType, contextvars.ContextVar),
-    *(UserDict, UserList, threading.local, types.SimpleNamespace),
+    *(UserDict, UserList, ChainMap, threading.local, types.SimpleNamespace),
+    *(argparse.Namespace, queue.Queue, BaseException),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 
@@ -264,6 +284,8 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
         return [(value, CELL)]
     elif isinstance(value, contextvars.ContextVar):
         return [(value, CONTEXT)]
+    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return [(value, ARRAY)] if value.dtype == object else []
     elif isinstance(value, _ARRAYS):
         return [(value, CONTENT)] if _is_small(value) else []
     if isinstance(value, types.FunctionType):
@@ -331,10 +353,10 @@ def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> A
     return value._make(found) if hasattr(value, "_make") else type(value)(found)
 
 
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors that it is, or that tuples and frozen sets in it hold, or that it refers to
-    weakly."""
-    if isinstance(value, torch.Tensor):
+def tensors_in(value: Any) -> Iterable[Any]:
+    """The tensors, and nodes of autograd, that it is, or that tuples and frozen sets in it hold, or
+    that it refers to weakly."""
+    if isinstance(value, torch.Tensor | torch.autograd.graph.Node):
         yield value
     elif isinstance(value, tuple | frozenset):
         for inner in value:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import sys
 import types
@@ -31,6 +32,7 @@ from rockplan.interface import Address
 from rockplan.python_state.holders import (
     CLASS,
     NAMESPACE,
+    SET,
     Kind,
     Namespace,
     is_keeper,
@@ -86,6 +88,8 @@ class Held:
     def element(self, key: Any) -> Place:
         """Where its element is."""
         step = None if self.is_registry else self.kind.step
+        if step == "all":
+            step = None if self.kind is SET else "item"
         return self.place.inside(self.kind.named(self.place.text, key), step, key)
 
 
@@ -93,11 +97,12 @@ class Held:
 class Reached:
     """holders: those that can be changed; objects: (where, what) of everything that is reached, in
     the order of reaching; namespaces: global variables of the files of reached functions;
-    compares_objects: some of these functions compares two objects by `is`."""
+    names: that the code of these functions has; compares_objects: one compares two by `is`."""
 
     holders: tuple[Held, ...]
     objects: tuple[tuple[Place, Any], ...]
     namespaces: tuple[dict[str, Any], ...]
+    names: frozenset[str]
     compares_objects: bool
 
 
@@ -106,9 +111,11 @@ def reached(
     forward: Callable[..., Any],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
+    real: Mapping[int, torch.Tensor] | None = None,
 ) -> Reached:
-    """What `forward(*args, **kwargs)` can come to, a forward of `module`."""
-    walk = _Walk()
+    """What `forward(*args, **kwargs)` can come to, a forward of `module`. real: identity of a
+    stand-in -> the tensor whose attributes it has."""
+    walk = _Walk(real or {})
     for name, value in named_arguments(forward, args, kwargs or {}):
         walk.meet(value, Place(f"the argument '{name}'", is_callers=True))
     walk.run()
@@ -139,6 +146,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 class _Walk:
     """names: that reached code has; waiting: members of classes that nothing has named yet."""
 
+    real: Mapping[int, torch.Tensor]
     pending: deque[tuple[Any, Place]] = field(default_factory=deque)
     seen: set[int] = field(default_factory=set)
     alive: list[Any] = field(default_factory=list)
@@ -166,7 +174,13 @@ class _Walk:
             place = _file(variables)
             self.holders.append(Held(Namespace(variables, frozenset(names)), NAMESPACE, place))
         namespaces = tuple(variables for variables, _ in self.variables.values())
-        return Reached(tuple(self.holders), tuple(self.objects), namespaces, self.compares_objects)
+        return Reached(
+            tuple(self.holders),
+            tuple(self.objects),
+            namespaces,
+            frozenset(self.names),
+            self.compares_objects,
+        )
 
     def _look_into(self, value: Any, place: Place) -> None:
         kind: Any = type(value)
@@ -179,7 +193,7 @@ class _Walk:
             self._class(value)
             return
         if isinstance(value, torch.Tensor):
-            self._hold(value, place)
+            self._hold(self.real.get(id(value), value), place)
             return
         if isinstance(value, nn.Module):
             self._module(value, place)
@@ -187,7 +201,10 @@ class _Walk:
         if isinstance(value, _FUNCTIONS):
             self._function(value, place)
             return
-        if isinstance(value, tuple | frozenset | types.MappingProxyType):
+        if isinstance(value, types.MappingProxyType):
+            for inner in gc.get_referents(value):
+                self.meet(inner, place.inside(place.text, None, ""))
+        elif isinstance(value, tuple | frozenset):
             self._elements(enumerate(value), place)
         elif isinstance(value, weakref.ref):
             self.meet(value(), place)
@@ -240,12 +257,17 @@ class _Walk:
                 self.meet(element, held.element(name))
 
     def _class(self, kind: type) -> None:
+        place = Place(kind.__qualname__, address=("class", kind, ()))
+        held = Held(kind, CLASS, place)
         if _is_closed_itself(kind):
+            if issubclass(kind, nn.Module):
+                self.holders.append(held)
+                for name, member in kind.__dict__.items():
+                    if isinstance(member, _CONTAINERS):
+                        self.meet(member, held.element(name))
             return
         for base in kind.__mro__[1:]:
             self.meet(base, Place(base.__qualname__))
-        place = Place(kind.__qualname__, address=("class", kind, ()))
-        held = Held(kind, CLASS, place)
         self.holders.append(held)
         for name, member in vars(kind).items():
             if type(member) in _SIMPLE:
@@ -323,8 +345,10 @@ def _wrapped(function: Any) -> Iterable[Any]:
 
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Texts that are names count as well: `getattr(self, "kept")`, `globals()["KEPT"]`."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(code.co_names).union(texts, *map(_names_in, inner))
 
 
 @functools.cache

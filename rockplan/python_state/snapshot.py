@@ -90,8 +90,8 @@ class Snapshot:
         found: Changes = {}
         for held, start, now in self.changed():
             for key in {**start, **now}:
-                value = _told(now.get(key, ABSENT))
-                if value != _told(start.get(key, ABSENT)):
+                value = told(now.get(key, ABSENT))
+                if value != told(start.get(key, ABSENT)):
                     found[id(held.owner), key] = value
         return found
 
@@ -119,7 +119,8 @@ def _hashable(key: Any, value: Any) -> Any:
     return ("tensor", id(known)) if isinstance(known, torch.Tensor) else known
 
 
-def _told(value: Any) -> Any:
+def told(value: Any) -> Any:
+    """What is compared of an element: its plain data."""
     if value is ABSENT or isinstance(value, torch.Tensor):
         return value if value is ABSENT else None
     return data_in(value)
