@@ -312,7 +312,7 @@ class Planned:
                 raise
             return getattr(self._rockplan, name)
         if isinstance(found, nn.Module | nn.Parameter) and not torch.compiler.is_compiling():
-            self._rockplan.watch.used(name)
+            self._rockplan.watch.used(name, found)
         return found
 
     def __dir__(self) -> list[str]:
