@@ -21,7 +21,7 @@ from rockplan.codegen.signature import (
     autocast_state,
     changed_attribute,
     function_modes,
-    module_signature,
+    module_entries,
 )
 from rockplan.python_state.reach import named_arguments
 
@@ -224,7 +224,7 @@ def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iter
 
 def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
     root = signature.entries[0].module
-    entries = {id(e.module): e for e in module_signature(root, ()).entries}
+    entries = {id(e.module): e for e in module_entries(root)}
     for entry in signature.entries:
         if id(entry.module) not in entries:
             continue

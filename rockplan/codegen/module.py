@@ -261,11 +261,20 @@ class _State:
     has_run: bool = False
     assigned: list[Assignment] = field(default_factory=list)
 
-    def leave(self, module: nn.Module, program: Program) -> None:
-        """Put what a call of `program` leaves in Python where it belongs."""
-        left = program.interface.assignments
+    def leave(self, module: nn.Module, key: Any, bound: _Bound) -> None:
+        """Put what a call leaves in Python where it belongs; the plan is for calls that find it
+        there, too."""
+        left = bound.program.interface.assignments
+        if not left:
+            return
         self.assigned += [one for one in left if not any(one is known for known in self.assigned)]
         assignments.put(module, left)
+        is_settled = all(one.is_overwritten for one in left)
+        if not is_settled and not any(
+            other.program is bound.program and signature_holds(other.signature)
+            for other in self.programs.get(key, ())
+        ):
+            self.programs.setdefault(key, []).append(_bind(module, bound.program))
 
     def add(self, key: Any, bound: _Bound) -> None:
         """For calls like `key`. What was planned for the sample goes if nothing was called like it,
@@ -386,7 +395,7 @@ class Planned:
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
         situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
         result = _run(bound, leaves, situation.replan)
-        state.leave(self, bound.program)
+        state.leave(self, key, bound)
         return result
 
     def _bound_program(
@@ -438,7 +447,9 @@ class Planned:
                 )
                 raise
             _warn_of_original(error, changes)
-            state.infeasible.setdefault(key, []).append(module_signature(self, ()))
+            state.infeasible.setdefault(key, []).append(
+                module_signature(self, original_forward(self), ())
+            )
             return None
         bound = _bind(self, program)
         state.add(key, bound)
@@ -789,7 +800,7 @@ def _bind(module: nn.Module, program: Program) -> _Bound:
     named = {i: name for i, (name, _) in enumerate(interface.parameters)}
     early = (i for i in program.executable.early if i in named)
     unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
-    signature = module_signature(module, program.constants)
+    signature = module_signature(module, original_forward(module), program.constants)
     return _Bound(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
 
 

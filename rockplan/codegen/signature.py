@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from rockplan import trees
 from rockplan.codegen import parametrizations
 from rockplan.contents import Contents, contents_of, described, is_same
 from rockplan.interface import computed_attributes, foreign_hooks, is_foreign
+from rockplan.python_state.snapshot import Surroundings
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -46,21 +47,26 @@ class _ModuleEntry:
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
     """hooks: all registries of hooks, and how many each held; contents: of containers and
-    configurations among the attributes; layout: what the parameters and buffers are beyond what
-    their keys say, and which of them are one, or share memory."""
+    configurations among the attributes; surroundings: what there is beside the module; layout: what
+    the parameters and buffers are beyond what their keys say, and which of them are one, or share
+    memory."""
 
     entries: tuple[_ModuleEntry, ...]
     layout: tuple[Any, ...]
     hooks: tuple[tuple[Any, ...], list[int]]
     contents: tuple[Contents, ...]
+    surroundings: Surroundings
 
 
-def module_signature(module: nn.Module, constants: tuple[torch.Tensor, ...]) -> ModuleSignature:
-    """What of the module tree decides which operations its forward executes.
+def module_signature(
+    module: nn.Module, forward: Callable[..., Any], constants: tuple[torch.Tensor, ...]
+) -> ModuleSignature:
+    """What of the module tree, and beside it, decides which operations its forward executes.
 
-    constants: tensors that are neither parameters nor buffers, and that its plan reads.
+    forward: the original one; constants: tensors that are neither parameters nor buffers, and that
+    its plan reads.
     """
-    entries = _module_entries(module)
+    entries = module_entries(module)
     containers = {id(value): value for entry in entries for value in entry.values}
     contents = (contents_of(value, constants) for value in containers.values())
     found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
@@ -70,6 +76,7 @@ def module_signature(module: nn.Module, constants: tuple[torch.Tensor, ...]) -> 
         _layout([tensor for entry in entries for _, _, tensor, _ in entry.tensors]),
         (hooks, [*map(len, hooks)]),
         tuple(c for c in contents if c is not None),
+        Surroundings.of(module, forward),
     )
 
 
@@ -89,7 +96,8 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
+def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
+    """Of all submodules."""
     return tuple(map(_module_entry, module.modules()))
 
 
@@ -117,12 +125,15 @@ def signature_holds(signature: ModuleSignature) -> bool:
 
 def _others_hold(signature: ModuleSignature) -> bool:
     registries, counts = signature.hooks
-    return [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
+    hold = [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
+    return hold and signature.surroundings.changed() is None
 
 
 def holds_for_others(signature: ModuleSignature) -> bool:
     """True if nothing has changed but that parameters and buffers are other tensors, which are like
     those before: what was planned for those is right for these."""
+    if signature.surroundings.has_registered:
+        return False
     tensors: list[torch.Tensor | None] = []
     for entry in signature.entries:
         if not _attributes_hold(entry):
@@ -166,7 +177,8 @@ def changed_attribute(signature: ModuleSignature) -> str | None:
             before = entry.attributes.get(name)
             if id(before) in changed or not is_same(before, now.get(name)):
                 return paths.get(id(entry.module), "") + name
-    return None
+    place = signature.surroundings.changed()
+    return None if place is None else str(place)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -182,10 +182,12 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
     """Record `call`; where the forward keeps tables of constants that it has made, make them for
     real, let it keep those, and record it again."""
     made: list[Tables] = []
+    is_done = False
     try:
         for _ in range(_RUNS):
             found = _recorded(call, leftovers, made[-1] if made else None)
             if isinstance(found, Capture):
+                is_done = True
                 kept = (one for tables in made for one in tables.assignments)
                 return replace(found, assignments=(*kept, *found.assignments))
             made.append(found)
@@ -193,7 +195,7 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
         raise made[-1].unstable()
     finally:
         for tables in reversed(made):
-            tables.take_back()
+            tables.take_back(everything=not is_done)
 
 
 def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
@@ -209,7 +211,10 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
     recorder = Recorder(fake_mode, reader, leftovers)
     stand_ins = _StandIns(fake_mode, recorder)
     snapshot = Snapshot.of(module, forward, call.args, call.kwargs)
-    with swap.without_modes(), snapshot.restored():
+    as_before = (swap.without_modes(), snapshot.restored(), recorder.without_history())
+    with contextlib.ExitStack() as stack:
+        for context in as_before:
+            stack.enter_context(context)
         attributes = {id(m): dict(m.__dict__) for m in module.modules()}
         names = _tensor_names(module)
         leaves = enumerate(trees.tree_leaves((call.args, call.kwargs)))

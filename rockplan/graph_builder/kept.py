@@ -48,10 +48,10 @@ class Tables:
         for held, elements, _ in self.contents:
             held.kind.write(held.owner, elements)
 
-    def take_back(self) -> None:
-        """What comes with the first call."""
+    def take_back(self, everything: bool) -> None:
+        """What comes with the first call, or everything."""
         for held, _, before in self.contents:
-            if held.place.address is not None:
+            if everything or held.place.address is not None:
                 held.kind.write(held.owner, before)
 
     @property
@@ -128,7 +128,9 @@ def tables_of(
             tables.contents.append((held, wanted, elements))
             if held.place.address is not None:
                 keys = [key for key, _ in real]
-                tables.assignments += _assigned(held, keys, wanted, elements)
+                known = dict(elements)
+                is_new = held.kind.step == "item" and all(key not in known for key in keys)
+                tables.assignments += _assigned(held, keys, wanted, elements, is_new)
     return tables
 
 

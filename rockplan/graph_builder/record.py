@@ -8,8 +8,9 @@ included, and records them without changing one.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -520,13 +521,18 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def constants_with_history(self) -> list[torch.Tensor]:
-        """Constants into which the run has written something that has a gradient: they have lost it
-        again."""
-        found = [t for _, t in self.constants if t.requires_grad != self._had_history[id(t)]]
-        with _disable_current_modes(), torch.no_grad():
-            for tensor in found:
-                tensor.detach_()
-        return found
+        """Constants into which the run has written something that has a gradient."""
+        return [t for _, t in self.constants if t.requires_grad != self._had_history[id(t)]]
+
+    @contextlib.contextmanager
+    def without_history(self) -> Iterator[None]:
+        """They have lost it again on exit."""
+        try:
+            yield
+        finally:
+            with _disable_current_modes(), torch.no_grad():
+                for tensor in self.constants_with_history():
+                    tensor.detach_()
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
         reason = why_not_planned(tensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextvars
 import functools
+import io
 import queue
 import threading
 import types
@@ -208,6 +209,25 @@ def _write_array(owner: Any, elements: list[Element]) -> None:
         owner.flat[position] = value
 
 
+def _arguments(owner: BaseException) -> list[Element]:
+    return [("args", owner.args)]
+
+
+def _write_arguments(owner: BaseException, elements: list[Element]) -> None:
+    owner.args = elements[0][1]
+
+
+def _text(owner: Any) -> list[Element]:
+    return [] if owner.closed else [("", owner.getvalue())]
+
+
+def _write_text(owner: Any, elements: list[Element]) -> None:
+    for _, text in elements:
+        owner.seek(0)
+        owner.truncate()
+        owner.write(text)
+
+
 def _content(owner: Any) -> list[Element]:
     return [("", _Bytes.of(owner))]
 
@@ -256,13 +276,15 @@ CLASS = Kind(_class, _write_class, _attribute, "attribute")
 NAMESPACE = Kind(_namespace, _write_namespace, _variable, "attribute")
 CONTEXT = Kind(_context, _write_context, _itself)
 DEFAULTS = Kind(_defaults, _write_defaults, _default)
+ARGUMENTS = Kind(_arguments, _write_arguments, _attribute, "attribute")
+TEXT = Kind(_text, _write_text, _itself)
 CONTENT = Kind(_content, _write_content, _itself)
 
 # Classes of the standard library and of numpy that keep what users give them.
 _KEEPERS = (
     *(*_ARRAYS, types.CellType, contextvars.ContextVar),
     *(UserDict, UserList, ChainMap, threading.local, types.SimpleNamespace),
-    *(argparse.Namespace, queue.Queue, BaseException),
+    *(argparse.Namespace, queue.Queue, BaseException, io.StringIO, io.BytesIO),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 
@@ -290,6 +312,10 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
         return [(value, CONTENT)] if _is_small(value) else []
     if isinstance(value, types.FunctionType):
         found.append((value, DEFAULTS))
+    if isinstance(value, BaseException):
+        found.append((value, ARGUMENTS))
+    if isinstance(value, io.StringIO | io.BytesIO):
+        return [(value, TEXT)]
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         found.append((attributes, ATTRIBUTES))
@@ -332,7 +358,8 @@ def same_elements(one: list[Element], other: list[Element]) -> bool:
 
 def _is_same(one: Element, other: Element) -> bool:
     (key, value), (other_key, other_value) = one, other
-    is_same = value is other_value or (isinstance(value, _Bytes) and value == other_value)
+    is_content = isinstance(value, _Bytes | str | bytes)
+    is_same = value is other_value or (is_content and value == other_value)
     return is_same and (key is other_key or (type(key) in (int, str) and key == other_key))
 
 

@@ -22,7 +22,7 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,12 +53,14 @@ _UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
 class Place:
     """Where something is. text: 'self.tables', 'TABLES[4]', "the argument 'x'"; module: the path of
     the submodule that has it, if one has; is_callers: it is of an argument of the call; address:
-    how to come to it at another time, None where there is no way."""
+    how to come to it at another time, None where there is no way; is_guarded: it is the user's, and
+    neither an argument nor what attributes of the module hold, which are compared elsewhere."""
 
     text: str
     module: str | None = None
     is_callers: bool = False
     address: Address | None = None
+    is_guarded: bool = False
 
     def __str__(self) -> str:
         if self.module is not None:
@@ -73,7 +75,10 @@ class Place:
         if address is not None:
             kind, root, steps = address
             address = None if step is None else (kind, root, (*steps, (step, key)))
-        return Place(text, self.module, self.is_callers, address)
+        return Place(text, self.module, self.is_callers, address, self.is_guarded)
+
+    def guarded(self) -> Place:
+        return self if self.is_callers else replace(self, is_guarded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ def reached(
 ) -> Reached:
     """What `forward(*args, **kwargs)` can come to, a forward of `module`. real: identity of a
     stand-in -> the tensor whose attributes it has."""
-    walk = _Walk(real or {})
+    walk = _Walk(real or {}, frozenset(map(id, module.modules())))
     for name, value in named_arguments(forward, args, kwargs or {}):
         walk.meet(value, Place(f"the argument '{name}'", is_callers=True))
     walk.run()
@@ -147,6 +152,7 @@ class _Walk:
     """names: that reached code has; waiting: members of classes that nothing has named yet."""
 
     real: Mapping[int, torch.Tensor]
+    tree: frozenset[int] = frozenset()
     pending: deque[tuple[Any, Place]] = field(default_factory=deque)
     seen: set[int] = field(default_factory=set)
     alive: list[Any] = field(default_factory=list)
@@ -193,7 +199,7 @@ class _Walk:
             self._class(value)
             return
         if isinstance(value, torch.Tensor):
-            self._hold(self.real.get(id(value), value), place)
+            self._hold(self.real.get(id(value), value), place.guarded())
             return
         if isinstance(value, nn.Module):
             self._module(value, place)
@@ -236,6 +242,8 @@ class _Walk:
         """Its registries say what its attributes are: parameters and buffers are named like
         them."""
         self.meet(type(module), place)
+        if id(module) not in self.tree:
+            place = place.guarded()
         for owner, kind in kinds_of(module):
             held = Held(owner, kind, place)
             self.seen.add(id(owner))
@@ -257,7 +265,8 @@ class _Walk:
                 self.meet(element, held.element(name))
 
     def _class(self, kind: type) -> None:
-        place = Place(kind.__qualname__, address=("class", kind, ()))
+        is_users = not _is_library(kind.__module__)
+        place = Place(kind.__qualname__, address=("class", kind, ()), is_guarded=is_users)
         held = Held(kind, CLASS, place)
         if _is_closed_itself(kind):
             if issubclass(kind, nn.Module):
@@ -283,7 +292,8 @@ class _Walk:
         if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
             return
         text = place.text if place.text.startswith("self.") else function.__qualname__
-        self._hold(function, place.inside(text, None, ""))
+        is_users = not (_is_library(function.__module__) or place.is_callers)
+        self._hold(function, replace(place.inside(text, None, ""), is_guarded=is_users))
         names = _names_in(function.__code__)
         self.compares_objects = self.compares_objects or _compares_objects(function.__code__)
         for name in names - self.names:
@@ -295,7 +305,7 @@ class _Walk:
         for name, cell in cells:
             is_named = place.text.startswith("self.")
             text = place.text if is_named else f"the variable '{name}' of {function.__qualname__}"
-            self.meet(cell, place.inside(text, None, ""))
+            self.meet(cell, replace(place.inside(text, None, ""), is_guarded=is_users))
 
     def _global_variables(self, variables: dict[str, Any], names: frozenset[str]) -> None:
         if str(variables.get("__name__", "?")).partition(".")[0] in _CLOSED:
@@ -316,7 +326,15 @@ def _file(variables: dict[str, Any]) -> Place:
     """Of an imported file the address, by which it can be found again."""
     name = str(variables.get("__name__", "?"))
     is_imported = vars(sys.modules.get(name, object)) is variables if name in sys.modules else False
-    return Place(name, address=("file", name, ()) if is_imported else None)
+    address: Address | None = ("file", name, ()) if is_imported else None
+    return Place(name, address=address, is_guarded=not _is_library(name))
+
+
+@functools.cache
+def _is_library(name: str) -> bool:
+    """Is a file of that name installed, and none of the user's?"""
+    path = str(getattr(sys.modules.get(name), "__file__", None) or "")
+    return name.partition(".")[0] in _CLOSED or "site-packages" in path or "dist-packages" in path
 
 
 _FUNCTIONS = (

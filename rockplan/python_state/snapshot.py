@@ -7,7 +7,7 @@ in place, so that references stay valid; `changes` says what is other data than 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,3 +147,71 @@ def holding(found: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[F
         for key, value in held.kind.elements(held.owner)
         if any(map(is_wanted, tensors_in(value)))
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the user's code beside a module holds that its forward can come to: global variables,
+    attributes of classes, cells, defaults, objects, modules that are not registered.
+
+    held: holders with what each held, of attributes those that reached code names; has_registered:
+    something beside the registries holds a parameter or a buffer of the module."""
+
+    held: tuple[tuple[Held, list[Element]], ...]
+    names: frozenset[str]
+    has_registered: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, forward: Callable[..., Any]) -> Surroundings:
+        found = reached(module, forward)
+        guarded = [held for held in found.holders if held.place.is_guarded]
+        elements = tuple((held, _named(held, found.names)) for held in guarded)
+        registered = {id(t) for t in (*module.parameters(), *module.buffers())}
+        return cls(elements, found.names, _holds(found.holders, registered))
+
+    def changed(self) -> Place | None:
+        """Where there is something else now; None: nowhere."""
+        for held, elements in self.held:
+            now = _named(held, self.names)
+            if not same_elements(now, elements):
+                before, there = _by_key(elements), _by_key(now)
+                for key in {**before, **there}:
+                    pair = before.get(key, ABSENT), there.get(key, ABSENT)
+                    if not (_is_new_table(held, *pair) or _is_alike(*pair)):
+                        return held.element(key)
+        return None
+
+
+def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
+    return any(
+        id(tensor) in registered
+        for held in holders
+        if not held.is_registry and "._flat_weight" not in held.place.text  # of recurrent layers
+        for key, value in held.kind.elements(held.owner)
+        for tensor in (*tensors_in(value), *tensors_in(key))
+    )
+
+
+def _named(held: Held, names: frozenset[str]) -> list[Element]:
+    elements = held.kind.elements(held.owner)
+    if held.kind.step != "attribute":
+        return elements
+    return [element for element in elements if element[0] in names]
+
+
+def _is_new_table(held: Held, before: Any, now: Any) -> bool:
+    """Of a dictionary, which other calls fill with tables of theirs."""
+    is_new = before is ABSENT and held.kind.step == "item"
+    return is_new and any(True for _ in tensors_in(now))
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if one is ABSENT or other is ABSENT:
+        return False
+    tensors = [*map(id, tensors_in(one))], [*map(id, tensors_in(other))]
+    if tensors[0] != tensors[1]:
+        return False
+    data = told(one), told(other)
+    return bool(data[0] == data[1]) and (data[0] is not None or bool(tensors[0]))
