@@ -1202,7 +1202,6 @@ QUESTIONS = {
     "class of detach": "type(t.detach()) is torch.Tensor",
     "class of a result": "type(t * 1) is torch.Tensor",
     "numpy": "type(t.detach().numpy()).__name__ == 'ndarray'",
-    "modes": "torch.utils._python_dispatch._get_current_dispatch_mode() is None",
     "functions of a subclass": "torch.overrides.has_torch_function((t,))",
     "grad mode": "torch.is_grad_enabled()",
 }

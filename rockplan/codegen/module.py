@@ -906,6 +906,7 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     functools.update_wrapper(forward, original.forward)
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     del forward.__wrapped__  # type: ignore[attr-defined]
+    forward.__kwdefaults__ = getattr(original.forward, "__kwdefaults__", None)
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

@@ -65,7 +65,7 @@ from rockplan.interface import (
     is_foreign,
 )
 from rockplan.python_state.leftovers import Leftovers, frames_forgotten
-from rockplan.python_state.reach import Place, Reached, reached
+from rockplan.python_state.reach import Identity, Place, Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
 
 # Fake tensors have no values that a kernel could look at.
@@ -265,6 +265,8 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
             _refuse_callers_changes(snapshot)
             _refuse_changes(snapshot, first.changes, snapshot.changes())
             written = _written_constants(recorder)
+            if first.changes:
+                _refuse_cached_changes(snapshot, first.changes)
             if first.changes or written:
                 # Only a second run tells whether the next call would do the same.
                 another = Recorder(fake_mode, reader, leftovers)
@@ -837,6 +839,19 @@ def _refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None
         )
 
 
+def _refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
+    """Raise where data may be changed by a function that runs in the first call alone."""
+    name = snapshot.grown_cache()
+    if name is not None:
+        place = snapshot.place_of(next(iter(changes)))
+        raise UnsupportedModel(
+            f"{_of(place)}: the forward changes {place.text}, and calls {name}, whose results are "
+            "cached (functools): a planned run could not tell whether the next call changes it as "
+            "well. Run the module once on the sample, then plan it",
+            module_path=place.module,
+        )
+
+
 def _refuse_another_call(snapshot: Snapshot, first: _Forward, second: _Forward) -> None:
     """Raise where the first call leaves data that makes the second another one. Data that is only
     left there, or set before it is read, makes no difference."""
@@ -885,7 +900,7 @@ def _refuse_fresh_constants(
             )
 
 
-def _changed(before: Changes, after: Changes) -> list[tuple[int, Any]]:
+def _changed(before: Changes, after: Changes) -> list[tuple[Identity, Any]]:
     return [c for c in {**before, **after} if before.get(c, _NO_CHANGE) != after.get(c, _NO_CHANGE)]
 
 

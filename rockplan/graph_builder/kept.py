@@ -8,7 +8,6 @@ eager would have it after the call, a plan would not.
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections import deque
@@ -26,8 +25,16 @@ from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.reads import ValueReader
 from rockplan.graph_builder.record import Recorder
 from rockplan.interface import ABSENT, Address, Assignment, computed_attributes
-from rockplan.python_state.holders import Element, kinds_of, replaced, tensors_in
-from rockplan.python_state.reach import Held, Place, Reached
+from rockplan.python_state.holders import (
+    ATTRIBUTES,
+    LIST,
+    Element,
+    is_function_cache,
+    kinds_of,
+    replaced,
+    tensors_in,
+)
+from rockplan.python_state.reach import Held, Identity, Place, Reached, identity_of
 from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
 
 
@@ -57,8 +64,9 @@ class Tables:
     @property
     def place(self) -> Place:
         """Where the first of them is."""
-        held, elements, _ = self.contents[0]
-        return held.element(elements[-1][0])
+        held, elements, before = self.contents[0]
+        known = dict(before)
+        return held.element(next(k for k, v in elements if known.get(k) is not v))
 
     def unstable(self) -> UnsupportedModel:
         return _refusal(self.place)
@@ -102,13 +110,13 @@ def tables_of(
 ) -> Tables:
     """Tables that the run has stored. found: what can be reached after it; stand_ins: identity of
     a fake tensor -> what it stands for. Raises UnsupportedModel for other tensors."""
-    before = {id(h.owner): (h, b, dict(s)) for h, b, s in _known(snapshot)}
+    before = {h.identity: (h, b, dict(s)) for h, b, s in _known(snapshot)}
     computed = _computed(found)
     made = _Made(recorder, reader, stand_ins)
     tables = Tables()
-    stored: dict[int, list[Found]] = {}
+    stored: dict[Identity, list[Found]] = {}
     for one in holding(found, made.is_ours):
-        owner = id(one.held.owner)
+        owner = one.held.identity
         if (owner, one.key) in computed or (owner, None) in computed:
             continue
         if owner not in before or before[owner][2].get(one.key) is not one.value:
@@ -138,7 +146,7 @@ def _refuse_cached(found: Reached, made: _Made) -> None:
     """Raise where a cache of a function has a tensor that is no table: eager would find it at the
     next call, a plan would make it anew."""
     for place, value in found.objects:
-        if not isinstance(value, functools._lru_cache_wrapper):
+        if not is_function_cache(value):
             continue
         for tensor in filter(made.is_ours, _cached(value)):
             if made.real_or_none(tensor) is None:
@@ -171,7 +179,7 @@ def assignments_of(
     found: list[Assignment] = []
     owners = {owner for owner, _ in changes}
     for held, before, start in _known(snapshot):
-        if id(held.owner) not in owners:
+        if held.identity not in owners:
             continue
         now = held.kind.elements(held.owner)
         known, there = dict(before), dict(now)
@@ -179,12 +187,12 @@ def assignments_of(
             values = [value for _, value in (*now, *before)]
             keys: list[Any] = [None]
         else:
-            keys = [k for k in {**dict(start), **there} if (id(held.owner), k) in changes]
+            keys = [k for k in {**dict(start), **there} if (held.identity, k) in changes]
             pairs = [(there.get(k, ABSENT), known.get(k, ABSENT)) for k in keys]
             keys = [k for k, pair in zip(keys, pairs, strict=True) if not _is_opaque(*pair)]
             values = [of.get(k, ABSENT) for k in keys for of in (there, known)]
         place = held.place if held.kind.step == "all" else held.element(keys[0] if keys else "")
-        if keys and (held.place.address is None or not all(map(_is_plain, values))):
+        if keys and (place.address is None or not all(map(_is_plain, values))):
             raise UnsupportedModel(
                 f"{_who(place)} changes {place.text}, which a planned run could not do as it "
                 "does; keep it outside of the module, or return it",
@@ -198,10 +206,10 @@ def perturbed(snapshot: Snapshot, changes: Changes) -> bool:
     """Put other data where the forward leaves some. True if there is other data for all of it."""
     owners = {owner for owner, _ in changes}
     for held, _, _ in _known(snapshot):
-        if id(held.owner) in owners:
+        if held.identity in owners:
             other: list[Element] = []
             for key, value in held.kind.elements(held.owner):
-                is_changed = (id(held.owner), key) in changes or held.kind.step == "all"
+                is_changed = (held.identity, key) in changes or held.kind.step == "all"
                 other.append((key, _other(value) if is_changed else value))
                 if other[-1][1] is ABSENT:
                     return False
@@ -264,26 +272,27 @@ def _is_plain(value: Any) -> bool:
     return value is ABSENT or is_plain(value)
 
 
-def _computed(found: Reached) -> set[tuple[int, Any]]:
+def _computed(found: Reached) -> set[tuple[Identity, Any]]:
     """Where hooks of PyTorch leave weights that they compute before each call, for nobody."""
-    places: set[tuple[int, Any]] = set()
+    places: set[tuple[Identity, Any]] = set()
     for _, value in found.objects:
         if isinstance(value, nn.Module):
             names = computed_attributes(value)
-            places |= {(id(value.__dict__), name) for name in names}
+            attributes = identity_of(value.__dict__, ATTRIBUTES)
+            places |= {(attributes, name) for name in names}
             lists = (value.__dict__.get(name) for name in names)
-            places |= {(id(one), None) for one in lists if isinstance(one, list)}
+            places |= {(identity_of(one, LIST), None) for one in lists if isinstance(one, list)}
     return places
 
 
-def _leading_to(owners: set[int], start: dict[Any, Any], now: list[Element]) -> list[Element]:
+def _leading_to(owners: set[Identity], start: dict[Any, Any], now: list[Element]) -> list[Element]:
     """New elements through which new holders are reached."""
     new = ((k, v) for k, v in now if start.get(k) is not v and not isinstance(v, nn.Module))
     return [(key, value) for key, value in new if owners & _holders_in(value)]
 
 
-def _holders_in(value: Any) -> set[int]:
-    found: set[int] = set()
+def _holders_in(value: Any) -> set[Identity]:
+    found: set[Identity] = set()
     pending = [value]
     while pending:
         one = pending.pop()
@@ -293,8 +302,9 @@ def _holders_in(value: Any) -> set[int]:
             pending += one
             continue
         for owner, kind in kinds_of(one):
-            if id(owner) not in found:
-                found.add(id(owner))
+            identity = identity_of(owner, kind)
+            if identity not in found:
+                found.add(identity)
                 pending += [v for _, v in kind.elements(owner)]
     return found
 

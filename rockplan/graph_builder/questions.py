@@ -9,6 +9,7 @@ call is a `Question` that is asked again before it; what no plan could answer is
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ _TOLD_ALONE = {
 }
 # Of these, None is an answer that can be asked for again before each call.
 _TOLD_IF_NONE = {"grad": "its gradient so far", "grad_fn": "what computed it"}
+_PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
 _ATTRIBUTE = object.__getattribute__
 # Its own, of which a tensor may have an attribute of the same name.
 _OF_STAND_INS = frozenset(
@@ -80,7 +82,7 @@ class Questions:
         """Raise where the forward has given a tensor of the caller's, or a result, an attribute."""
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
-                for attribute in _given(result):
+                for attribute in _given(result.__dict__):
                     raise UnsupportedModel(
                         f"the forward sets the attribute '{attribute}' of leaf {position} of its "
                         "result, which the result of a planned run would not have; return it"
@@ -99,7 +101,11 @@ class Questions:
             return self._attribute(tensor, name, _asks_users_file())
 
         def class_too(tensor: torch.Tensor, name: str) -> Any:
-            return self._class(tensor) if name == "__class__" else _ATTRIBUTE(tensor, name)
+            if name == "__class__":
+                return self._class(tensor)
+            if name == "__dict__" and _asks_users_file():
+                return self._dictionary(tensor)
+            return _ATTRIBUTE(tensor, name)
 
         members: dict[str, Any] = {
             "__getattribute__": class_too,
@@ -169,6 +175,14 @@ class Questions:
             raise AttributeError(f"'{kind}' object has no attribute '{attribute}'")
         return self._by_identity(answer)
 
+    def _dictionary(self, tensor: torch.Tensor) -> dict[str, Any]:
+        real = self.real.get(id(tensor))
+        if real is None:
+            own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
+            return {name: own[name] for name in _given(own)}
+        self._ask(tensor, "__dict__", real.__dict__)
+        return real.__dict__
+
     def _by_identity(self, answer: Any) -> Any:
         """Another of the caller's tensors as its stand-in."""
         for identity, real in self.real.items():
@@ -200,12 +214,21 @@ class Questions:
 
         def deep_copy(tensor: torch.Tensor, memo: Any) -> Any:
             real = self._asked_of(tensor)
-            if real is not None and real.__dict__:
+            if real is not None and (real.__dict__ or type(real) not in _PLAIN_CLASSES):
                 self.refuse(
                     f"the forward copies {self.names[id(tensor)][0]} with its attributes "
                     "(copy.deepcopy), of which a plan has none; copy it outside, or clone it"
                 )
-            return original(tensor, memo)
+            own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
+            if own.get("fake_mode") is not self.mode or not tensor.is_leaf:
+                return original(tensor, memo)
+            if id(tensor) not in memo:  # with the mode that it is of, which is not copied
+                made = tensor.detach().clone()
+                kind = {"_is_param": True} if "_is_param" in own else {}
+                given = {name: own[name] for name in _given(own)}
+                _ATTRIBUTE(made, "__dict__").update(kind | copy.deepcopy(given, memo))
+                memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
 
         return deep_copy
 
@@ -276,8 +299,9 @@ def _asks_users_file() -> bool:
     return is_of_users(name) or name.startswith("<")
 
 
-def _given(tensor: torch.Tensor) -> list[str]:
-    return sorted(name for name in tensor.__dict__ if not (name in _OF_STAND_INS or _is_own(name)))
+def _given(attributes: Mapping[str, Any]) -> list[str]:
+    """Names that are none of a fake tensor's own."""
+    return sorted(name for name in attributes if not (name in _OF_STAND_INS or _is_own(name)))
 
 
 def _is_own(name: str) -> bool:

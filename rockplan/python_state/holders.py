@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 Element = tuple[Any, Any]
 """(key, position or name of an element; the element)"""
@@ -209,6 +210,14 @@ def _write_array(owner: Any, elements: list[Element]) -> None:
         owner.flat[position] = value
 
 
+def _of_class(owner: Any) -> list[Element]:
+    return [("__class__", type(owner))]
+
+
+def _write_of_class(owner: Any, elements: list[Element]) -> None:
+    object.__setattr__(owner, "__class__", elements[0][1])
+
+
 def _arguments(owner: BaseException) -> list[Element]:
     return [("args", owner.args)]
 
@@ -276,6 +285,7 @@ CLASS = Kind(_class, _write_class, _attribute, "attribute")
 NAMESPACE = Kind(_namespace, _write_namespace, _variable, "attribute")
 CONTEXT = Kind(_context, _write_context, _itself)
 DEFAULTS = Kind(_defaults, _write_defaults, _default)
+OF_CLASS = Kind(_of_class, _write_of_class, _attribute)
 ARGUMENTS = Kind(_arguments, _write_arguments, _attribute, "attribute")
 TEXT = Kind(_text, _write_text, _itself)
 CONTENT = Kind(_content, _write_content, _itself)
@@ -316,12 +326,19 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
         found.append((value, ARGUMENTS))
     if isinstance(value, io.StringIO | io.BytesIO):
         return [(value, TEXT)]
+    if isinstance(value, nn.Module):
+        found.append((value, OF_CLASS))
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         found.append((attributes, ATTRIBUTES))
     if slots(_kind(value)):
         found.append((value, SLOTS))
     return found
+
+
+def is_function_cache(value: object) -> bool:
+    """Is it a functools.lru_cache?"""
+    return isinstance(value, functools._lru_cache_wrapper)
 
 
 def is_keeper(value: object) -> bool:

@@ -81,6 +81,15 @@ class Place:
         return self if self.is_callers else replace(self, is_guarded=True)
 
 
+Identity = tuple[int, int]
+
+
+def identity_of(owner: Any, kind: Kind) -> Identity:
+    """Of a holder, whenever it is reached."""
+    known = owner.variables if isinstance(owner, Namespace) else owner
+    return id(known), id(kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """A holder that can be changed. is_registry: of parameters, buffers or submodules."""
@@ -89,6 +98,11 @@ class Held:
     kind: Kind
     place: Place
     is_registry: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Of the same holder, whenever it is reached."""
+        return identity_of(self.owner, self.kind)
 
     def element(self, key: Any) -> Place:
         """Where its element is."""
@@ -213,7 +227,7 @@ class _Walk:
         elif isinstance(value, tuple | frozenset):
             self._elements(enumerate(value), place)
         elif isinstance(value, weakref.ref):
-            self.meet(value(), place)
+            self.meet(value(), place.inside(place.text, None, ""))
         elif _is_closed(kind) and not is_keeper(value) and not _is_container(value):
             return
         else:
@@ -231,7 +245,7 @@ class _Walk:
                 if type(element) not in _SIMPLE:
                     self.meet(element, held.element(key))
                 if type(key) not in _SIMPLE:
-                    self.meet(key, held.place)
+                    self.meet(key, place.inside(place.text, None, ""))
 
     def _elements(self, elements: Iterable[tuple[Any, Any]], place: Place) -> None:
         for key, element in elements:
@@ -265,7 +279,7 @@ class _Walk:
                 self.meet(element, held.element(name))
 
     def _class(self, kind: type) -> None:
-        is_users = not _is_library(kind.__module__)
+        is_users = not is_library(kind.__module__)
         place = Place(kind.__qualname__, address=("class", kind, ()), is_guarded=is_users)
         held = Held(kind, CLASS, place)
         if _is_closed_itself(kind):
@@ -288,11 +302,11 @@ class _Walk:
 
     def _function(self, function: Any, place: Place) -> None:
         for inner in _wrapped(function):
-            self.meet(inner, place)
+            self.meet(inner, place.inside(place.text, None, ""))
         if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
             return
         text = place.text if place.text.startswith("self.") else function.__qualname__
-        is_users = not (_is_library(function.__module__) or place.is_callers)
+        is_users = not (is_library(function.__module__) or place.is_callers)
         self._hold(function, replace(place.inside(text, None, ""), is_guarded=is_users))
         names = _names_in(function.__code__)
         self.compares_objects = self.compares_objects or _compares_objects(function.__code__)
@@ -327,11 +341,11 @@ def _file(variables: dict[str, Any]) -> Place:
     name = str(variables.get("__name__", "?"))
     is_imported = vars(sys.modules.get(name, object)) is variables if name in sys.modules else False
     address: Address | None = ("file", name, ()) if is_imported else None
-    return Place(name, address=address, is_guarded=not _is_library(name))
+    return Place(name, address=address, is_guarded=not is_library(name))
 
 
 @functools.cache
-def _is_library(name: str) -> bool:
+def is_library(name: str) -> bool:
     """Is a file of that name installed, and none of the user's?"""
     path = str(getattr(sys.modules.get(name), "__file__", None) or "")
     return name.partition(".")[0] in _CLOSED or "site-packages" in path or "dist-packages" in path

@@ -14,24 +14,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.contents import data_in
+from rockplan.contents import data_in, is_same
 from rockplan.interface import ABSENT
-from rockplan.python_state.holders import Element, replaced, same_elements, tensors_in
-from rockplan.python_state.reach import Held, Place, Reached, reached
+from rockplan.python_state.holders import (
+    Element,
+    is_function_cache,
+    replaced,
+    same_elements,
+    tensors_in,
+)
+from rockplan.python_state.reach import Held, Identity, Place, Reached, is_library, reached
 
-Changes = dict[tuple[int, Any], Any]
+Changes = dict[tuple[Identity, Any], Any]
 """(identity of a holder, key of an element) -> the plain data that it is now, `ABSENT` where it is
 no more."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """holders, before: what each held when the snapshot was taken; start: what it held when the
+    """holders, before: what each held when the snapshot was taken; caches: of functions, and how
+    many results each kept, which lose what they get meanwhile; start: what each held when the
     forward began, which has stand-ins for tensors by then."""
 
     reached: Reached
     holders: list[Held]
     before: list[list[Element]]
+    caches: list[tuple[Any, int]]
     start: list[list[Element]] = field(default_factory=list)
 
     @classmethod
@@ -45,7 +53,9 @@ class Snapshot:
         """Of what `forward(*args, **kwargs)` can come to."""
         found = reached(module, forward, args, kwargs)
         before = [held.kind.elements(held.owner) for held in found.holders]
-        return cls(found, [*found.holders], before)
+        caches = [value for _, value in found.objects if is_function_cache(value)]
+        sizes = [(cache, cache.cache_info().currsize) for cache in caches]
+        return cls(found, [*found.holders], before, sizes)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -59,6 +69,9 @@ class Snapshot:
         for held, elements in zip(self.holders, self.before, strict=True):
             if not same_elements(held.kind.elements(held.owner), elements):
                 held.kind.write(held.owner, elements)
+        for cache, size in self.caches:
+            if cache.cache_info().currsize != size:
+                cache.cache_clear()
 
     def add(self, holders: list[Held]) -> None:
         """Holders that were made for the call."""
@@ -92,13 +105,20 @@ class Snapshot:
             for key in {**start, **now}:
                 value = told(now.get(key, ABSENT))
                 if value != told(start.get(key, ABSENT)):
-                    found[id(held.owner), key] = value
+                    found[held.identity, key] = value
         return found
 
-    def place_of(self, change: tuple[int, Any]) -> Place:
+    def grown_cache(self) -> str | None:
+        """The name of a function of the user's whose cache has got results since."""
+        for cache, size in self.caches:
+            if cache.cache_info().currsize != size and not is_library(cache.__module__):
+                return str(cache.__qualname__)
+        return None
+
+    def place_of(self, change: tuple[Identity, Any]) -> Place:
         """Where that is."""
         owner, key = change
-        held = next(held for held in self.holders if id(held.owner) == owner)
+        held = next(held for held in self.holders if held.identity == owner)
         return held.element(key)
 
     def callers_changes(self) -> Iterator[Place]:
@@ -177,7 +197,7 @@ class Surroundings:
                 before, there = _by_key(elements), _by_key(now)
                 for key in {**before, **there}:
                     pair = before.get(key, ABSENT), there.get(key, ABSENT)
-                    if not (_is_new_table(held, *pair) or _is_alike(*pair)):
+                    if not (_is_new_table(held, key, *pair) or _is_alike(*pair)):
                         return held.element(key)
         return None
 
@@ -199,19 +219,15 @@ def _named(held: Held, names: frozenset[str]) -> list[Element]:
     return [element for element in elements if element[0] in names]
 
 
-def _is_new_table(held: Held, before: Any, now: Any) -> bool:
-    """Of a dictionary, which other calls fill with tables of theirs."""
-    is_new = before is ABSENT and held.kind.step == "item"
+def _is_new_table(held: Held, key: Any, before: Any, now: Any) -> bool:
+    """Of a dictionary, which calls of other sizes fill with tables of theirs."""
+    is_new = before is ABSENT and held.kind.step == "item" and isinstance(key, _SIZES)
     return is_new and any(True for _ in tensors_in(now))
 
 
+# By which dictionaries of tables are read.
+_SIZES = (int, float, tuple, torch.dtype, torch.device)
+
+
 def _is_alike(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if one is ABSENT or other is ABSENT:
-        return False
-    tensors = [*map(id, tensors_in(one))], [*map(id, tensors_in(other))]
-    if tensors[0] != tensors[1]:
-        return False
-    data = told(one), told(other)
-    return bool(data[0] == data[1]) and (data[0] is not None or bool(tensors[0]))
+    return one is not ABSENT and other is not ABSENT and is_same(one, other)
