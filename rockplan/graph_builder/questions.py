@@ -128,12 +128,13 @@ class Questions:
 
     def _class(self, tensor: torch.Tensor) -> type:
         """Of a stand-in that of the real tensor; of others what eager execution makes."""
-        if _ATTRIBUTE(tensor, "__dict__").get("fake_mode") is not self.mode:
+        own = _ATTRIBUTE(tensor, "__dict__")
+        if own.get("fake_mode") is not self.mode:
             return FakeTensor
         real = self.real.get(id(tensor))
         if real is not None:
             return type(real)
-        return nn.Parameter if "_is_param" in tensor.__dict__ else torch.Tensor
+        return nn.Parameter if "_is_param" in own else torch.Tensor
 
     def _is_a(self) -> Callable[[Any, Any], bool]:
         """`isinstance` of parameters, and of classes derived from theirs."""

@@ -275,6 +275,7 @@ def write_all(owner: Any, values: list[Any]) -> None:
 
 ITEMS = Kind(_items, _write_items, _key, "item")
 ATTRIBUTES = Kind(_items, _write_items, _attribute, "attribute")
+OF_TENSOR = Kind(_items, _write_items, _attribute, "attribute")
 LIST = Kind(_list, _write_list, _key, "all")
 DEQUE = Kind(_deque, _write_deque, _key, "all")
 SET = Kind(_set, _write_set, _itself, "all")
@@ -330,7 +331,7 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
         found.append((value, OF_CLASS))
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        found.append((attributes, ATTRIBUTES))
+        found.append((attributes, OF_TENSOR if isinstance(value, torch.Tensor) else ATTRIBUTES))
     if slots(_kind(value)):
         found.append((value, SLOTS))
     return found

@@ -279,7 +279,8 @@ class _Walk:
                 self.meet(element, held.element(name))
 
     def _class(self, kind: type) -> None:
-        is_users = not is_library(kind.__module__)
+        # Of PyTorch's those that the user may have given attributes.
+        is_users = issubclass(kind, nn.Module) or not is_library(kind.__module__)
         place = Place(kind.__qualname__, address=("class", kind, ()), is_guarded=is_users)
         held = Held(kind, CLASS, place)
         if _is_closed_itself(kind):

@@ -17,6 +17,7 @@ from torch import nn
 from rockplan.contents import data_in, is_same
 from rockplan.interface import ABSENT
 from rockplan.python_state.holders import (
+    OF_TENSOR,
     Element,
     is_function_cache,
     replaced,
@@ -214,7 +215,7 @@ def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
 
 def _named(held: Held, names: frozenset[str]) -> list[Element]:
     elements = held.kind.elements(held.owner)
-    if held.kind.step != "attribute":
+    if held.kind.step != "attribute" or held.kind is OF_TENSOR or "vars" in names:
         return elements
     return [element for element in elements if element[0] in names]
 
