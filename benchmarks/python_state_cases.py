@@ -2181,19 +2181,6 @@ RESULTS = {
         read="sorted(SAID)",
         top="SAID = set()",
     ),
-    "log": Kept(
-        block="LOGGER.warning('%s', h.shape[0])",
-        read="[r.getMessage() for r in LOG]",
-        top=(
-            "import logging\n"
-            "\n"
-            "LOG = []\n"
-            "HANDLER = logging.Handler()\n"
-            "HANDLER.emit = LOG.append\n"
-            "LOGGER = logging.Logger('a')\n"
-            "LOGGER.addHandler(HANDLER)"
-        ),
-    ),
     "text": Kept(
         block="print(h.shape, file=TEXT)",
         read="TEXT.getvalue()",

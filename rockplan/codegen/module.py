@@ -76,6 +76,7 @@ from rockplan.interface import (
 )
 from rockplan.literals import picklable
 from rockplan.plan import Plan
+from rockplan.python_state.snapshot import Surroundings
 
 # Planning exchanges tensors of the module and functions of libraries, and moves random generators,
 # before it puts them back: one thread at a time.
@@ -368,6 +369,7 @@ class Planned:
         memo |= {id(key): key for key in (*self._rockplan.programs, *self._rockplan.infeasible)}
         copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
         copied._rockplan.watch.begin(copied)
+        _surround(copied, self)
         return copied
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -654,6 +656,18 @@ def unplanned(module: nn.Module) -> nn.Module:
     if state.instance_forward is not None:
         original.__dict__["forward"] = state.instance_forward
     return original
+
+
+def _surround(copied: Any, planned: Planned) -> None:
+    """The plans of a copy are for what is beside it now, if those of `planned` are."""
+    assert isinstance(planned, nn.Module)
+    surroundings = Surroundings.of(copied, original_forward(copied))
+    for key, bounds in planned._rockplan.programs.items():
+        own = copied._rockplan.programs[key]
+        for position, bound in enumerate(bounds):
+            if bound.signature.surroundings.changed() is None:
+                signature = replace(own[position].signature, surroundings=surroundings)
+                own[position] = replace(own[position], signature=signature)
 
 
 def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

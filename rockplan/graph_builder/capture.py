@@ -271,7 +271,8 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
                 # Only a second run tells whether the next call would do the same.
                 another = Recorder(fake_mode, reader, leftovers)
                 stand_ins.make_known(another)
-                second = run.run(another)
+                with _as_in_eager(another, reader):
+                    second = run.run(another)
                 _refuse_changes(snapshot, first.changes, second.changes)
                 _refuse_another_call(snapshot, first, second)
                 _refuse_fresh_constants(written, another)
@@ -358,7 +359,8 @@ def _is_overwritten(run: _ForwardCall, expected: _Forward, recorder: Recorder) -
     try:
         if not perturbed(run.snapshot, expected.changes):
             return False
-        found = run.run(recorder)
+        with _as_in_eager(recorder, run.reader):
+            found = run.run(recorder)
     except Exception:  # what a forward does with such data is its own
         return False
     return found.done == expected.done and found.changes == expected.changes

@@ -110,6 +110,7 @@ class Questions:
         members: dict[str, Any] = {
             "__getattribute__": class_too,
             "__deepcopy__": self._deep_copy(),
+            "as_subclass": self._as_subclass(),
             "__getattr__": attribute,
             "is_leaf": property(self._is_leaf),
         }
@@ -232,6 +233,18 @@ class Questions:
             return memo[id(tensor)]
 
         return deep_copy
+
+    def _as_subclass(self) -> Callable[..., Any]:
+        def as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+            if kind is not torch.Tensor:
+                self.refuse(
+                    f"the forward makes a {kind.__qualname__} of a tensor (as_subclass), a class "
+                    "that a plan would not give back; keep to plain tensors"
+                )
+            found: torch.Tensor = torch.ops.aten.alias.default(tensor)
+            return found
+
+        return as_subclass
 
     def _alone(self, name: str, what: str) -> property:
         original: Any = getattr(torch._C.TensorBase, name)

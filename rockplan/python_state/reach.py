@@ -346,8 +346,10 @@ def _file(variables: dict[str, Any]) -> Place:
 
 
 @functools.cache
-def is_library(name: str) -> bool:
+def is_library(name: str | None) -> bool:
     """Is a file of that name installed, and none of the user's?"""
+    if name is None:
+        return False
     path = str(getattr(sys.modules.get(name), "__file__", None) or "")
     return name.partition(".")[0] in _CLOSED or "site-packages" in path or "dist-packages" in path
 

@@ -7,6 +7,7 @@ in place, so that references stay valid; `changes` says what is other data than 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,9 @@ from rockplan.python_state.reach import Held, Identity, Place, Reached, is_libra
 Changes = dict[tuple[Identity, Any], Any]
 """(identity of a holder, key of an element) -> the plain data that it is now, `ABSENT` where it is
 no more."""
+
+
+_HOOKS = re.compile(r"^self\._\w+_hooks(_|$)")
 
 
 @dataclass(slots=True)
@@ -103,6 +107,8 @@ class Snapshot:
         count as there or not there."""
         found: Changes = {}
         for held, start, now in self.changed():
+            if _HOOKS.search(held.place.text):  # by which libraries collect what submodules return
+                continue
             for key in {**start, **now}:
                 value = told(now.get(key, ABSENT))
                 if value != told(start.get(key, ABSENT)):
@@ -181,6 +187,10 @@ class Surroundings:
     held: tuple[tuple[Held, list[Element]], ...]
     names: frozenset[str]
     has_registered: bool
+
+    def __deepcopy__(self, memo: object) -> Surroundings:
+        """What is beside a module is beside its copy."""
+        return self
 
     @classmethod
     def of(cls, module: nn.Module, forward: Callable[..., Any]) -> Surroundings:
