@@ -266,8 +266,9 @@ def profile(
         f"forward and backward, peak {format_bytes(found.eager_peak_bytes)}, of which "
         f"{format_bytes(found.saved_bytes)} are kept between forward and backward"
     )
-    source = f"{found.profile_source}; bytes beyond parameters, buffers, inputs and .grad"
-    lines = [*wrapped(facts_text), *wrapped(source), "", str(explanation), ""]
+    counted = "bytes beyond parameters, buffers, inputs and .grad"
+    source = [*wrapped(found.profile_source), counted]
+    lines = [*wrapped(facts_text), *source, "", str(explanation), ""]
     print(display.printable("\n".join(lines)))
     display.show_shares("module", modules, top)
     print()

@@ -352,7 +352,8 @@ def without_addresses(
 def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Refuse `tensor.data = other`: no operator is called, so nothing of it would be recorded.
     What leaves the tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
-    data: Any = torch._C.TensorBase.data
+    data: Any = torch.Tensor.data
+    before = vars(torch.Tensor).get("data")
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if not is_same_memory(tensor, other):
@@ -367,4 +368,7 @@ def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     try:
         yield
     finally:
-        del torch.Tensor.data
+        if before is None:
+            del torch.Tensor.data
+        else:
+            torch.Tensor.data = before
