@@ -534,7 +534,7 @@ keep.kept = <holder>
     Base(
         "default argument of forward",
         "kept",
-        outside="type(self).forward.__defaults__[0]",
+        outside="next(f for k in type(self).__mro__ if (f := k.forward.__defaults__))[0]",
         parameters=", kept=<holder>",
         can_rebind=False,
     ),
@@ -2024,11 +2024,6 @@ RESULTS = {
         block="h = h * table(h.shape[1])",
         read="CALLS",
         top=("CALLS = []\n\n@functools.cache\ndef table(n):\n    CALLS.append(n)\n    return 2.0"),
-    ),
-    "cache of a number": Kept(
-        block="h = h * table(h.shape[0])",
-        read="table.cache_info().currsize",
-        top=("@functools.cache\ndef table(n):\n    return n * 0.5"),
     ),
     "cached_property": Kept(
         block="h = h + self.table",

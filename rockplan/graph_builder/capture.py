@@ -245,13 +245,15 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
             snapshot.begin()
             first = run.run(recorder)
             outputs = first.outputs
+            own_gradients.refuse_changes(kept)
+            own_gradients.refuse_history(recorder.constants_with_history())
             starts = _starts(first, call.incoming)
             _refuse_gradients(recorder, [outputs[i] for i in starts])
             made_from = _made_from(outputs)
             targets = [t for t in stand_ins.fakes if t.requires_grad]
             tangents, found, any_autocast = _backward(module, recorder, outputs, starts, targets)
             own_gradients.refuse_changes(kept)
-            own_gradients.refuse_history(recorder.constants_with_history())
+            own_gradients.refuse_switch(snapshot.switched_tensor())
             own_gradients.refuse_none(found)
             questions.refuse_set(outputs)
             _refuse_new_submodules(module, attributes)

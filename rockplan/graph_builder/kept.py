@@ -88,17 +88,23 @@ def refuse_kept_arguments(
     two: it would be one tensor in this call, and two in the next."""
     if not found.compares_objects:
         return
+    for place in found.shared:
+        raise _compared(place)
     given = {id(t) for t in arguments} - registered.keys()
     for held in found.holders:
         if held.place.is_callers:
             continue
         for key, value in held.kind.elements(held.owner):
             if isinstance(value, torch.Tensor) and id(value) in given:
-                raise UnsupportedModel(
-                    f"an argument of the sample is also kept in {held.element(key)}, and "
-                    "something compares objects by `is`, so the forward could see that they are "
-                    "one tensor, which a plan would take for granted; plan with a clone of it"
-                )
+                raise _compared(held.element(key))
+
+
+def _compared(place: Place) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"an argument of the sample is also kept in {place}, and something compares objects by "
+        "`is`, so the forward could see that they are one, which a plan would take for granted; "
+        "plan with a copy of it"
+    )
 
 
 def tables_of(
@@ -192,7 +198,8 @@ def assignments_of(
             keys = [k for k, pair in zip(keys, pairs, strict=True) if not _is_opaque(*pair)]
             values = [of.get(k, ABSENT) for k in keys for of in (there, known)]
         place = held.place if held.kind.step == "all" else held.element(keys[0] if keys else "")
-        if keys and (place.address is None or not all(map(_is_plain, values))):
+        is_ours = place.address is not None and not held.is_registry
+        if keys and not (is_ours and all(map(_is_plain, values))):
             raise UnsupportedModel(
                 f"{_who(place)} changes {place.text}, which a planned run could not do as it "
                 "does; keep it outside of the module, or return it",
@@ -260,16 +267,22 @@ def _assigned(
 def _is_opaque(value: Any, former: Any) -> bool:
     """Is it a function, or an object that is compared by identity alone, in place of another one or
     of nothing?"""
-    opaque = [v is not ABSENT and v is not None and data_in(v) is None for v in (value, former)]
+    told = (ABSENT, None)
+    opaque = [
+        not (isinstance(v, torch.Tensor) or any(v is t for t in told)) and data_in(v) is None
+        for v in (value, former)
+    ]
     return opaque[0] and (opaque[1] or former is ABSENT or former is None)
 
 
 def _is_plain(value: Any) -> bool:
-    """Is it data, or a collection of data, of which a call can leave a copy?"""
+    """Is it data, or a collection of data, of which a call can leave a copy, or a tensor that was
+    there before?"""
     if type(value) in (dict, list, set, deque):
         inner = value.values() if isinstance(value, dict) else value
         return all(map(_is_plain, inner))
-    return value is ABSENT or is_plain(value)
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return value is ABSENT or is_tensor or is_plain(value)
 
 
 def _computed(found: Reached) -> set[tuple[Identity, Any]]:

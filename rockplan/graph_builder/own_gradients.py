@@ -79,6 +79,15 @@ def refuse_history(constants: Sequence[torch.Tensor]) -> None:
         )
 
 
+def refuse_switch(place: object) -> None:
+    """Raise where the run has changed `requires_grad` of a tensor that is kept in `place`."""
+    if place is not None:
+        raise UnsupportedModel(
+            f"the forward changes `requires_grad` of {place}, which a planned step would not do; "
+            "change it before the call, or take another tensor (x = x.detach())"
+        )
+
+
 def refuse_of_result(output: torch.Tensor, position: int) -> None:
     """Raise where a result gets a gradient of its own, which the caller would find in `.grad`."""
     if output.requires_grad and (output.is_leaf or output.retains_grad):

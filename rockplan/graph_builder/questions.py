@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -68,6 +69,8 @@ class Questions:
         """Questions are answered. namespaces: global variables of the code that may ask."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_members(FakeTensor, self._members()))
+            alone = {name: self._alone(name, what) for name, what in _TOLD_ALONE.items()}
+            stack.enter_context(_members(torch.Tensor, alone))
             stack.enter_context(_members(type(nn.Parameter), {"__instancecheck__": self._is_a()}))
             told = {"type": _Type, "id": self._id}
             for namespace in namespaces:
@@ -114,8 +117,6 @@ class Questions:
             "__getattr__": attribute,
             "is_leaf": property(self._is_leaf),
         }
-        for name, what in _TOLD_ALONE.items():
-            members[name] = self._alone(name, what)
         for name, what in _TOLD_IF_NONE.items():
             members[name] = self._if_none(name, what)
         for name in METHODS:
@@ -156,7 +157,8 @@ class Questions:
         if name is not None:
             _, role, key = name
             told = answer if answer is ABSENT else described(answer)
-            self.asked[role, key, attribute] = Question(role, key, attribute, told)
+            # The first answer: what the forward itself has changed since is no condition.
+            self.asked.setdefault((role, key, attribute), Question(role, key, attribute, told))
 
     def _attribute(self, tensor: torch.Tensor, attribute: str, is_users: bool) -> Any:
         """Of a stand-in, an attribute that fake tensors do not have."""
@@ -248,9 +250,11 @@ class Questions:
 
     def _alone(self, name: str, what: str) -> property:
         original: Any = getattr(torch._C.TensorBase, name)
+        thread = threading.get_ident()
 
         def get(tensor: torch.Tensor) -> Any:
-            if self._asked_of(tensor) is not None:
+            """Also of tensors that are views of the caller's, or that somebody else keeps."""
+            if threading.get_ident() == thread and _asks_users_file():
                 self._refuse(tensor, name, what)
             return original.__get__(tensor)
 

@@ -237,6 +237,17 @@ def _write_text(owner: Any, elements: list[Element]) -> None:
         owner.write(text)
 
 
+def _waiting(owner: queue.SimpleQueue[Any]) -> list[Element]:
+    return [("", owner.qsize())]
+
+
+def _write_waiting(owner: queue.SimpleQueue[Any], elements: list[Element]) -> None:
+    """What came last goes."""
+    found = [owner.get_nowait() for _ in range(owner.qsize())]
+    for value in found[: elements[0][1]]:
+        owner.put(value)
+
+
 def _content(owner: Any) -> list[Element]:
     return [("", _Bytes.of(owner))]
 
@@ -284,6 +295,7 @@ CELL = Kind(_cell, _write_cell, _itself)
 SLOTS = Kind(_slots_held, _write_slots, _attribute, "attribute")
 CLASS = Kind(_class, _write_class, _attribute, "attribute")
 NAMESPACE = Kind(_namespace, _write_namespace, _variable, "attribute")
+WAITING = Kind(_waiting, _write_waiting, _itself)
 CONTEXT = Kind(_context, _write_context, _itself)
 DEFAULTS = Kind(_defaults, _write_defaults, _default)
 OF_CLASS = Kind(_of_class, _write_of_class, _attribute)
@@ -295,7 +307,7 @@ CONTENT = Kind(_content, _write_content, _itself)
 _KEEPERS = (
     *(*_ARRAYS, types.CellType, contextvars.ContextVar),
     *(UserDict, UserList, ChainMap, threading.local, types.SimpleNamespace),
-    *(argparse.Namespace, queue.Queue, BaseException, io.StringIO, io.BytesIO),
+    *(argparse.Namespace, queue.Queue, queue.SimpleQueue, BaseException, io.StringIO, io.BytesIO),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 
@@ -325,6 +337,8 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
         found.append((value, DEFAULTS))
     if isinstance(value, BaseException):
         found.append((value, ARGUMENTS))
+    if isinstance(value, queue.SimpleQueue):
+        return [(value, WAITING)]
     if isinstance(value, io.StringIO | io.BytesIO):
         return [(value, TEXT)]
     if isinstance(value, nn.Module):
@@ -376,7 +390,8 @@ def same_elements(one: list[Element], other: list[Element]) -> bool:
 
 def _is_same(one: Element, other: Element) -> bool:
     (key, value), (other_key, other_value) = one, other
-    is_content = isinstance(value, _Bytes | str | bytes)
+    is_content = isinstance(value, _Bytes | str | bytes | int)
+    is_content = is_content and type(value) is type(other_value)
     is_same = value is other_value or (is_content and value == other_value)
     return is_same and (key is other_key or (type(key) in (int, str) and key == other_key))
 

@@ -106,7 +106,7 @@ class Held:
 
     def element(self, key: Any) -> Place:
         """Where its element is."""
-        step = None if self.is_registry else self.kind.step
+        step = self.kind.step
         if step == "all":
             step = None if self.kind is SET else "item"
         return self.place.inside(self.kind.named(self.place.text, key), step, key)
@@ -116,13 +116,15 @@ class Held:
 class Reached:
     """holders: those that can be changed; objects: (where, what) of everything that is reached, in
     the order of reaching; namespaces: global variables of the files of reached functions;
-    names: that the code of these functions has; compares_objects: one compares two by `is`."""
+    names: that the code of these functions has; compares_objects: one compares two by `is`; shared:
+    where containers of the arguments are met again."""
 
     holders: tuple[Held, ...]
     objects: tuple[tuple[Place, Any], ...]
     namespaces: tuple[dict[str, Any], ...]
     names: frozenset[str]
     compares_objects: bool
+    shared: tuple[Place, ...]
 
 
 def reached(
@@ -138,6 +140,7 @@ def reached(
     for name, value in named_arguments(forward, args, kwargs or {}):
         walk.meet(value, Place(f"the argument '{name}'", is_callers=True))
     walk.run()
+    walk.of_arguments = frozenset(walk.seen)
     for path, submodule in module.named_modules():
         walk.meet(submodule, Place("self", path, address=("module", path, ())))
     walk.meet(forward, Place("forward"))
@@ -176,9 +179,15 @@ class _Walk:
     waiting: dict[str, list[tuple[Any, Place]]] = field(default_factory=lambda: defaultdict(list))
     variables: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)
     compares_objects: bool = False
+    of_arguments: frozenset[int] = frozenset()
+    shared: list[Place] = field(default_factory=list)
 
     def meet(self, value: Any, place: Place) -> None:
-        if type(value) in _SIMPLE or id(value) in self.seen:
+        if type(value) in _SIMPLE:
+            return
+        if id(value) in self.seen:
+            if id(value) in self.of_arguments and isinstance(value, _CONTAINERS):
+                self.shared.append(place)
             return
         self.seen.add(id(value))
         self.pending.append((value, place))
@@ -200,6 +209,7 @@ class _Walk:
             namespaces,
             frozenset(self.names),
             self.compares_objects,
+            tuple(self.shared),
         )
 
     def _look_into(self, value: Any, place: Place) -> None:
@@ -287,7 +297,7 @@ class _Walk:
             if issubclass(kind, nn.Module):
                 self.holders.append(held)
                 for name, member in kind.__dict__.items():
-                    if isinstance(member, _CONTAINERS):
+                    if not (isinstance(member, _DESCRIPTORS) or callable(member)):
                         self.meet(member, held.element(name))
             return
         for base in kind.__mro__[1:]:
@@ -360,6 +370,7 @@ _FUNCTIONS = (
     functools._lru_cache_wrapper,
 )
 _MEMBERS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_DESCRIPTORS = (*_MEMBERS, types.GetSetDescriptorType, types.MemberDescriptorType)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.contents import data_in, is_same
 from rockplan.interface import ABSENT
@@ -38,13 +39,15 @@ _HOOKS = re.compile(r"^self\._\w+_hooks(_|$)")
 @dataclass(slots=True)
 class Snapshot:
     """holders, before: what each held when the snapshot was taken; caches: of functions, and how
-    many results each kept, which lose what they get meanwhile; start: what each held when the
+    many results each kept, which lose what they get meanwhile; flags: of tensors, do they require a
+    gradient? start: what each held when the
     forward began, which has stand-ins for tensors by then."""
 
     reached: Reached
     holders: list[Held]
     before: list[list[Element]]
     caches: list[tuple[Any, int]]
+    flags: list[tuple[Place, torch.Tensor, bool]]
     start: list[list[Element]] = field(default_factory=list)
 
     @classmethod
@@ -60,7 +63,9 @@ class Snapshot:
         before = [held.kind.elements(held.owner) for held in found.holders]
         caches = [value for _, value in found.objects if is_function_cache(value)]
         sizes = [(cache, cache.cache_info().currsize) for cache in caches]
-        return cls(found, [*found.holders], before, sizes)
+        tensors = ((p, v) for p, v in found.objects if isinstance(v, torch.Tensor))
+        flags = [(p, t, t.requires_grad) for p, t in tensors if t.is_leaf]
+        return cls(found, [*found.holders], before, sizes, flags)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -77,6 +82,14 @@ class Snapshot:
         for cache, size in self.caches:
             if cache.cache_info().currsize != size:
                 cache.cache_clear()
+        for _, tensor, requires_grad in self.flags:
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+    def switched_tensor(self) -> Place | None:
+        """Where a tensor is that requires a gradient now and did not, or the other way round."""
+        changed = (p for p, t, requires_grad in self.flags if t.requires_grad != requires_grad)
+        return next(changed, None)
 
     def add(self, holders: list[Held]) -> None:
         """Holders that were made for the call."""
@@ -104,11 +117,14 @@ class Snapshot:
 
     def changes(self) -> Changes:
         """What is other data than at the start. Tensors, functions and what cannot be looked into
-        count as there or not there."""
+        count as there or not there. A forward that installs hooks (by which transformers collects
+        what submodules return) does so again where it finds none: what it notes of that is no
+        data."""
         found: Changes = {}
-        for held, start, now in self.changed():
-            if _HOOKS.search(held.place.text):  # by which libraries collect what submodules return
-                continue
+        changed = [*self.changed()]
+        if any(_HOOKS.search(held.place.text) for held, _, _ in changed):
+            return found
+        for held, start, now in changed:
             for key in {**start, **now}:
                 value = told(now.get(key, ABSENT))
                 if value != told(start.get(key, ABSENT)):
@@ -147,7 +163,10 @@ def _hashable(key: Any, value: Any) -> Any:
 
 
 def told(value: Any) -> Any:
-    """What is compared of an element: its plain data."""
+    """What is compared of an element: its plain data, or which tensor it is; nothing of a tensor
+    that a forward makes while it is recorded."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return "a tensor", id(value)
     if value is ABSENT or isinstance(value, torch.Tensor):
         return value if value is ABSENT else None
     return data_in(value)
