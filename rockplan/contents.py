@@ -269,8 +269,9 @@ class _Reading:
     def _named(self, attributes: Iterable[tuple[str, Any]], strict: bool) -> list[Any]:
         return [(name, self.value(v, strict)) for name, v in attributes]
 
-    @staticmethod
-    def _buffer(value: bytearray | array[Any] | numpy.ndarray) -> Any:
+    def _buffer(self, value: bytearray | array[Any] | numpy.ndarray) -> Any:
+        if isinstance(value, numpy.ndarray) and value.dtype == object:
+            return [*value.shape, *(self.value(v, strict=False) for v in value.ravel().tolist())]
         if not _is_small(value):
             return _Identity(value)
         if isinstance(value, numpy.ndarray):

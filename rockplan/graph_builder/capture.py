@@ -211,7 +211,8 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
     recorder = Recorder(fake_mode, reader, leftovers)
     stand_ins = _StandIns(fake_mode, recorder)
     snapshot = Snapshot.of(module, forward, call.args, call.kwargs)
-    as_before = (swap.without_modes(), snapshot.restored(), recorder.without_history())
+    histories = (stand_ins.without_history(), recorder.without_history())
+    as_before = (swap.without_modes(), snapshot.restored(), *histories)
     with contextlib.ExitStack() as stack:
         for context in as_before:
             stack.enter_context(context)
@@ -431,6 +432,18 @@ class _StandIns:
     ) -> Callable[[torch.Tensor], torch.Tensor | None]:
         """The stand-in of a parameter or a buffer, None for other tensors."""
         return lambda tensor: self._of[id(tensor)] if id(tensor) in registered else None
+
+    @contextlib.contextmanager
+    def without_history(self) -> Iterator[None]:
+        """What was written into them is no part of autograd's graph on exit, which may hold them in
+        turn, where Python would not see it."""
+        try:
+            yield
+        finally:
+            for fake in self.fakes:
+                if fake.grad_fn is not None:
+                    with torch.no_grad(), contextlib.suppress(RuntimeError):  # of a view
+                        fake.detach_()
 
     def make_known(self, recorder: Recorder) -> None:
         """To another recorder, as the values that they are to the first."""

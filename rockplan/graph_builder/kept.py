@@ -9,6 +9,7 @@ eager would have it after the call, a plan would not.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,7 +196,8 @@ def assignments_of(
         else:
             keys = [k for k in {**dict(start), **there} if (held.identity, k) in changes]
             pairs = [(there.get(k, ABSENT), known.get(k, ABSENT)) for k in keys]
-            keys = [k for k, pair in zip(keys, pairs, strict=True) if not _is_opaque(*pair)]
+            data = [held.is_registry or not _is_opaque(*pair) for pair in pairs]
+            keys = [*itertools.compress(keys, data)]
             values = [of.get(k, ABSENT) for k in keys for of in (there, known)]
         place = held.place if held.kind.step == "all" else held.element(keys[0] if keys else "")
         is_ours = place.address is not None and not held.is_registry

@@ -113,6 +113,7 @@ class Questions:
         members: dict[str, Any] = {
             "__getattribute__": class_too,
             "__deepcopy__": self._deep_copy(),
+            "__dir__": self._directory(),
             "as_subclass": self._as_subclass(),
             "__getattr__": attribute,
             "is_leaf": property(self._is_leaf),
@@ -186,6 +187,18 @@ class Questions:
             return {name: own[name] for name in _given(own)}
         self._ask(tensor, "__dict__", real.__dict__)
         return real.__dict__
+
+    def _directory(self) -> Callable[..., Any]:
+        original = torch.Tensor.__dir__
+
+        def directory(tensor: torch.Tensor) -> Any:
+            real = self._asked_of(tensor)
+            if real is None:
+                return original(tensor)
+            self._ask(tensor, "__dict__", real.__dict__)
+            return original(real)
+
+        return directory
 
     def _by_identity(self, answer: Any) -> Any:
         """Another of the caller's tensors as its stand-in."""

@@ -361,6 +361,12 @@ def is_keeper(value: object) -> bool:
     return isinstance(value, _KEEPERS)
 
 
+def is_opaque_keeper(value: object) -> bool:
+    """Is it one that comparisons of attributes do not look into?"""
+    seen = (*_ARRAYS, types.CellType, types.SimpleNamespace, argparse.Namespace)
+    return is_keeper(value) and not isinstance(value, seen)
+
+
 def _is_small(value: Any) -> bool:
     if isinstance(value, numpy.ndarray):
         is_plain = not value.dtype.hasobject and value.flags.writeable

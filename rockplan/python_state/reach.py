@@ -36,6 +36,7 @@ from rockplan.python_state.holders import (
     Kind,
     Namespace,
     is_keeper,
+    is_opaque_keeper,
     kinds_of,
 )
 
@@ -47,6 +48,10 @@ _FIRST_NAMES = ("forward", "__call__")
 # Objects: a module of 12 layers reaches 4,000; a table of a million strings is not gone through.
 _MOST = 200_000
 _UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
+
+
+# Keys by which an element is found at another time.
+_FOUND_AGAIN = (*_SIMPLE, tuple, torch.dtype, torch.device, type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Place:
         address = self.address
         if address is not None:
             kind, root, steps = address
-            address = None if step is None else (kind, root, (*steps, (step, key)))
+            is_found = step is not None and isinstance(key, _FOUND_AGAIN)
+            address = (kind, root, (*steps, (str(step), key))) if is_found else None
         return Place(text, self.module, self.is_callers, address, self.is_guarded)
 
     def guarded(self) -> Place:
@@ -242,7 +248,7 @@ class _Walk:
             return
         else:
             self.meet(kind, place)
-        self._hold(value, place)
+        self._hold(value, place.guarded() if is_opaque_keeper(value) else place)
 
     def _hold(self, value: Any, place: Place) -> None:
         for owner, kind in kinds_of(value):
