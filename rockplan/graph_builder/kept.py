@@ -42,10 +42,11 @@ from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
 @dataclass(slots=True)
 class Tables:
     """Real tensors for what the forward has stored. contents: what each holder is to hold, and what
-    it holds; assignments: what calls leave where they can find the place again: that comes with
-    the first call, and the rest now. essence: what the run did, by `essence.of`."""
+    it holds; stays: holders that are not found again, whose tables are there from now on;
+    assignments: what comes with the first call. essence: what the run did, by `essence.of`."""
 
     contents: list[tuple[Held, list[Element], list[Element]]] = field(default_factory=list)
+    stays: set[Identity] = field(default_factory=set)
     assignments: list[Assignment] = field(default_factory=list)
     essence: object = None
 
@@ -59,7 +60,7 @@ class Tables:
     def take_back(self, everything: bool) -> None:
         """What comes with the first call, or everything."""
         for held, _, before in self.contents:
-            if everything or held.place.address is not None:
+            if everything or held.identity not in self.stays:
                 held.kind.write(held.owner, before)
 
     @property
@@ -141,11 +142,13 @@ def tables_of(
         if not _are_there(elements, real):
             wanted = _with(elements, real)
             tables.contents.append((held, wanted, elements))
-            if held.place.address is not None:
-                keys = [key for key, _ in real]
-                known = dict(elements)
-                is_new = held.kind.step == "item" and all(key not in known for key in keys)
-                tables.assignments += _assigned(held, keys, wanted, elements, is_new)
+            keys, known = [key for key, _ in real], dict(elements)
+            is_new = held.kind.step == "item" and all(key not in known for key in keys)
+            assigned = [*_assigned(held, keys, wanted, elements, is_new)]
+            if len(assigned) == (1 if held.kind.step == "all" else len(keys)):
+                tables.assignments += assigned
+            else:
+                tables.stays.add(held.identity)
     return tables
 
 

@@ -80,6 +80,11 @@ class Questions:
                 yield
             finally:
                 _class_of.pop()
+                self._forget()
+
+    def _forget(self) -> None:
+        """A mode that has seen the functions in here holds no tensor by them."""
+        self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
 
     def refuse_set(self, results: Sequence[Any]) -> None:
         """Raise where the forward has given a tensor of the caller's, or a result, an attribute."""
@@ -319,6 +324,10 @@ class _Meta(type):
 
 class _Type(type, metaclass=_Meta):
     """Called with one argument, the class that it has in eager execution."""
+
+
+def _refuse_nothing(message: str) -> NoReturn:
+    raise AssertionError(message)
 
 
 def _asks_users_file() -> bool:

@@ -74,6 +74,11 @@ class Place:
             return f"{self.text} of {self.address[1]}"
         return self.text
 
+    @property
+    def is_users(self) -> bool:
+        """Is it the module's, the caller's, or of the user's files?"""
+        return self.module is not None or self.is_callers or self.is_guarded
+
     def inside(self, text: str, step: str | None, key: Any) -> Place:
         """Where one of its elements is."""
         address = self.address

@@ -125,8 +125,12 @@ class Snapshot:
         if any(_HOOKS.search(held.place.text) for held, _, _ in changed):
             return found
         for held, start, now in changed:
+            if not held.place.is_users:  # libraries, and threads of theirs
+                continue
             for key in {**start, **now}:
                 value = told(now.get(key, ABSENT))
+                if isinstance(now.get(key), FakeTensor):  # `holding` finds it
+                    continue
                 if value != told(start.get(key, ABSENT)):
                     found[held.identity, key] = value
         return found
