@@ -32,23 +32,23 @@ from benchmarks.peers.rockmate import grid_families, rockmate
 from benchmarks.peers.rotor import rotor
 from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import machine
-from rockplan import planning
-from rockplan.block import Block
 from rockplan.budget import Budget
-from rockplan.dp.search import ChainSolver
+from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import InfeasibleBudget
-from rockplan.graph import CDGraph, without_takes
-from rockplan.graph_builder.canonical import graph_digest
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.formulate import entries
-from rockplan.ilp.options import option_families
-from rockplan.ilp.refine import lower_bound_ns
-from rockplan.ilp.stages import find_stages
-from rockplan.ilp.units import in_units
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.ilp.blocks.families import option_families
+from rockplan.ilp.blocks.formulate import entries
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.scaling import in_units
+from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.options import Options
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search import planning
+from rockplan.values.block import Block
+from rockplan.values.graph import CDGraph, without_takes
+from rockplan.values.schedule import Schedule, keep_all
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

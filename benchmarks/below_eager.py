@@ -29,12 +29,20 @@ from benchmarks import models as zoo
 from benchmarks.models import Case
 from benchmarks.priced import CASES
 from benchmarks.timing import machine, mebibytes
-from rockplan.codegen import module as planned_modules
-from rockplan.codegen.module import Program
-from rockplan.graph import CDGraph, DataKind, Phase, as_eager, in_eager_order, producers, readers
-from rockplan.graph_builder.reorder import predecessors
-from rockplan.schedule import Compute, keep_all, taken_over
-from rockplan.simulate import simulate, timeline
+from rockplan.codegen import planned_module as planned_modules
+from rockplan.codegen.planned_module import Program
+from rockplan.graph_builder.lowering.backward_order import predecessors
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.values.graph import (
+    CDGraph,
+    DataKind,
+    Phase,
+    as_eager,
+    in_eager_order,
+    producers,
+    readers,
+)
+from rockplan.values.schedule import Compute, keep_all, taken_over
 
 MODELS: dict[str, Callable[[], Case]] = {
     **CASES,

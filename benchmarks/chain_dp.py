@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rockplan.dp.chain import Link, Operation, RunForward, RunOption, links
-from rockplan.dp.discretise import bucket_count, grid
+from rockplan.dp.grid import bucket_count, grid
+from rockplan.dp.links import Link, Operation, RunForward, RunOption, links
 from rockplan.dp.recurrence import decode, fastest_need, lower_bound_ns, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
-from rockplan.graph import Phase
+from rockplan.values.graph import Phase
 from tests.test_dp_families import families, gpt_problems, join
 
 

@@ -30,8 +30,8 @@ import torch
 import rockplan
 from benchmarks import models
 from benchmarks.models import Case
-from rockplan.compare import Comparison, Row, measured_series
-from rockplan.render import Series
+from rockplan.comparison import Comparison, Row, measured_series
+from rockplan.reports.pictures import Series
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = RESULTS / "compare.jsonl"

@@ -28,16 +28,16 @@ import torch
 
 from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import where
-from rockplan import planning
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
-from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.reorder import renumbered
-from rockplan.ilp.pebbles import pebbled_peak_bytes
-from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.lowering.backward_order import renumbered
+from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
+from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.options import Options
-from rockplan.schedule import first_executions, keep_all
-from rockplan.simulate import simulate
+from rockplan.oracles.simulate import simulate
+from rockplan.search import planning
+from rockplan.values.schedule import first_executions, keep_all
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = 10

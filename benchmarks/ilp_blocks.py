@@ -17,25 +17,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-from rockplan.block import OptionFamily
-from rockplan.dp.search import ChainSolver
-from rockplan.graph import CDGraph
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.decode import (
+from rockplan.dp.chain_solver import ChainSolver
+from rockplan.ilp.blocks.decode import (
     Solution,
     keep_all_orders,
     peak_bytes,
     price,
     solve_stages,
 )
-from rockplan.ilp.formulate import formulate
-from rockplan.ilp.full import solve_full
-from rockplan.ilp.options import option_family
-from rockplan.ilp.refine import lower_bound_ns
-from rockplan.ilp.stages import Stages, find_stages
-from rockplan.ilp.units import Units, in_units
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
+from rockplan.ilp.blocks.families import option_family
+from rockplan.ilp.blocks.formulate import formulate
+from rockplan.ilp.blocks.full import solve_full
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.stages import Stages, find_stages
+from rockplan.ilp.scaling import Units, in_units
+from rockplan.ilp.whole_graph.refine import lower_bound_ns
+from rockplan.oracles.simulate import simulate
+from rockplan.values.block import OptionFamily
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import keep_all
 from tests.graphs import attention_block, mlp_block
 from tests.test_dp_families import gpt_problems, join
 

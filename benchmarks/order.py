@@ -27,15 +27,15 @@ import torch
 
 from benchmarks import zoo
 from benchmarks.priced import CASES, prepared, prepared_case
-from rockplan import planning
-from rockplan.anneal import annealed_again
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
-from rockplan.graph import in_eager_order
 from rockplan.graph_builder.partition import partition
 from rockplan.options import Options
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
+from rockplan.oracles.simulate import simulate
+from rockplan.search import planning
+from rockplan.search.local.exchange import annealed_again
+from rockplan.values.graph import in_eager_order
+from rockplan.values.schedule import Schedule, keep_all
 
 OPTIONS = Options(cache=False, time_limit_s=120, bound_time_limit_s=0.1)
 

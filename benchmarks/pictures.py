@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import rockplan
-from rockplan.compare import measured_series, measured_timelines
+from rockplan.comparison import measured_series, measured_timelines
 from rockplan.examples import transformer
-from rockplan.render import curve_series, plan_series
+from rockplan.reports.pictures import curve_series, plan_series
 
 DOCS = Path(__file__).parent.parent / "docs"
 BUDGET = "40%"

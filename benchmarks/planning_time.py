@@ -4,7 +4,7 @@
 
 Each row is a process of its own. The first one of a model starts from an empty cache; the second
 finds profile and options there and is asked for another budget. Imports and the model are made
-before the clock starts. Stages are those that the pipeline reports (`rockplan.progress`).
+before the clock starts. Stages are those that the pipeline reports (`rockplan.values.progress`).
 CPU time beside wall time, because machines are shared; two threads solve blocks.
 
 Writes benchmarks/results/planning_time.jsonl and planning_time.md.
@@ -31,7 +31,7 @@ import rockplan
 from benchmarks import models
 from benchmarks.models import Case
 from benchmarks.timing import where
-from rockplan import progress
+from rockplan.values import progress
 
 RESULTS = Path(__file__).parent / "results"
 COLD, WARM = "40%", "50%"

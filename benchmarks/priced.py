@@ -8,12 +8,12 @@ import torch
 
 from benchmarks import models
 from benchmarks.models import Case
-from rockplan import planning
-from rockplan.codegen import random_state
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import roofline
+from rockplan.codegen import rng_replay
+from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
+from rockplan.search import planning
 
 BYTES_PER_S, FLOPS_PER_S = 100e9, 2e12
 
@@ -44,6 +44,6 @@ def prepared(name: str, options: Options) -> planning.Problem:
 def prepared_case(case: Case, options: Options) -> planning.Problem:
     """The same for any case."""
     captured = capture(case.model, case.args, case.kwargs)
-    lowered = lower(captured, random_state.state_bytes(torch.device("cpu")))
+    lowered = lower(captured, rng_replay.state_bytes(torch.device("cpu")))
     profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
     return planning.problem_of(lowered.graph, profile, options)

@@ -7,15 +7,15 @@ takes: rows of benchmarks/results/gap.jsonl. returns: the same with larger bound
 proven. guarantees: no schedule that executes every node for the first time in the order of the
 plan, within the budget, takes less time than the bound.
 
-The search is that of `rockplan.needs`, backwards over what is needed, compiled: `proof.cpp`, which
-needs a C++ compiler (`c++`, or $CXX). Two things make it reach graphs of 150 operations. First, it
+The search is that of `rockplan.search.needs`, backwards over what is needed, compiled: `proof.cpp`,
+which needs a C++ compiler (`c++`, or $CXX). Two things make it reach graphs of 150 operations. It
 searches a relaxation: storages below SMALL of the budget take no room, and an operation that
 writes over its only operand, which nothing else reads, runs again only together with what made
 that operand (`_parts_of` says why no schedule is lost). Second, bounds grow from below: what must
 be spent before each first execution is proven one level after the other, alone and with one more
 storage needed there, by a search that is cut off by what is already proven of the levels below.
-Where that does not reach the end, the relaxation at moments of `rockplan.ilp.refine` bounds the
-rest, for --limit seconds.
+Where that does not reach the end, the relaxation at moments of
+`rockplan.ilp.whole_graph.refine` bounds the rest, for --limit seconds.
 
 A search of a level that reaches more than --most states is given up; what the last one within that
 many has proven stays. Each line printed is a level: what must have been spent before it.
@@ -42,13 +42,13 @@ import torch
 from benchmarks.gap import Row, add, read, write
 from benchmarks.priced import prepared
 from benchmarks.timing import where
-from rockplan.graph import CDGraph
-from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.reorder import renumbered
-from rockplan.ilp.refine import lower_bound_ns
-from rockplan.needs import certain
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.lowering.backward_order import renumbered
+from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.options import Options
-from rockplan.windows import Mask, Step, View, bits
+from rockplan.search.needs import certain
+from rockplan.search.windows import Mask, Step, View, bits
+from rockplan.values.graph import CDGraph
 
 SMALL = 0.005
 """Of the budget. Of 119 storages of the `gpt2-sdpa` case 117 are left, of 183 of BERT 144."""

@@ -112,7 +112,7 @@ def work(budgets: list[str], gib: int, device: str) -> None:
 def plan_roughly() -> None:
     """Spend little on what the answer does not depend on, in this process: times need not be
     precise."""
-    from rockplan.graph_builder import measure as measuring
+    from rockplan.graph_builder.costs import price as measuring
 
     measuring._LEAST_REPEATS, measuring._TIME_BOX_NS = 2, 0
     measuring._SCRATCH_BYTES = {"cpu": 1, "cuda": 1}

@@ -7,11 +7,8 @@ plan can be read where PyTorch is not installed.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rockplan.curve import Curve, CurvePoint
 from rockplan.errors import (
     BackwardError,
     CaptureError,
@@ -31,39 +28,40 @@ from rockplan.errors import (
     UnsupportedModel,
     ValueDependentControlFlow,
 )
-from rockplan.explain import Explanation, explain
 from rockplan.options import Options
-from rockplan.plan import Plan
-from rockplan.plan_file import read_plans, save_plan
-from rockplan.version import VERSION as __version__
+from rockplan.reports.explain import Explanation, explain
+from rockplan.store.fingerprint import VERSION as __version__
+from rockplan.store.plan_file import read_plans, save_plan
+from rockplan.values.curve import Curve, CurvePoint
+from rockplan.values.plan import Plan
 
 if TYPE_CHECKING:
     from rockplan.api import load, pareto, plan, solve
-    from rockplan.codegen.module import code_of, plan_of
-    from rockplan.compare import Comparison, compare
-    from rockplan.export import as_checkpoint_code
-    from rockplan.graph_builder.ruler import measured_timeline, peak_live_bytes
-    from rockplan.memory import plan_trace
-    from rockplan.render import draw_curve, draw_graph, draw_memory, draw_schedule
-    from rockplan.report import html_report
+    from rockplan.checkpointing.export import as_checkpoint_code
+    from rockplan.codegen.planned_module import code_of, plan_of
+    from rockplan.comparison import Comparison, compare
+    from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+    from rockplan.reports.html import html_report
+    from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
+    from rockplan.reports.timeline import plan_trace
 
 _LATE = {
-    "Comparison": "rockplan.compare",
-    "as_checkpoint_code": "rockplan.export",
-    "code_of": "rockplan.codegen.module",
-    "compare": "rockplan.compare",
-    "draw_curve": "rockplan.render",
-    "draw_graph": "rockplan.render",
-    "draw_memory": "rockplan.render",
-    "draw_schedule": "rockplan.render",
-    "html_report": "rockplan.report",
+    "Comparison": "rockplan.comparison",
+    "as_checkpoint_code": "rockplan.checkpointing.export",
+    "code_of": "rockplan.codegen.planned_module",
+    "compare": "rockplan.comparison",
+    "draw_curve": "rockplan.reports.pictures",
+    "draw_graph": "rockplan.reports.pictures",
+    "draw_memory": "rockplan.reports.pictures",
+    "draw_schedule": "rockplan.reports.pictures",
+    "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
-    "measured_timeline": "rockplan.graph_builder.ruler",
+    "measured_timeline": "rockplan.graph_builder.costs.ruler",
     "pareto": "rockplan.api",
-    "peak_live_bytes": "rockplan.graph_builder.ruler",
+    "peak_live_bytes": "rockplan.graph_builder.costs.ruler",
     "plan": "rockplan.api",
-    "plan_of": "rockplan.codegen.module",
-    "plan_trace": "rockplan.memory",
+    "plan_of": "rockplan.codegen.planned_module",
+    "plan_trace": "rockplan.reports.timeline",
     "solve": "rockplan.api",
 }
 """Public name -> the module that has it, imported when the name is first used."""
@@ -115,21 +113,9 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """Importing `rockplan/plan.py` does not hide the function `rockplan.plan`."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _LATE and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'rockplan' has no attribute {name!r}")
     found = getattr(importlib.import_module(_LATE[name]), name)
     globals()[name] = found
     return found
-
-
-del globals()["plan"]  # the module, which the import of Plan left here
-sys.modules[__name__].__class__ = _Package

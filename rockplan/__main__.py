@@ -1,6 +1,6 @@
 """`python -m rockplan` is the command `rockplan`."""
 
-from rockplan.cli import main
+from rockplan.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -17,31 +17,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan import key_value_cache, planning
-from rockplan.adapt import adapted
-from rockplan.available import in_bytes
 from rockplan.budget import Budget, parse_budget
 from rockplan.check import check, runs
-from rockplan.codegen import module as planned_modules
-from rockplan.codegen import random_state
+from rockplan.codegen import planned_module as planned_modules
+from rockplan.codegen import rng_replay
 from rockplan.codegen.differences import described_call
+from rockplan.codegen.guards import outside_of_initialization
 from rockplan.codegen.hooks import has_hooks
-from rockplan.codegen.signature import outside_of_initialization
-from rockplan.collection import paused_collection
-from rockplan.curve import Curve
 from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
-from rockplan.graph_builder.canonical import graph_digest
-from rockplan.graph_builder.capture import WITHOUT_FLAT_PARAMETERS, Capture, capture
-from rockplan.graph_builder.lower import Lowered, lower
-from rockplan.graph_builder.measure import check_layouts
-from rockplan.interface import Incoming
+from rockplan.free_memory import in_bytes
+from rockplan.graph_builder.costs.price import check_layouts
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.lowering.lower import Lowered, lower
+from rockplan.graph_builder.tracing.capture import WITHOUT_FLAT_PARAMETERS, Capture, capture
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.plan import Plan
-from rockplan.plan_file import fit, outline, read_plans
-from rockplan.progress import is_heard, report
-from rockplan.released import WORTH, releasable
-from rockplan.schedule import Waits
-from rockplan.verify import verify
+from rockplan.oracles.verify import verify
+from rockplan.python_state import key_value_cache
+from rockplan.search import planning
+from rockplan.search.adapt import adapted
+from rockplan.store.plan_file import fit, outline, read_plans
+from rockplan.values.curve import Curve
+from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.interface import Incoming
+from rockplan.values.plan import Plan
+from rockplan.values.progress import is_heard, report
+from rockplan.values.released import WORTH, releasable
+from rockplan.values.schedule import Waits
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -61,7 +62,7 @@ def solve(
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and
     the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or on
     CUDA 'auto': what is free when `solve` is called, with room for gradients that do not exist
-    yet and a margin (`rockplan.available`); 'auto-4GB' leaves room for what comes later, such as
+    yet and a margin (`rockplan.free_memory`); 'auto-4GB' leaves room for what comes later, such as
     an optimizer's state. Calls of other shapes are planned under the same bytes; where they are
     larger than the sample, a share means theirs.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
@@ -315,7 +316,7 @@ def _captured(
     with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
         captured = capture(module, args, kwargs, forward, incoming)
         device = _device(module, captured)
-        lowered = lower(captured, random_state.state_bytes(device), options.released)
+        lowered = lower(captured, rng_replay.state_bytes(device), options.released)
         check_layouts(lowered.graph, lowered.samples)
     parameters = module.named_parameters(remove_duplicate=False)
     return _Captured(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))
@@ -382,7 +383,7 @@ def _shown() -> AbstractContextManager[object]:
     """Progress on stderr, as the command line shows it."""
     if is_heard() or sys.stderr is None or not sys.stderr.isatty():
         return nullcontext()
-    from rockplan.display import waiting  # what shows it takes a moment to import
+    from rockplan.reports.progress_bars import waiting  # what shows it takes a moment to import
 
     return waiting()
 

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from rockplan import trees
-from rockplan.codegen.random_state import cuda_devices
+from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.errors import CheckFailed
-from rockplan.graph_builder import swap
-from rockplan.graph_builder.arguments import with_stand_ins
-from rockplan.interface import ABSENT
+from rockplan.graph_builder.tracing import eager_paths
+from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
+from rockplan.python_state import trees
 from rockplan.python_state.snapshot import Snapshot
+from rockplan.values.interface import ABSENT
 
 _REPEATS = 2
 """Further planned steps: kernels that are not deterministic may repeat themselves by chance."""
@@ -126,7 +126,7 @@ def check(
     given = _Given.of(module, original, args, kwargs)
 
     def steps(forward: Callable[..., Any]) -> tuple[_Step, ...]:
-        with given.restored(), _without_hooks(module), swap.without_compiling():
+        with given.restored(), _without_hooks(module), eager_paths.without_compiling():
             given.snapshot.begin()
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
@@ -222,7 +222,7 @@ def _run(
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    with torch.enable_grad(), swap.empty_cache_of_parametrizations():
+    with torch.enable_grad(), eager_paths.empty_cache_of_parametrizations():
         outputs = trees.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]

@@ -47,7 +47,8 @@ class Options:
     states, within time_limit_s, beside the search; not where the relaxation is enough.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
-    ('layers.*.attn/softmax') as `rockplan.names` names them (see `rockplan.constraints`).
+    ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
+    `rockplan.oracles.constraints`).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"

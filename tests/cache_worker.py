@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from rockplan.block import BlockOption, OptionFamily
-from rockplan.cache import Cache
-from rockplan.profile import OpCost, Profile
+from rockplan.store.cache import Cache
+from rockplan.values.block import BlockOption, OptionFamily
+from rockplan.values.profile import OpCost, Profile
 
 KEY = {"what": "shared"}
 ROUNDS = 40

@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
-from rockplan.graph import CDGraph, ComputeNode, DataKind, Phase, readers
-from rockplan.ilp.decode import Orders
-from rockplan.schedule import with_frees, without_idle
-from rockplan.simulate import Simulation, simulate
-from rockplan.verify import verify
+from rockplan.ilp.blocks.decode import Orders
+from rockplan.oracles.simulate import Simulation, simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, readers
+from rockplan.values.schedule import with_frees, without_idle
 
 
 def stage_schedules(graph: CDGraph) -> Iterator[tuple[Orders, Simulation]]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from rockplan.block import Block
-from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, readers
-from rockplan.schedule import Schedule, keep_all_order, merge_handovers, with_frees
-from rockplan.simulate import simulate, timeline
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, readers
+from rockplan.values.schedule import Schedule, keep_all_order, merge_handovers, with_frees
 
 
 @dataclass(frozen=True, slots=True)

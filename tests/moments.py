@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from rockplan.ilp.moments import Facts, Moments, program
+from rockplan.ilp.whole_graph.program import Facts, Moments, program
 
 
 def random_moments(rng: random.Random, facts: Facts) -> Moments:

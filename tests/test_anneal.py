@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from rockplan import anneal
-from rockplan.anneal import annealed, annealed_again, squeezed
-from rockplan.eviction import thriftiest, within
-from rockplan.graph import CDGraph
-from rockplan.ilp.pebbles import pebbled_peak_bytes
-from rockplan.prune import pruned
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search.local import exchange
+from rockplan.search.local.exchange import annealed, annealed_again, squeezed
+from rockplan.search.local.greedy_eviction import thriftiest, within
+from rockplan.search.local.prune import pruned
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import stage_schedules
 from tests.graphs import (
     Ranges,
@@ -86,7 +86,7 @@ def test_least_peaks_that_only_exchanges_lead_to(
     everything = keep_all(graph)
     found_bytes = simulate(graph, squeezed(graph, everything, effort=EFFORT)).peak_bytes
     assert found_bytes == pebbled_peak_bytes(graph, simulate(graph, everything).peak_bytes)
-    monkeypatch.setattr(anneal, "EXCHANGES", 0)
+    monkeypatch.setattr(exchange, "EXCHANGES", 0)
     assert simulate(graph, squeezed(graph, everything, effort=EFFORT)).peak_bytes > found_bytes
 
 
@@ -169,7 +169,7 @@ def test_the_less_might_be_gained_the_fewer_searches_fail(
         seeds.append(seed)
         return schedule
 
-    monkeypatch.setattr(anneal, "annealed", without_gain)
+    monkeypatch.setattr(exchange, "annealed", without_gain)
     found = simulate(graph, once)
     enough_ns = round(found.time_ns - percent / 100 * graph.time_ns)
     assert searched_again(graph, once, found.peak_bytes, enough_ns=enough_ns) is once

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.available import MARGIN, in_bytes
 from rockplan.budget import Budget, parse_budget
+from rockplan.free_memory import MARGIN, in_bytes
 
 FREE, RESERVED, ALLOCATED = 10_000_000, 700_000, 500_000
 CUDA = torch.device("cuda:0")
@@ -88,7 +88,7 @@ def test_on_cpu_it_is_refused() -> None:
 
 def test_solve_plans_under_the_bytes_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is replaced; model and plan are of the CPU."""
-    monkeypatch.setattr("rockplan.available._cuda_device", lambda model: CUDA)
+    monkeypatch.setattr("rockplan.free_memory._cuda_device", lambda model: CUDA)
     model, x = nn.Linear(100, 100), torch.randn(8, 100)
     fast = rockplan.solve(model, x, budget="auto")
     assert fast.plan.budget_bytes == USABLE - WEIGHT - BIAS

@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rockplan
 from benchmarks.models import Case
-from rockplan.graph_builder.operators import Layouts
+from rockplan.graph_builder.operators.facts import Layouts
 from tests.training import solve_case, train_side_by_side, twin
 from tests.usage import NormOfTransposed, count_programs
 
@@ -802,7 +802,7 @@ def test_kernels_that_cast_inside_run_without_autocast(bilinear: bool) -> None:
 
 def test_what_eager_refuses_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a profile in the cache has an estimate of it."""
-    monkeypatch.setattr("rockplan.graph_builder.measure._OF_DTYPES", re.compile("$^"))
+    monkeypatch.setattr("rockplan.graph_builder.costs.price._OF_DTYPES", re.compile("$^"))
     model, sample = nn.Linear(4, 4), SAMPLE.double()
     assert "1 calls estimated" in rockplan.plan(model, sample, "100%").profile_source
     monkeypatch.undo()

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan import serial
-from rockplan.cache import KINDS, Cache
-from rockplan.plan_file import dump_plans, parse_plans
-from rockplan.serial import dump_family, dump_profile, parse_family, parse_profile
+from rockplan.store import documents
+from rockplan.store.cache import KINDS, Cache
+from rockplan.store.documents import dump_family, dump_profile, parse_family, parse_profile
+from rockplan.store.plan_file import dump_plans, parse_plans
 from tests.cache_worker import KEY, hammer
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
     # So that small graphs need all kinds of entries, as larger ones do.
-    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
+    monkeypatch.setattr("rockplan.search.needs.LARGEST", 0)
     return folder
 
 
@@ -53,7 +53,7 @@ def rewrite(path: Path, change: dict[str, Any]) -> None:
     """Change a document as someone would who knows how its digest is made."""
     document = {**json.loads(path.read_text()), **change}
     del document["digest"]
-    path.write_text(serial.canonical({**document, "digest": serial.digest(document)}))
+    path.write_text(documents.canonical({**document, "digest": documents.digest(document)}))
 
 
 # What is kept
@@ -64,12 +64,12 @@ def test_the_second_plan_measures_and_solves_nothing(
 ) -> None:
     first = make_plan()
     assert {p.parent.name for p in entries(folder)} == set(KINDS)
-    monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
-    monkeypatch.setattr("rockplan.families.option_families", forbidden)
-    monkeypatch.setattr("rockplan.families.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.smallest.refined", forbidden)
-    monkeypatch.setattr("rockplan.needs.LARGEST", 1000)
-    monkeypatch.setattr("rockplan.needs.Search", forbidden)
+    monkeypatch.setattr("rockplan.graph_builder.costs.price._measure_time", forbidden)
+    monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
+    monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.search.minimum_peak.refined", forbidden)
+    monkeypatch.setattr("rockplan.search.needs.LARGEST", 1000)
+    monkeypatch.setattr("rockplan.search.needs.Search", forbidden)
     assert make_plan() == first
 
 
@@ -77,8 +77,8 @@ def test_another_budget_measures_nothing_and_solves_no_block(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.graph_builder.measure._measure_time", forbidden)
-    monkeypatch.setattr("rockplan.ilp.options.option_family", forbidden)
+    monkeypatch.setattr("rockplan.graph_builder.costs.price._measure_time", forbidden)
+    monkeypatch.setattr("rockplan.ilp.blocks.families.option_family", forbidden)
     other = make_plan("min")
     assert other.profile_digest == first.profile_digest
     assert other.peak_bytes < first.peak_bytes
@@ -90,7 +90,7 @@ def test_the_least_peak_that_was_found_is_not_looked_for_again(
 ) -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as first:
         make_plan("1KB")
-    monkeypatch.setattr("rockplan.planning.eviction.thriftiest", forbidden)
+    monkeypatch.setattr("rockplan.search.planning.eviction.thriftiest", forbidden)
     with pytest.raises(rockplan.InfeasibleBudget) as second:
         make_plan("2KB")
     assert second.value.minimum_bytes == first.value.minimum_bytes
@@ -109,7 +109,7 @@ def test_a_plan_is_not_used_where_something_differs_that_it_depends_on(
         case "option":
             make_plan(bound_time_limit_s=4.0)
         case "planner":
-            monkeypatch.setattr("rockplan.planning.planner", lambda: "rockplan 99")
+            monkeypatch.setattr("rockplan.search.planning.planner", lambda: "rockplan 99")
             make_plan()
         case "threads":
             monkeypatch.setattr("torch.get_num_threads", lambda: 7)
@@ -124,7 +124,7 @@ def test_options_beside_the_plan_do_not_matter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
     assert make_plan(on_mismatch="error") == first
 
 
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(
 
 def number_document(number: str) -> bytes:
     """A profile whose number of threads is `number`, with a digest that cannot matter."""
-    head = f'{{"kind": "profile", "version": {serial.VERSION}, "key": {{}}, "digest": "0"'
+    head = f'{{"kind": "profile", "version": {documents.VERSION}, "key": {{}}, "digest": "0"'
     return f'{head}, "threads": {number}}}'.encode()
 
 
@@ -208,7 +208,7 @@ def test_damaged_and_hostile_entries_are_named_and_set_aside(
         "plan": lambda: cache.plan(KEY, lambda plan: True),
     }
     for kind, read in kinds.items():
-        key = serial.digest(KEY)[:40]
+        key = documents.digest(KEY)[:40]
         path = tmp_path / kind / (f"{key}-0.json" if kind == "profile" else f"{key}.json")
         path.parent.mkdir()
         path.write_bytes(content)
@@ -398,8 +398,8 @@ def test_operators_that_allocate_outside_of_pytorch_have_possible_costs(
 def test_a_huge_entry_is_not_read(folder: Path) -> None:
     make_plan()
     (path,) = entries(folder, "plan")
-    os.truncate(path, serial.MAX_BYTES + 1)
-    with pytest.warns(UserWarning, match=f"more than {serial.MAX_BYTES} bytes"):
+    os.truncate(path, documents.MAX_BYTES + 1)
+    with pytest.warns(UserWarning, match=f"more than {documents.MAX_BYTES} bytes"):
         make_plan()
 
 
@@ -430,7 +430,7 @@ def test_an_interrupted_write_keeps_the_old_entry(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rockplan.plan_file.os.replace", interrupt)
+    monkeypatch.setattr("rockplan.store.plan_file.os.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Cache(folder).put_plan(json.loads(before)["key"], plan)
     assert path.read_text() == before

@@ -19,8 +19,9 @@ import typer
 from typer.testing import CliRunner
 
 import rockplan
-from rockplan import examples, serial
-from rockplan.cli import ExitCode, app
+from rockplan import examples
+from rockplan.cli.main import ExitCode, app
+from rockplan.store import documents
 from tests.training import QUICK
 
 MLP = "rockplan.examples:mlp"
@@ -123,7 +124,7 @@ def test_help_and_the_cache_do_not_import_torch() -> None:
     program = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
-        "from rockplan.cli import app\n"
+        "from rockplan.cli.main import app\n"
         "for words in (['--help'], ['solve', '--help'], ['cache', 'list']):\n"
         "    assert CliRunner().invoke(app, words).exit_code == 0\n"
         "print('torch' in sys.modules)"
@@ -476,7 +477,9 @@ def test_names_in_a_file_do_not_command_the_terminal(own_folder: Path) -> None:
     plan["profile_source"] = "\x1b]0;owned\x07[bold]here"
     for block in plan["blocks"]:
         block[0] = "\x1b[2J"
-    Path("plan.json").write_text(serial.canonical({**document, "digest": serial.digest(document)}))
+    Path("plan.json").write_text(
+        documents.canonical({**document, "digest": documents.digest(document)})
+    )
     shown = run("show", "plan.json")
     assert "\x1b" not in shown and "\x07" not in shown and "[bold]here" in shown
 
@@ -487,7 +490,7 @@ def test_names_in_a_file_do_not_command_the_terminal(own_folder: Path) -> None:
 @pytest.fixture
 def without_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may prove the plan, as prices are, before there are options of blocks."""
-    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
+    monkeypatch.setattr("rockplan.search.needs.LARGEST", 0)
 
 
 @pytest.mark.usefixtures("without_exact_search")

@@ -14,8 +14,8 @@ import rockplan
 from benchmarks.compare import at_equal_memory, comparison_of
 from benchmarks.models import ResNet, UNet
 from rockplan.budget import Budget
-from rockplan.compare import Comparison, Row, measured_series, measured_timelines
-from rockplan.peers import repeated_blocks
+from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.comparison import Comparison, Row, measured_series, measured_timelines
 from tests.test_constraints import Model
 from tests.training import QUICK
 
@@ -43,7 +43,7 @@ def test_variants(found: rockplan.Comparison) -> None:
 
 def test_budgets_are_read_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    module = sys.modules["rockplan.compare"]
+    module = sys.modules["rockplan.comparison"]
     monkeypatch.setattr(module, "_makers", lambda *args: made.append(args[3]) or 1 / 0)
     for budgets in ("much", ["50%", "much"], ["auto"], 0.5, None):
         with pytest.raises(rockplan.InvalidBudget):

@@ -12,19 +12,19 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case
-from rockplan.constraints import constrain
-from rockplan.dp.search import ChainSolver
+from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import IllegalSchedule, InvalidConstraint
-from rockplan.graph import CDGraph, DataKind, producers
-from rockplan.graph_builder.canonical import problem_digest
+from rockplan.graph_builder.digests import problem_digest
 from rockplan.graph_builder.partition import partition
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.options import option_families
-from rockplan.names import activation_names
-from rockplan.plan import kept_data, recomputations
-from rockplan.schedule import keep_all, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.blocks.families import option_families
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.oracles.constraints import constrain
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.graph import CDGraph, DataKind, producers
+from rockplan.values.names import activation_names
+from rockplan.values.plan import kept_data, recomputations
+from rockplan.values.schedule import keep_all, with_frees
 from tests.graphs import DEFAULT, Ranges, random_chain
 from tests.test_ilp_stages import assert_agrees, draw, listing_bits
 from tests.training import solve_case, train_side_by_side, twin

@@ -24,9 +24,9 @@ import rockplan
 from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import FOR_CUDA, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
-from rockplan.graph import CDGraph
-from rockplan.graph_builder.reorder import gathered
-from rockplan.schedule import first_executions
+from rockplan.graph_builder.lowering.backward_order import gathered
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import first_executions
 from tests.test_measure import Counting
 from tests.test_orders import plan_in, topological
 from tests.test_returned import classifier

@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rockplan import read_plans
-from rockplan.cli import app
-from rockplan.plan_file import dump_plans, parse_plans
+from rockplan.cli.main import app
+from rockplan.store.plan_file import dump_plans, parse_plans
 from tests.test_distributed import LEAVE, torchrun
 
 ROOT = Path(__file__).parent.parent

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from rockplan.block import Block, BlockOption, OptionFamily
-from rockplan.graph import CDGraph, ComputeNode, DataKind, Phase, producers
-from rockplan.schedule import Schedule, keep_all, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block, BlockOption, OptionFamily
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, producers
+from rockplan.values.schedule import Schedule, keep_all, with_frees
 from tests.graphs import Draft, Roofline, attention_block, mlp_block, random_block
 
 

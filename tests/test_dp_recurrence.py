@@ -14,7 +14,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from rockplan.dp.chain import (
+from rockplan.dp.grid import Grid, bucket_count, grid
+from rockplan.dp.links import (
     ForwardCost,
     Link,
     Operation,
@@ -23,7 +24,6 @@ from rockplan.dp.chain import (
     RunForward,
     RunOption,
 )
-from rockplan.dp.discretise import Grid, bucket_count, grid
 from rockplan.dp.recurrence import (
     NEVER,
     Table,
@@ -34,7 +34,7 @@ from rockplan.dp.recurrence import (
     solve,
 )
 from rockplan.dp.segments import Segments, intern_segments
-from rockplan.graph import Phase
+from rockplan.values.graph import Phase
 
 Chain = tuple[Link, ...]
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from rockplan.block import Block, OptionFamily
-from rockplan.dp.chain import Operation, RunForward, RunOption, links
-from rockplan.dp.discretise import grid
-from rockplan.dp.liveness import Order, drop_dead
+from rockplan.dp.chain_solver import ChainSolver, best_schedule
+from rockplan.dp.grid import grid
+from rockplan.dp.links import Operation, RunForward, RunOption, links
 from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
-from rockplan.dp.search import ChainSolver, best_schedule
 from rockplan.dp.segments import intern_segments
 from rockplan.dp.stitch import pinned_storages, stitch
-from rockplan.graph import CDGraph, DataKind, Phase, producers
-from rockplan.schedule import Compute, keep_all, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block, OptionFamily
+from rockplan.values.graph import CDGraph, DataKind, Phase, producers
+from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.schedule import Compute, keep_all, with_frees
 from tests.exhaustive import Exhaustive
 from tests.graphs import Draft, Ranges, random_chain, repeated_chain
 from tests.test_dp_families import enumerated_family, families, gpt_problems, join

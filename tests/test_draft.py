@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from rockplan.draft import EMPTY, Draft
 from rockplan.errors import IllegalSchedule
-from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph, movable
-from rockplan.schedule import Compute, with_frees, without_idle
-from rockplan.simulate import simulate, timeline
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.verify import verify
+from rockplan.search.local.editable_schedule import EMPTY, Draft
+from rockplan.search.local.greedy_eviction import thriftiest
+from rockplan.values.graph import CDGraph, movable
+from rockplan.values.schedule import Compute, with_frees, without_idle
 from tests.graphs import (
     Ranges,
     constrained_graph,
@@ -70,8 +70,8 @@ def test_memory_is_that_of_the_simulator_after_every_change(
 ) -> None:
     """Few positions: all move apart again and again. moved: first executions, too. From random
     schedules: what runs again in the forward phase, too."""
-    monkeypatch.setattr("rockplan.draft.MOST_SLOTS", slots)
-    monkeypatch.setattr("rockplan.draft.LEAST_SLOTS", slots)
+    monkeypatch.setattr("rockplan.search.local.editable_schedule.MOST_SLOTS", slots)
+    monkeypatch.setattr("rockplan.search.local.editable_schedule.LEAST_SLOTS", slots)
     rng = random.Random(seed)
     graph = draw(rng)
     draft = Draft(graph, *start(rng, graph), movable(graph) if moved else frozenset())

@@ -13,10 +13,10 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, densenet, encoder, gpt2, t5
-from rockplan.codegen.module import Planned, build_program
-from rockplan.graph import caller_bytes
-from rockplan.schedule import Schedule
-from rockplan.simulate import simulate
+from rockplan.codegen.planned_module import Planned, build_program
+from rockplan.oracles.simulate import simulate
+from rockplan.values.graph import caller_bytes
+from rockplan.values.schedule import Schedule
 from tests.graphs import random_schedule
 from tests.training import solve_case, train_side_by_side, twin
 

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from rockplan.anneal import squeezed
-from rockplan.eviction import thriftiest, within
-from rockplan.graph import CDGraph
-from rockplan.ilp.pebbles import pebbled_peak_bytes
-from rockplan.prune import pruned
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search.local.exchange import squeezed
+from rockplan.search.local.greedy_eviction import thriftiest, within
+from rockplan.search.local.prune import pruned
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import Exhaustive
 from tests.graphs import Ranges, attention_block, mlp_block, random_chain, random_graph
 

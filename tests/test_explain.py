@@ -11,13 +11,13 @@ from torch import nn
 
 import rockplan
 from rockplan.errors import IllegalSchedule
-from rockplan.explain import Explanation, explain_schedule
-from rockplan.graph import CDGraph, Phase, as_eager, without_takes
-from rockplan.lifetimes import alive_at, lifetimes
-from rockplan.names import activation_names, operation_names
-from rockplan.schedule import Schedule, keep_all, with_frees
-from rockplan.simulate import simulate, timeline
-from rockplan.verify import verify
+from rockplan.oracles.lifetimes import alive_at, lifetimes
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.verify import verify
+from rockplan.reports.explain import Explanation, explain_schedule
+from rockplan.values.graph import CDGraph, Phase, as_eager, without_takes
+from rockplan.values.names import activation_names, operation_names
+from rockplan.values.schedule import Schedule, keep_all, with_frees
 from tests.graphs import random_graph
 from tests.test_reorder import wide
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, gpt2, llama, resnet
+from rockplan.checkpointing.export import _needed, _simulated, _wrapped
+from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.examples import mlp, transformer
-from rockplan.export import _needed, _simulated, _wrapped
-from rockplan.peers import repeated_blocks
 from tests.training import QUICK, solve_case
 from tests.usage import both, mean_square, net_case
 

@@ -6,11 +6,11 @@ import random
 
 from hypothesis import given
 
-from rockplan.block import Block
-from rockplan.graph import CDGraph, DataKind
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.schedule import keep_all
 from tests.graphs import attention_block, block_graphs, cd_graphs, chains, mlp_block, repeated_chain
 
 

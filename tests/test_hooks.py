@@ -17,9 +17,9 @@ from torch.nn import functional as F
 import rockplan
 from benchmarks.models import Case, gpt2
 from benchmarks.zoo_cases import loss_of
-from rockplan import planning
-from rockplan.schedule import Compute, Free, with_waits
-from rockplan.verify import verify
+from rockplan.oracles.verify import verify
+from rockplan.search import planning
+from rockplan.values.schedule import Compute, Free, with_waits
 from tests.graphs import random_graph, random_schedule
 from tests.training import QUICK, assert_same_state, solve_case
 from tests.usage import pair

@@ -11,22 +11,23 @@ import torch
 from torch import nn
 
 from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
-from rockplan import needs
-from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph
-from rockplan.graph_builder import measure
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.ilp import refine
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.decode import keep_all_orders, peak_bytes, price, proven_ns
-from rockplan.ilp.moments import Facts, program
-from rockplan.ilp.options import option_family
-from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
-from rockplan.ilp.solve import SolverStatus, solve
-from rockplan.prune import pruned
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
+from rockplan.graph_builder.costs.price import price as price_with
+from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, proven_ns
+from rockplan.ilp.blocks.families import option_family
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.highs import SolverStatus, solve
+from rockplan.ilp.whole_graph import refine
+from rockplan.ilp.whole_graph.program import Facts, program
+from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.oracles.simulate import simulate
+from rockplan.search import needs
+from rockplan.search.local.greedy_eviction import thriftiest
+from rockplan.search.local.prune import pruned
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import keep_all
 from tests.exhaustive import Exhaustive
 from tests.graphs import (
     Ranges,
@@ -109,8 +110,8 @@ class Stacked(nn.Module):
 
 def test_the_bound_knows_of_the_forward_phase() -> None:
     lowered = lower(capture(Stacked(), (torch.randn(64, 64, requires_grad=True),), {}), 0)
-    profile = measure.roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
-    graph = measure.price(lowered.graph, profile)
+    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    graph = price_with(lowered.graph, profile)
     kept = simulate(graph, keep_all(graph))
     assert kept.peak_bytes == kept.forward_peak_bytes
     for share in (0.95, 0.8, 0.7):
@@ -166,8 +167,8 @@ def test_the_bound_knows_of_generator_states() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     lowered = lower(capture(layer, (torch.randn(4, 16, 32),), {}), rng_state_bytes=5056)
-    profile = measure.roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
-    graph = measure.price(lowered.graph, profile)
+    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    graph = price_with(lowered.graph, profile)
     least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
     budget_bytes = (3 * least_bytes + 2 * simulate(graph, keep_all(graph)).peak_bytes) // 5
     fastest = needs.Search(graph, budget_bytes).fastest(needs.EFFORT, deadline=math.inf)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.graph import CDGraph, DataKind, may_run_again
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.decode import keep_all_orders, peak_bytes, price, solve_stages
-from rockplan.ilp.formulate import formulate
-from rockplan.ilp.full import solve_full
-from rockplan.ilp.options import option_family
-from rockplan.ilp.solve import SolverStatus
-from rockplan.ilp.stages import find_stages
-from rockplan.ilp.units import UNLIMITED, in_units
+from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.families import option_family
+from rockplan.ilp.blocks.formulate import formulate
+from rockplan.ilp.blocks.full import solve_full
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.highs import SolverStatus
+from rockplan.ilp.scaling import UNLIMITED, in_units
+from rockplan.values.graph import CDGraph, DataKind, may_run_again
 from tests.exhaustive import Exhaustive
 from tests.graphs import Ranges, cd_graphs, random_block, random_graph, with_more_held
 

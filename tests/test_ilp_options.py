@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.block import BlockOption
-from rockplan.graph import CDGraph, DataKind
-from rockplan.ilp import corners
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.decode import dominates, keep_all_orders, peak_bytes, price
-from rockplan.ilp.options import option_families, option_family
-from rockplan.ilp.seeds import seed_orders
-from rockplan.ilp.units import in_units
-from rockplan.schedule import with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.blocks import pareto_search
+from rockplan.ilp.blocks.decode import dominates, keep_all_orders, peak_bytes, price
+from rockplan.ilp.blocks.families import option_families, option_family
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.scaling import in_units
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import BlockOption
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.schedule import with_frees
 from tests.exhaustive import Exhaustive, stage_schedules
 from tests.graphs import (
     Roofline,
@@ -189,7 +189,7 @@ def test_no_time_still_gives_options() -> None:
 
 
 def test_a_problem_too_large_for_the_solver_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corners, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(pareto_search, "MAX_ENTRIES", 10)
     problem = attention_block()
     family = option_family(problem)
     assert family.solves == 0
@@ -207,8 +207,8 @@ def test_a_block_without_backward_has_one_option() -> None:
 
 
 SCRIPT = """
-from rockplan.ilp.corners import Settings
-from rockplan.ilp.options import option_families
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.families import option_families
 from tests.graphs import attention_block, mlp_block
 print(option_families([mlp_block(), attention_block()], settings=Settings(effort=3_000)))
 """

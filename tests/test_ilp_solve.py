@@ -10,8 +10,8 @@ import highspy
 import numpy as np
 import pytest
 
-from rockplan.ilp import solve as solve_module
-from rockplan.ilp.solve import (
+from rockplan.ilp import highs as solve_module
+from rockplan.ilp.highs import (
     INFINITY,
     LinearProgram,
     ProgramBuilder,

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.graph import CDGraph, DataKind, DataNode
-from rockplan.ilp.decode import (
+from rockplan.ilp.blocks.decode import (
     keep_all_orders,
     peak_bytes,
     price,
     solve_stages,
 )
-from rockplan.ilp.formulate import StageModel, formulate
-from rockplan.ilp.solve import SolverStatus
-from rockplan.ilp.stages import find_stages
-from rockplan.ilp.units import UNLIMITED, in_units
-from rockplan.schedule import without_idle
+from rockplan.ilp.blocks.formulate import StageModel, formulate
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.highs import SolverStatus
+from rockplan.ilp.scaling import UNLIMITED, in_units
+from rockplan.values.graph import CDGraph, DataKind, DataNode
+from rockplan.values.schedule import without_idle
 from tests.exhaustive import stage_schedules
 from tests.graphs import (
     Ranges,

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rockplan.anneal import fitted
-from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph
-from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price
-from rockplan.ilp.moments import (
+from rockplan.ilp.blocks.decode import Orders, keep_all_orders, peak_bytes, price
+from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.highs import TIME_UNIT, SolverStatus, solve
+from rockplan.ilp.whole_graph.pebbles import Pinches
+from rockplan.ilp.whole_graph.program import (
     Facts,
     Mark,
     Moments,
@@ -23,14 +23,14 @@ from rockplan.ilp.moments import (
     program,
     solution_of,
 )
-from rockplan.ilp.pebbles import Pinches
-from rockplan.ilp.refine import looking_closer, refined
-from rockplan.ilp.seeds import seed_orders
-from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
-from rockplan.improve import improve
-from rockplan.schedule import Schedule, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.whole_graph.refine import looking_closer, refined
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search.improve import improve
+from rockplan.search.local.exchange import fitted
+from rockplan.search.local.greedy_eviction import thriftiest
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule, with_frees
 from tests.exhaustive import stage_schedules
 from tests.graphs import (
     Ranges,

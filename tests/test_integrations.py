@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import rockplan
-from rockplan.plan import recomputations
+from rockplan.values.plan import recomputations
 from tests.training import QUICK
 
 BATCH = 64

@@ -16,9 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockplan
 from benchmarks.zoo_cases import loss_of
-from rockplan import progress
 from rockplan.errors import InvalidInput, PlanFormatError
-from rockplan.graph import (
+from rockplan.graph_builder.costs import price as measuring
+from rockplan.graph_builder.costs.price import call_key, measure, price, roofline
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from rockplan.graph_builder.digests import profile_digest
+from rockplan.graph_builder.lowering.lower import Lowered, lower
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.oracles.simulate import simulate
+from rockplan.values import progress
+from rockplan.values.graph import (
     Call,
     CDGraph,
     ComputeNode,
@@ -30,17 +39,8 @@ from rockplan.graph import (
     ValueRef,
     as_eager,
 )
-from rockplan.graph_builder import measure as measuring
-from rockplan.graph_builder import operators
-from rockplan.graph_builder.canonical import profile_digest
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import Lowered, lower
-from rockplan.graph_builder.measure import call_key, measure, price, roofline
-from rockplan.graph_builder.partition import partition
-from rockplan.graph_builder.ruler import peak_live_bytes
-from rockplan.profile import Profile
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
+from rockplan.values.profile import Profile
+from rockplan.values.schedule import keep_all
 
 FLOAT = torch.float32.itemsize
 
@@ -676,7 +676,7 @@ class _Layouts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        layouts = tuple((t.stride(), str(t.dtype)) for t in operators.tensors(result))
+        layouts = tuple((t.stride(), str(t.dtype)) for t in facts.tensors(result))
         self.found.append((str(func), layouts))
         return result
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import CASES, Case
-from rockplan.graph import caller_bytes
+from rockplan.values.graph import caller_bytes
 from tests.training import QUICK, solve_case, train_side_by_side, twin
 
 

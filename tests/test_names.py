@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.graph import DataKind
-from rockplan.names import activation_names, operation_names
-from rockplan.plan_file import outline
+from rockplan.store.plan_file import outline
+from rockplan.values.graph import DataKind
+from rockplan.values.names import activation_names, operation_names
 from tests.graphs import random_graph
 
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
         return (x * x).sum()
 
 
-def graph_of(layers: int, batch: int) -> rockplan.graph.CDGraph:
+def graph_of(layers: int, batch: int) -> rockplan.values.graph.CDGraph:
     return rockplan.plan(Model(layers), torch.randn(batch, 8), "100%").graph
 
 

@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from rockplan import Options, examples, needs, planning, smallest
+from rockplan import Options, examples
 from rockplan.budget import Budget
-from rockplan.codegen import random_state
-from rockplan.eviction import thriftiest
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import roofline
-from rockplan.needs import EFFORT, Search, within
-from rockplan.plan import Status
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.codegen import rng_replay
+from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search import minimum_peak, needs, planning
+from rockplan.search.local.greedy_eviction import thriftiest
+from rockplan.search.needs import EFFORT, Search, within
+from rockplan.values.plan import Status
+from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import Exhaustive
 from tests.test_windows import draw, with_room, without_room
 
@@ -175,7 +176,7 @@ def test_the_least_peak_is_left_to_others_where_the_search_is_given_up(
     assert needs.thriftiest(graph) is not None
     monkeypatch.setattr(needs, "OF_PEAK", 1)
     assert needs.thriftiest(graph) is None
-    least = smallest._smallest(graph, None, None, math.inf)
+    least = minimum_peak._smallest(graph, None, None, math.inf)
     assert least.is_complete
     assert simulate(graph, least.schedule).peak_bytes < simulate(graph, keep_all(graph)).peak_bytes
 
@@ -253,7 +254,7 @@ def mlp_problem() -> planning.Problem:
 
 def problem_of_module(model: nn.Module, *args: torch.Tensor) -> planning.Problem:
     """Roofline prices."""
-    lowered = lower(capture(model, args, {}), random_state.state_bytes(torch.device("cpu")))
+    lowered = lower(capture(model, args, {}), rng_replay.state_bytes(torch.device("cpu")))
     return planning.problem_of(lowered.graph, roofline(lowered.graph, 1e11, 2e12), Options())
 
 
@@ -261,7 +262,7 @@ def test_the_smallest_budget_of_an_mlp_is_planned_at_the_proven_optimum() -> Non
     """Programs of moments left 76 % of an iteration open at the smallest budget."""
     options, problem = Options(cache=False), mlp_problem()
     smallest = planning.plan_anew(problem, Budget(is_minimum=True), options)
-    more = Budget(size_bytes=smallest.budget_bytes * 7 // 6)
+    more = Budget(size_bytes=minimum_peak.budget_bytes * 7 // 6)
     for plan in (smallest, planning.plan_anew(problem, more, options)):
         assert plan.certificate.status is Status.OPTIMAL
         assert plan.certificate.bound_ns == plan.time_ns > problem.graph.time_ns

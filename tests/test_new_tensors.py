@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models import Case
-from rockplan.graph_builder.operators import without_argument
+from rockplan.graph_builder.operators.facts import without_argument
 from tests.training import solve_case, train_side_by_side, twin
 
 aten = torch.ops.aten

@@ -18,20 +18,21 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, gpt2, t5
-from rockplan import eviction, planning, smallest
-from rockplan.anneal import annealed_again
 from rockplan.budget import Budget
-from rockplan.codegen import random_state
-from rockplan.graph import CDGraph, producers, readers
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.measure import roofline
+from rockplan.codegen import rng_replay
+from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.lowering.backward_order import gathered, predecessors, renumbered
+from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.partition import partition
-from rockplan.graph_builder.reorder import gathered, predecessors, renumbered
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
-from rockplan.schedule import Schedule, first_executions, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search import minimum_peak, planning
+from rockplan.search.local import greedy_eviction
+from rockplan.search.local.exchange import annealed_again
+from rockplan.values.graph import CDGraph, producers, readers
+from rockplan.values.schedule import Schedule, first_executions, keep_all
 from tests.graphs import with_random_takes
 from tests.test_reorder import branched
 from tests.training import QUICK, solve_case, train_side_by_side, twin
@@ -113,7 +114,7 @@ def test_some_random_graphs_gain() -> None:
 
 def roofline_problem(case: Case) -> planning.Problem:
     captured = capture(case.model, case.args, case.kwargs)
-    graph = lower(captured, random_state.state_bytes(torch.device("cpu"))).graph
+    graph = lower(captured, rng_replay.state_bytes(torch.device("cpu"))).graph
     return planning.problem_of(graph, roofline(graph, 1e11, 2e12), Options(cache=False))
 
 
@@ -149,11 +150,11 @@ def test_what_another_order_leads_to_counts_for_the_smallest_budget(
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
     problem = roofline_problem(decayed())
     graph = problem.constrained
-    everything = smallest.Improved(keep_all(graph), is_complete=True)
-    monkeypatch.setattr(smallest, "_smallest", lambda *_: everything)
+    everything = minimum_peak.Improved(keep_all(graph), is_complete=True)
+    monkeypatch.setattr(minimum_peak, "_smallest", lambda *_: everything)
     found = planning.common_of(problem, Options()).smallest(math.inf)
     assert found.ordered.numbers is not None
-    assert found.peak_bytes < smallest.peak_bytes(graph, everything)
+    assert found.peak_bytes < minimum_peak.peak_bytes(graph, everything)
     verify(graph, found.ordered.of_problem(found.found.schedule))
     hurried = planning.common_of(problem, Options()).smallest(-math.inf)
     assert hurried.peak_bytes == found.peak_bytes
@@ -167,7 +168,7 @@ def test_first_executions_move() -> None:
     torch.manual_seed(0)
     problem = roofline_problem(decayed())
     graph = problem.constrained
-    start = eviction.within(graph, 290_000)
+    start = greedy_eviction.within(graph, 290_000)
     assert start is not None
     search = functools.partial(
         annealed_again, graph, start, 290_000, enough_ns=graph.time_ns, deadline=math.inf

@@ -26,6 +26,6 @@ def test_every_public_name_exists() -> None:
 
 
 def test_a_module_does_not_hide_the_function_of_its_name() -> None:
-    program = "import rockplan, rockplan.plan, rockplan.api; print(callable(rockplan.plan))"
+    program = "import rockplan, rockplan.values.plan, rockplan.api; print(callable(rockplan.plan))"
     assert run(program) == "True\n"
     assert callable(rockplan.plan)

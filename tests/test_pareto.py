@@ -12,8 +12,8 @@ import torch
 
 import rockplan
 from benchmarks.models import Case, encoder, mlp, resnet
-from rockplan import needs, planning
 from rockplan.api import plan_each
+from rockplan.search import needs, planning
 
 CASES: list[Callable[[], Case]] = [
     lambda: encoder(layers=1),

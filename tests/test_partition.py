@@ -18,15 +18,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rockplan.block import Block
-from rockplan.graph import CDGraph, DataKind, Phase, TensorSpec, Value
-from rockplan.graph_builder.canonical import graph_digest, problem_digest
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
+from rockplan.graph_builder.digests import graph_digest, problem_digest
+from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.partition import choose_pins, partition, side_storages
-from rockplan.schedule import keep_all, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block
+from rockplan.values.graph import CDGraph, DataKind, Phase, TensorSpec, Value
+from rockplan.values.schedule import keep_all, with_frees
 from tests.graphs import Draft, Ranges, block_graphs, cd_graphs, chains, random_chain
 
 # Saved generator states belong to nodes, not to blocks; without them the sums are exact.
@@ -371,7 +371,7 @@ def test_results_of_nodes_that_run_once_are_kept() -> None:
 def test_digests_do_not_depend_on_the_process() -> None:
     script = (
         "import random; from tests.graphs import random_chain;"
-        "from rockplan.graph_builder.canonical import graph_digest;"
+        "from rockplan.graph_builder.digests import graph_digest;"
         "from rockplan.graph_builder.partition import partition;"
         "g, _ = random_chain(random.Random(3), (3, 4, 3));"
         "print(graph_digest(g), *(b.digest for b in partition(g)))"

@@ -22,12 +22,12 @@ from benchmarks.peers.per_tensor import (
 )
 from benchmarks.peers.rockmate import grid_families, rockmate
 from benchmarks.peers.rotor import rotor
-from rockplan.block import Block
-from rockplan.graph import CDGraph, DataKind, Phase, producers
-from rockplan.ilp.solve import SolverStatus
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.highs import SolverStatus
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block
+from rockplan.values.graph import CDGraph, DataKind, Phase, producers
+from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import Exhaustive, stage_schedules
 from tests.graphs import Draft, Ranges, cut_chain, random_chain
 

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan import plan_file, serial, smallest
-from rockplan.graph import as_eager
-from rockplan.plan import Status
-from rockplan.plan_file import dump_plans, outline, parse_plans, write_whole
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
+from rockplan.oracles.simulate import simulate
+from rockplan.search import minimum_peak
+from rockplan.store import documents, plan_file
+from rockplan.store.plan_file import dump_plans, outline, parse_plans, write_whole
+from rockplan.values.graph import as_eager
+from rockplan.values.plan import Status
+from rockplan.values.schedule import keep_all
 
 
 class Net(nn.Module):
@@ -78,10 +79,10 @@ def forbidden(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rockplan.planning.measure", forbidden)
-    monkeypatch.setattr("rockplan.families.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.families.option_families", forbidden)
-    monkeypatch.setattr("rockplan.planning.Cache", forbidden)
+    monkeypatch.setattr("rockplan.search.planning.measure", forbidden)
+    monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
+    monkeypatch.setattr("rockplan.search.planning.Cache", forbidden)
 
 
 def test_a_loaded_plan_runs_without_measuring_or_solving(
@@ -226,7 +227,7 @@ def change(path: Path, edit: Any) -> None:
     del document["digest"]
     for plan in document["plans"]:
         edit(plan)
-    path.write_text(serial.canonical({**document, "digest": serial.digest(document)}))
+    path.write_text(documents.canonical({**document, "digest": documents.digest(document)}))
 
 
 def test_a_changed_byte_is_noticed(path: Path) -> None:
@@ -256,12 +257,12 @@ def test_a_smallest_budget_that_time_cut_short_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No plan within as many bytes is faster, but with more time they might be fewer."""
-    found = smallest._smallest
+    found = minimum_peak._smallest
 
-    def cut_short(*args: Any) -> smallest.Improved:
+    def cut_short(*args: Any) -> minimum_peak.Improved:
         return replace(found(*args), is_complete=False)
 
-    monkeypatch.setattr(smallest, "_smallest", cut_short)
+    monkeypatch.setattr(minimum_peak, "_smallest", cut_short)
     planned = rockplan.solve(net(), sample(), "min", options=rockplan.Options(cache=False))
     certificate = planned.plan.certificate
     assert certificate.status is Status.TIME_LIMIT
@@ -340,7 +341,7 @@ def test_random_edits_are_refused_or_harmless(planned: nn.Module) -> None:
                 break
             spot = spot[key]
         spot[key] = draw.choice(values)
-        changed = serial.canonical({**document, "digest": serial.digest(document)})
+        changed = documents.canonical({**document, "digest": documents.digest(document)})
         try:
             parse_plans(changed)
         except rockplan.PlanFormatError:
@@ -359,7 +360,7 @@ def test_an_interrupted_save_keeps_the_old_file(
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rockplan.plan_file.os.replace", interrupt)
+    monkeypatch.setattr("rockplan.store.plan_file.os.replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rockplan.save_plan(planned.plan, path)
     assert path.read_text() == before

@@ -18,22 +18,24 @@ import rockplan
 from benchmarks import models, priced
 from benchmarks.models import Case
 from benchmarks.priced import prepared
-from rockplan import Options, eviction, families, planning, smallest
-from rockplan.anneal import fitted
+from rockplan import Options
 from rockplan.api import plan_each
-from rockplan.block import OptionFamily
 from rockplan.budget import Budget, parse_budget
-from rockplan.constraints import with_room_for_loss
-from rockplan.dp.search import ChainSolver
+from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import InfeasibleBudget
-from rockplan.graph import CDGraph, as_eager, caller_bytes
 from rockplan.graph_builder.partition import partition
-from rockplan.ilp import corners
-from rockplan.ilp.refine import Refined, refined
-from rockplan.plan import Plan, Status
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.blocks import pareto_search
+from rockplan.ilp.whole_graph.refine import Refined, refined
+from rockplan.oracles.constraints import with_room_for_loss
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search import block_families, minimum_peak, planning
+from rockplan.search.local import greedy_eviction
+from rockplan.search.local.exchange import fitted
+from rockplan.values.block import OptionFamily
+from rockplan.values.graph import CDGraph, as_eager, caller_bytes
+from rockplan.values.plan import Plan, Status
+from rockplan.values.schedule import Schedule, keep_all
 from tests.graphs import random_graph
 from tests.usage import mean_square
 
@@ -58,7 +60,7 @@ def forbid_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> tuple[OptionFamily, ...]:
         raise AssertionError("blocks are solved")
 
-    monkeypatch.setattr(families, "option_families", unwanted)
+    monkeypatch.setattr(block_families, "option_families", unwanted)
 
 
 def test_what_the_relaxation_proves_near_needs_no_options_of_blocks(
@@ -80,7 +82,7 @@ def test_of_large_graphs_a_plan_need_not_be_so_near(
     forbid_blocks(monkeypatch)
     with pytest.raises(AssertionError, match="blocks are solved"):
         plan(problem, budget="41%")
-    monkeypatch.setattr(smallest, "SMALL_NODES", len(problem.graph.nodes) - 1)
+    monkeypatch.setattr(minimum_peak, "SMALL_NODES", len(problem.graph.nodes) - 1)
     found = plan(problem, budget="41%").certificate
     gap = (found.objective_ns - found.bound_ns) / problem.graph.time_ns
     assert planning.NEAR < planning.NEAR_IF_LARGE < gap <= planning.ENOUGH_IF_LARGE
@@ -96,7 +98,7 @@ def test_of_large_graphs_nothing_is_exchanged_if_a_plan_is_near(
     monkeypatch.setattr(planning, "annealed", unwanted)
     with pytest.raises(AssertionError, match="exchanges are tried"):
         plan(problem)
-    monkeypatch.setattr(smallest, "SMALL_NODES", len(problem.graph.nodes) - 1)
+    monkeypatch.setattr(minimum_peak, "SMALL_NODES", len(problem.graph.nodes) - 1)
     found = plan(problem).certificate
     gap = (found.objective_ns - found.bound_ns) / problem.graph.time_ns
     assert 0 <= gap <= planning.NEAR_IF_LARGE
@@ -112,7 +114,7 @@ def test_after_a_late_relaxation_room_is_made_with_the_time_for_the_rest(
         return refined(graph, budget_bytes, deadline=deadline + 600)
 
     monkeypatch.setattr(planning, "SHARE", 0.0)
-    monkeypatch.setattr(smallest, "refined", late)
+    monkeypatch.setattr(minimum_peak, "refined", late)
     forbid_blocks(monkeypatch)
     found = plan(problem, budget="41%")
     assert found.peak_bytes <= found.budget_bytes
@@ -136,7 +138,7 @@ def test_a_gap_that_is_unknown_is_not_a_time_limit(
 ) -> None:
     """Programs too large for the solver leave a block's gap unknown, however much time there is."""
     forbid_nearness(monkeypatch)
-    monkeypatch.setattr(corners, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(pareto_search, "MAX_ENTRIES", 10)
     assert plan(problem).certificate.status is Status.FEASIBLE
 
 
@@ -180,7 +182,7 @@ def test_the_smallest_budget_does_not_depend_on_what_was_measured(
     noise = random.Random(2)
     nodes = (replace(n, time_ns=int(n.time_ns * noise.uniform(0.7, 1.4))) for n in graph.nodes)
     graphs = [graph, replace(graph, nodes=tuple(nodes))]
-    least = (smallest._smallest(g, None, None, math.inf) for g in graphs)
+    least = (minimum_peak._smallest(g, None, None, math.inf) for g in graphs)
     found = {simulate(g, s.schedule).peak_bytes for g, s in zip(graphs, least, strict=True)}
     assert len(found) == 1
 
@@ -191,9 +193,9 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
         planning.plan_anew(made, Budget(size_bytes=1), NO_CACHE)
     monkeypatch.setattr(planning, "NEAR", -1.0)
-    monkeypatch.setattr(families.ChainSolver, "best_schedule", lambda *_, **__: None)
+    monkeypatch.setattr(block_families.ChainSolver, "best_schedule", lambda *_, **__: None)
     monkeypatch.setattr(planning.eviction, "within", lambda *_: None)
-    monkeypatch.delattr(smallest, "_smallest")
+    monkeypatch.delattr(minimum_peak, "_smallest")
     budget = Budget(size_bytes=caught.value.minimum_bytes)
     found = planning.plan_anew(made, budget, NO_CACHE)
     assert found.peak_bytes <= caught.value.minimum_bytes
@@ -247,7 +249,7 @@ def test_room_is_not_made_after_the_deadline(problem: planning.Problem) -> None:
     assert fitted(graph, forward, backward, budget_bytes, deadline=time.monotonic()) is None
 
 
-def unwanted(*_: object) -> smallest.Improved:
+def unwanted(*_: object) -> minimum_peak.Improved:
     raise AssertionError("the smallest peak is looked for")
 
 
@@ -255,7 +257,7 @@ def test_without_time_the_smallest_peak_is_not_looked_for_where_something_fits(
     problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes longest."""
-    monkeypatch.setattr(smallest, "_smallest", unwanted)
+    monkeypatch.setattr(minimum_peak, "_smallest", unwanted)
     found = plan(problem, replace(NO_CACHE, time_limit_s=0.0))
     assert found.certificate.status is Status.TIME_LIMIT
     assert found.peak_bytes <= found.budget_bytes
@@ -266,8 +268,8 @@ def test_without_time_what_is_near_gives_way_to_what_evictions_lead_to(
 ) -> None:
     graph = problem.constrained
     budget_bytes = plan(problem).budget_bytes
-    slow = eviction.within(graph, int(0.7 * budget_bytes))
-    evicted = eviction.within(graph, budget_bytes)
+    slow = greedy_eviction.within(graph, int(0.7 * budget_bytes))
+    evicted = greedy_eviction.within(graph, budget_bytes)
     assert slow is not None and evicted is not None
     relaxed = refined(graph, budget_bytes, deadline=math.inf)
     monkeypatch.setattr(planning, "_relaxed", lambda *_, **__: (relaxed, slow))
@@ -279,13 +281,13 @@ def test_without_time_what_is_near_gives_way_to_what_evictions_lead_to(
 def test_plans_of_one_problem_look_for_the_smallest_peak_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, looked_for = smallest._smallest, list[smallest.Improved]()
+    found, looked_for = minimum_peak._smallest, list[minimum_peak.Improved]()
 
-    def counted(*args: Any) -> smallest.Improved:
+    def counted(*args: Any) -> minimum_peak.Improved:
         looked_for.append(found(*args))
         return looked_for[-1]
 
-    monkeypatch.setattr(smallest, "_smallest", counted)
+    monkeypatch.setattr(minimum_peak, "_smallest", counted)
     case = models.mlp(depth=3)
     budgets = (100, 200, "min")
     first, second, least = plan_each(case.model, case.args, budgets, options=NO_CACHE)
@@ -345,7 +347,7 @@ def test_where_the_search_for_the_smallest_is_cut_short_plans_for_other_budgets_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("rockplan.needs.LARGEST", 0)
+    monkeypatch.setattr("rockplan.search.needs.LARGEST", 0)
     model, x = Repeated(3), torch.randn(2, 8, 16)
     hurry = Options(time_limit_s=0.0)
     first = rockplan.plan(model, x, "min", options=hurry)
@@ -374,20 +376,20 @@ def test_where_time_is_too_short_for_evictions_the_relaxation_leads_to_something
 ) -> None:
     graph = problem.constrained
     everything = keep_all(graph)
-    monkeypatch.setattr(eviction, "thriftiest", lambda *_, **__: everything)
-    found = smallest._smallest(graph, None, None, time.monotonic())
+    monkeypatch.setattr(greedy_eviction, "thriftiest", lambda *_, **__: everything)
+    found = minimum_peak._smallest(graph, None, None, time.monotonic())
     assert not found.is_complete
     verify(graph, found.schedule)
-    assert smallest.peak_bytes(graph, found) < 0.8 * simulate(graph, everything).peak_bytes
+    assert minimum_peak.peak_bytes(graph, found) < 0.8 * simulate(graph, everything).peak_bytes
 
 
 @pytest.mark.parametrize("by", ["blocks", "relaxation"])
 def test_a_large_graph_gets_a_plan_however_little_time_there_is(
     by: str, problem: planning.Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smallest, "SMALL_NODES", 0)
-    monkeypatch.setattr(smallest, "_smallest", unwanted)
-    monkeypatch.setattr(eviction, "within", lambda *_, **__: None)
+    monkeypatch.setattr(minimum_peak, "SMALL_NODES", 0)
+    monkeypatch.setattr(minimum_peak, "_smallest", unwanted)
+    monkeypatch.setattr(greedy_eviction, "within", lambda *_, **__: None)
     if by == "blocks":
         monkeypatch.setattr(planning, "fitted_relaxed", lambda *_, **__: (None, None))
     else:
@@ -404,10 +406,10 @@ def test_a_smallest_budget_that_was_named_works_whatever_is_found_later(
     hurry = Options(time_limit_s=0.0)
     graph = problem.constrained
     found = [
-        smallest.Improved(keep_all(graph), is_complete=False),
-        replace(smallest._smallest(graph, None, None, math.inf), is_complete=False),
+        minimum_peak.Improved(keep_all(graph), is_complete=False),
+        replace(minimum_peak._smallest(graph, None, None, math.inf), is_complete=False),
     ]
-    monkeypatch.setattr(smallest, "_smallest", lambda *_: found.pop())
+    monkeypatch.setattr(minimum_peak, "_smallest", lambda *_: found.pop())
     with pytest.raises(InfeasibleBudget) as caught:
         planning.plan_anew(problem, Budget(size_bytes=1), hurry)
     named = Budget(size_bytes=caught.value.minimum_bytes)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from rockplan import draft as planning_draft
-from rockplan.eviction import thriftiest, within
-from rockplan.graph import CDGraph, DataKind, Phase
-from rockplan.prune import pruned
-from rockplan.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search.local import editable_schedule as planning_draft
+from rockplan.search.local.greedy_eviction import thriftiest, within
+from rockplan.search.local.prune import pruned
+from rockplan.values.graph import CDGraph, DataKind, Phase
+from rockplan.values.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
 from tests.graphs import (
     Draft,
     Ranges,

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from rockplan import needs, relief
-from rockplan.anneal import squeezed
-from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph
-from rockplan.relief import relieved
-from rockplan.schedule import Schedule, keep_all
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search import needs, relief
+from rockplan.search.local.exchange import squeezed
+from rockplan.search.local.greedy_eviction import thriftiest
+from rockplan.search.relief import relieved
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule, keep_all
 from tests.graphs import Ranges, constrained_graph, random_chain, random_graph
 
 RANGES = Ranges(pinned_percent=15)

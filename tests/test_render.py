@@ -20,18 +20,18 @@ from torch import nn
 
 import rockplan
 from rockplan.errors import InvalidInput, MissingLibrary
-from rockplan.graph_builder import ruler
-from rockplan.memory import (
-    MeasuredTimeline,
+from rockplan.graph_builder.costs import ruler
+from rockplan.oracles.simulate import simulate
+from rockplan.reports.pictures import Series, curve_series, graph_dot, plan_series
+from rockplan.reports.timeline import (
     block_rows,
     eager_timeline,
     module_groups,
     planned_timeline,
     timeline_of,
 )
-from rockplan.plan import Plan
-from rockplan.render import Series, curve_series, graph_dot, plan_series
-from rockplan.simulate import simulate
+from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.plan import Plan
 from tests.graphs import random_graph
 from tests.test_explain import random_schedule
 

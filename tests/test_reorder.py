@@ -14,7 +14,13 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, gpt2, mlp, resnet, t5, vit
-from rockplan.graph import (
+from rockplan.graph_builder.lowering.backward_order import reordered
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.verify import verify
+from rockplan.values.graph import (
     Call,
     CDGraph,
     DataKind,
@@ -24,13 +30,7 @@ from rockplan.graph import (
     in_eager_order,
     without_takes,
 )
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.partition import partition
-from rockplan.graph_builder.reorder import reordered
-from rockplan.schedule import Compute, keep_all
-from rockplan.simulate import simulate, timeline
-from rockplan.verify import verify
+from rockplan.values.schedule import Compute, keep_all
 from tests.graphs import Draft, Ranges, random_graph, with_random_takes
 from tests.training import solve_case, train_side_by_side, twin
 from tests.usage import mean_square

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import rockplan
-from rockplan import progress
+from rockplan.values import progress
 from tests.training import assert_same_state, assert_same_tensor
 
 QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5}
@@ -216,7 +216,7 @@ def test_a_terminal_shows_how_far_planning_has_come(monkeypatch: pytest.MonkeyPa
             yield
 
     planned = planned_net()
-    monkeypatch.setattr("rockplan.display.waiting", waiting)
+    monkeypatch.setattr("rockplan.reports.progress_bars.waiting", waiting)
     steps(planned, [5])
     assert shown == []
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -10,8 +10,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rockplan.graph_builder import operators
-from rockplan.graph_builder.results import Results
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.fake_results import Results
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
@@ -57,19 +57,19 @@ def test_a_remembered_result_is_that_of_the_fake_mode(
 ) -> None:
     operator, arguments = CALLS[name]
     asked: list[OpOverload] = []
-    fake_result = operators.fake_result
+    fake_result = facts.fake_result
 
     def counted(operator: OpOverload, args: Arguments, kwargs: dict[str, Any]) -> Any:
         asked.append(operator)
         return fake_result(operator, args, kwargs)
 
-    monkeypatch.setattr(operators, "fake_result", counted)
+    monkeypatch.setattr(facts, "fake_result", counted)
     with FakeTensorMode() as mode:
         results = Results(mode)
         found = []
         for _ in range(3):
             args = arguments()
-            given = list(operators.tensors(args))
+            given = list(facts.tensors(args))
             result = results.of(operator, args, {})
             assert type(result) is type(operator(*args))
             found.append(described(result, given))
@@ -101,7 +101,7 @@ def test_sharing_of_arguments_is_part_of_a_call() -> None:
 
 
 def test_values_and_shapes_that_depend_on_them_are_not_remembered() -> None:
-    assert not operators.follows_shapes(aten.nonzero.default)
-    assert not operators.follows_shapes(aten._local_scalar_dense.default)
-    assert not operators.follows_shapes(aten.squeeze_.dim)
-    assert operators.follows_shapes(aten.bernoulli_.float)
+    assert not facts.follows_shapes(aten.nonzero.default)
+    assert not facts.follows_shapes(aten._local_scalar_dense.default)
+    assert not facts.follows_shapes(aten.squeeze_.dim)
+    assert facts.follows_shapes(aten.bernoulli_.float)

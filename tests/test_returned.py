@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 import rockplan
 from benchmarks.models import Case
-from rockplan.codegen.returned import _are_apart
-from rockplan.graph import TensorSpec
+from rockplan.codegen.result_aliasing import _are_apart
+from rockplan.values.graph import TensorSpec
 from tests.training import QUICK, assert_equal_trees, train_side_by_side
 from tests.usage import SAMPLE, both, count_programs, mean_square, pair
 

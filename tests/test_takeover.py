@@ -18,8 +18,18 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, bert, densenet, gpt2, resnet18
-from rockplan.eviction import thriftiest, within
-from rockplan.graph import (
+from rockplan.graph_builder.lowering.reinplace import ADMITTED, ADMITTED_ON_CPU, with_takeovers
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.oracles.lifetimes import alive_at, lifetimes
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.verify import verify
+from rockplan.search.local.greedy_eviction import thriftiest, within
+from rockplan.store.documents import digest
+from rockplan.store.plan_file import dump_plans, parse_plans
+from rockplan.values.graph import (
     Call,
     CDGraph,
     ComputeNode,
@@ -31,17 +41,7 @@ from rockplan.graph import (
     ValueRef,
     without_takes,
 )
-from rockplan.graph_builder import operators
-from rockplan.graph_builder.evaluate import substitute
-from rockplan.graph_builder.partition import partition
-from rockplan.graph_builder.takeover import ADMITTED, ADMITTED_ON_CPU, with_takeovers
-from rockplan.ilp.refine import lower_bound_ns, peak_lower_bound_bytes
-from rockplan.lifetimes import alive_at, lifetimes
-from rockplan.plan_file import dump_plans, parse_plans
-from rockplan.schedule import Free, Schedule, keep_all, taken_over, with_frees
-from rockplan.serial import digest
-from rockplan.simulate import simulate, timeline
-from rockplan.verify import verify
+from rockplan.values.schedule import Free, Schedule, keep_all, taken_over, with_frees
 from tests.exhaustive import Exhaustive
 from tests.graphs import random_graph, with_random_takes
 from tests.training import (
@@ -154,7 +154,7 @@ def graph_of(call: Call, tensors: list[torch.Tensor], result: torch.Tensor) -> C
 
 
 def execute(call: Call, tensors: list[torch.Tensor]) -> torch.Tensor:
-    operator = operators.resolve(call.op)
+    operator = facts.resolve(call.op)
     args = [substitute(a, tensors.__getitem__) for a in call.args]
     kwargs = {k: substitute(a, tensors.__getitem__) for k, a in call.kwargs}
     with torch._C._AutoDispatchBelowAutograd():
@@ -163,7 +163,7 @@ def execute(call: Call, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def operand_sets(op: str, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
     """Tensors for `op`: in equal and in different layouts, and broadcast against the first."""
-    arguments = operators.resolve(op)._schema.arguments
+    arguments = facts.resolve(op)._schema.arguments
     tensors = [a.name for a in arguments if str(a.type) == "Tensor"]
 
     def made(names: list[str], layouts: tuple[str, ...], shapes: list[tuple[int, ...]]) -> Any:

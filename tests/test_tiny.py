@@ -9,11 +9,12 @@ from torch import Tensor, nn
 import rockplan
 from benchmarks import priced
 from benchmarks.models import Case
-from rockplan import Options, planning
+from rockplan import Options
 from rockplan.budget import Budget
-from rockplan.plan import Status
-from rockplan.schedule import keep_all
-from rockplan.simulate import simulate
+from rockplan.oracles.simulate import simulate
+from rockplan.search import planning
+from rockplan.values.plan import Status
+from rockplan.values.schedule import keep_all
 from tests.exhaustive import Exhaustive
 from tests.usage import mean_square
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import rockplan
-from rockplan import planning
-from rockplan.plan import format_bytes, recomputations
+from rockplan.search import planning
+from rockplan.values.plan import format_bytes, recomputations
 from tests.training import QUICK, assert_same_state
 
 LENGTH = 24

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rockplan
 from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
-from rockplan.codegen import module as planned_modules
+from rockplan.codegen import planned_module as planned_modules
 from tests.training import (
     assert_equal_trees,
     assert_same_state,

@@ -12,12 +12,12 @@ from torch import nn
 import rockplan
 from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
-from rockplan.graph_builder import operators
-from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.lower import lower
-from rockplan.graph_builder.ruler import peak_live_bytes
-from rockplan.graph_builder.takeover import ADMITTED, out_of_place
-from rockplan.plan import Plan
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.lowering.reinplace import ADMITTED, out_of_place
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.values.plan import Plan
 from tests.test_takeover import DTYPES, calls, execute, same_bits
 from tests.training import solve_case, train_side_by_side, twin
 
@@ -239,7 +239,7 @@ def test_the_counterpart_makes_the_same_bits(op: str, dtype: torch.dtype) -> Non
         if (made.shape, made.stride(), made.dtype) != (first.shape, first.stride(), first.dtype):
             continue
         copied = [tensors[0].clone(), *tensors[1:]]
-        operator = operators.resolve(op)
+        operator = facts.resolve(op)
         with torch._C._AutoDispatchBelowAutograd():
             args = [copied[a.index] if hasattr(a, "index") else a for a in call.args]
             operator(*args, **dict(call.kwargs))

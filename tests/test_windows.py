@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.priced import prepared
-from rockplan import Options, windows
-from rockplan.eviction import thriftiest
-from rockplan.graph import CDGraph
-from rockplan.prune import pruned
-from rockplan.schedule import Schedule
-from rockplan.simulate import simulate
-from rockplan.windows import searched
+from rockplan import Options
+from rockplan.oracles.simulate import simulate
+from rockplan.search import windows
+from rockplan.search.local.greedy_eviction import thriftiest
+from rockplan.search.local.prune import pruned
+from rockplan.search.windows import searched
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule
 from tests.graphs import (
     Ranges,
     attention_block,

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.peers.orders import checked_schedule
-from rockplan.block import Block
 from rockplan.dp.stitch import pinned_storages
-from rockplan.graph import CDGraph
-from rockplan.schedule import Schedule
+from rockplan.values.block import Block
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule
 
 
 def sqrt_segments(blocks: Sequence[Block]) -> int:

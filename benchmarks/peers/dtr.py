@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from benchmarks.peers.orders import checked_schedule
-from rockplan.graph import CDGraph, DataKind, producers
-from rockplan.schedule import Compute, Schedule, keep_all
-from rockplan.simulate import simulate
+from rockplan.oracles.simulate import simulate
+from rockplan.values.graph import CDGraph, DataKind, producers
+from rockplan.values.schedule import Compute, Schedule, keep_all
 
 MOST_TIME = 10
 """A run that takes this many times the iteration without recomputation is given up: it thrashes."""

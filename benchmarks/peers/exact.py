@@ -2,7 +2,8 @@
 
 The stage formulation of `rockplan.ilp`: forward nodes run once, in order; before each backward
 node any of them may run again. Backward nodes do not run again, which the T x T program of
-Checkmate allows (`rockplan.ilp.full`): on single blocks that one takes tens of times as long.
+Checkmate allows (`rockplan.ilp.blocks.full`): on single blocks that one takes tens of times as
+long.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.peers.orders import checked_schedule
-from rockplan.graph import CDGraph
-from rockplan.ilp.decode import proven_ns, read_orders
-from rockplan.ilp.formulate import StageModel, formulate
-from rockplan.ilp.solve import TIME_UNIT, SolverStatus, solve
-from rockplan.ilp.stages import find_stages
-from rockplan.ilp.units import UNLIMITED, in_units
-from rockplan.schedule import Schedule
+from rockplan.ilp.blocks.decode import proven_ns, read_orders
+from rockplan.ilp.blocks.formulate import StageModel, formulate
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.highs import TIME_UNIT, SolverStatus, solve
+from rockplan.ilp.scaling import UNLIMITED, in_units
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule
 
 NODES = 10**9
 """Of the search tree: no limit but the time."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rockplan.dp.liveness import Order, drop_dead
-from rockplan.graph import CDGraph
-from rockplan.schedule import Schedule, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.graph import CDGraph
+from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.schedule import Schedule, with_frees
 
 
 def checked_schedule(

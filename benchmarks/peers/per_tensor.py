@@ -10,9 +10,9 @@ says nothing of the peak, so limits are tried and the peak is simulated.
 from __future__ import annotations
 
 from benchmarks.peers.orders import checked_schedule
-from rockplan.graph import CDGraph, DataKind, producers
-from rockplan.ilp.solve import TIME_UNIT, ProgramBuilder, solve
-from rockplan.schedule import Schedule
+from rockplan.ilp.highs import TIME_UNIT, ProgramBuilder, solve
+from rockplan.values.graph import CDGraph, DataKind, producers
+from rockplan.values.schedule import Schedule
 
 LEVELS = 40
 """Limits tried, evenly from nothing saved to everything."""

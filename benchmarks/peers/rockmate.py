@@ -17,18 +17,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rockplan.block import Block, BlockOption, OptionFamily
-from rockplan.dp.chain import Operation, RunForward, RunOption
+from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.dp.stitch import stitch
-from rockplan.graph import CDGraph, Phase
-from rockplan.ilp.decode import Orders, keep_all_orders, peak_bytes, price, solve_stages
-from rockplan.ilp.formulate import formulate
-from rockplan.ilp.seeds import seed_orders
-from rockplan.ilp.stages import find_stages
-from rockplan.ilp.units import in_units
-from rockplan.schedule import Schedule, with_frees
-from rockplan.simulate import simulate
-from rockplan.verify import verify
+from rockplan.ilp.blocks.decode import Orders, keep_all_orders, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.formulate import formulate
+from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.scaling import in_units
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import Block, BlockOption, OptionFamily
+from rockplan.values.graph import CDGraph, Phase
+from rockplan.values.schedule import Schedule, with_frees
 
 GRID = 20
 SLOTS = 500

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rockplan.block import Block, OptionFamily
-from rockplan.dp.search import ChainSolver
-from rockplan.graph import CDGraph
-from rockplan.ilp.decode import keep_all_orders, price
+from rockplan.dp.chain_solver import ChainSolver
+from rockplan.ilp.blocks.decode import keep_all_orders, price
+from rockplan.values.block import Block, OptionFamily
+from rockplan.values.graph import CDGraph
 
 
 def rotor(graph: CDGraph, blocks: Sequence[Block]) -> ChainSolver:

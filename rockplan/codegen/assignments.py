@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.contents import copied, is_same
-from rockplan.interface import ABSENT, Address, Assignment
+from rockplan.python_state.contents import copied, is_same
 from rockplan.python_state.holders import write_all
+from rockplan.values.interface import ABSENT, Address, Assignment
 
 
 def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_hooks
 
-from rockplan import trees
 from rockplan.codegen import parametrizations
-from rockplan.codegen.signature import (
+from rockplan.codegen.guards import (
     ModuleSignature,
     autocast_state,
     changed_attribute,
     function_modes,
     module_entries,
 )
+from rockplan.python_state import trees
 from rockplan.python_state.reach import named_arguments
 
 Facts = tuple[tuple[str, str], ...]

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from rockplan.errors import BackwardError, UnsupportedModel
-from rockplan.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
-from rockplan.interface import Guard, Interface
-from rockplan.schedule import Compute, Free, Schedule, taken_over
+from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
+from rockplan.values.interface import Guard, Interface
+from rockplan.values.schedule import Compute, Free, Schedule, taken_over
 
 _INDENT = "    "
 

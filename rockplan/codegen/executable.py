@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from rockplan.codegen import random_state
+from rockplan.codegen import rng_replay
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
-from rockplan.codegen.returned import Relations, relations
-from rockplan.collection import paused_collection
-from rockplan.graph import CDGraph
-from rockplan.interface import Interface, OutputLeaf
-from rockplan.schedule import Schedule
+from rockplan.codegen.result_aliasing import Relations, relations
+from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.graph import CDGraph
+from rockplan.values.interface import Interface, OutputLeaf
+from rockplan.values.schedule import Schedule
 
 Pattern = tuple[tuple[int, ...] | None, ...]
 """For each output tensor the strides of its incoming gradient, None if there is none."""
@@ -98,18 +98,18 @@ class Frame:
         self.saved: dict[str, torch.Tensor] = {}
         self.copies: tuple[torch.Tensor, ...] = ()
         self._tangents: tuple[torch.Tensor, ...] = ()
-        self._replay: random_state.Undo | None = None
+        self._replay: rng_replay.Undo | None = None
 
     def save_generator_state(self, name: str, device: str) -> None:
-        self.saved[name] = random_state.save(device)
+        self.saved[name] = rng_replay.save(device)
 
     def begin_replay(self, name: str, device: str) -> None:
-        self._replay = random_state.begin(self.saved[name], device)
+        self._replay = rng_replay.begin(self.saved[name], device)
 
     def end_replay(self) -> None:
         """Put the generator back; also called when a replayed operation fails."""
         if self._replay is not None:
-            random_state.end(self._replay)
+            rng_replay.end(self._replay)
             self._replay = None
 
     def put_tangents(self, tangents: tuple[torch.Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rockplan.codegen.emit import Code, emit_guard
-from rockplan.interface import Interface
+from rockplan.values.interface import Interface
 
 SliceFunction = Callable[[Any], tuple[torch.Tensor, ...]]
 

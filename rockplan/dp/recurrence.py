@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rockplan.dp.chain import Operation, RunForward, RunOption
-from rockplan.dp.discretise import STRIDE, Grid
+from rockplan.dp.grid import STRIDE, Grid
+from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.dp.segments import EMPTY, Choices, Integers, Segments, choices
-from rockplan.graph import Phase
+from rockplan.values.graph import Phase
 
 NEVER = 2**60
 """Time of what does not fit; three of them still add up to an int64."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rockplan.dp.chain import ForwardCost, Link, OptionCost, OptionCosts
+from rockplan.dp.links import ForwardCost, Link, OptionCost, OptionCosts
 
 Integers = npt.NDArray[np.int64]
 

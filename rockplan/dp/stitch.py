@@ -3,19 +3,19 @@
 takes: the graph, its blocks (every node in exactly one) with their options, and operations that
 run every block forward, and its backward after that of the next block. returns: a Schedule.
 guarantees: the schedule is legal; its forward phase ends where the last block's backward begins;
-no re-execution is dead (`rockplan.dp.liveness`).
-source: Rockmate, section 3.5; frees follow from the order (`rockplan.schedule`).
+no re-execution is dead (`rockplan.values.needed_runs`).
+source: Rockmate, section 3.5; frees follow from the order (`rockplan.values.schedule`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rockplan.block import Block, OptionFamily
-from rockplan.dp.chain import Operation, RunForward, RunOption
-from rockplan.dp.liveness import Order, drop_dead
-from rockplan.graph import CDGraph, Phase
-from rockplan.schedule import Schedule, with_frees
+from rockplan.dp.links import Operation, RunForward, RunOption
+from rockplan.values.block import Block, OptionFamily
+from rockplan.values.graph import CDGraph, Phase
+from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.schedule import Schedule, with_frees
 
 
 def stitch(

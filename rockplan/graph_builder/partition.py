@@ -20,10 +20,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from rockplan.block import Block
-from rockplan.collection import paused_collection
-from rockplan.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, producers, readers
-from rockplan.graph_builder.canonical import problem_digest
+from rockplan.graph_builder.digests import problem_digest
+from rockplan.values.block import Block
+from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    producers,
+    readers,
+)
 
 # The halves of transformer layers have up to 36. T5 of 3 + 3 layers at 40 % of keep-all (roofline
 # costs): +53 % time without pins, +22 % with limits of 60, 40 or 30 (2, 4 or 8 pins).

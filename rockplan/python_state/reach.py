@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.interface import Address
 from rockplan.python_state.holders import (
     CLASS,
     NAMESPACE,
@@ -39,6 +38,7 @@ from rockplan.python_state.holders import (
     is_opaque_keeper,
     kinds_of,
 )
+from rockplan.values.interface import Address
 
 # Their classes, functions and global variables are not looked into.
 _CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "rockplan", "builtins"}

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rockplan.contents import data_in, is_same
-from rockplan.interface import ABSENT
+from rockplan.python_state.contents import data_in, is_same
 from rockplan.python_state.holders import (
     OF_TENSOR,
     Element,
@@ -27,6 +26,7 @@ from rockplan.python_state.holders import (
     tensors_in,
 )
 from rockplan.python_state.reach import Held, Identity, Place, Reached, is_library, reached
+from rockplan.values.interface import ABSENT
 
 Changes = dict[tuple[Identity, Any], Any]
 """(identity of a holder, key of an element) -> the plain data that it is now, `ABSENT` where it is

@@ -1,0 +1,243 @@
+"""What the command line shows: tables for people, JSON rows for machines, progress while waiting.
+
+takes: plans, curves, entries of the cache. returns: rows, or prints them. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rockplan.errors import InfeasibleBudget
+from rockplan.oracles.simulate import simulate
+from rockplan.reports.explain import WIDTH
+from rockplan.values.curve import Curve
+from rockplan.values.graph import as_eager
+from rockplan.values.names import operator_of
+from rockplan.values.plan import Plan, format_bytes, kept_data, recomputations
+from rockplan.values.schedule import keep_all
+
+PLAIN_WIDTH = 200
+"""Columns of a table that no terminal shows."""
+
+Row = dict[str, object]
+Tally = dict[str, int]
+
+
+def show_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: Collection[int] = (0,),
+    plain_width: int = PLAIN_WIDTH,
+) -> None:
+    """Print a table to stdout; columns of words are left-aligned and folded, those of numbers
+    right. plain_width: columns where no terminal shows it."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for position, column in enumerate(columns):
+        is_words = position in words
+        justify: Literal["left", "right"] = "left" if is_words else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=not is_words)
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    width = None if sys.stdout.isatty() else plain_width
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    lines = captured.get().splitlines()
+    print("\n".join(lines if sys.stdout.isatty() else map(str.rstrip, lines)))
+
+
+def printable(text: str) -> str:
+    """`text` without characters that command a terminal; names of a file can hold anything."""
+    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+
+
+def milliseconds(time_ns: int) -> str:
+    return f"{time_ns / 1e6:.1f} ms"
+
+
+# Plans
+
+
+def plan_row(asked: str, plan: Plan) -> Row:
+    """What machines want to know of a plan; bytes and nanoseconds, shares as fractions."""
+    certificate = plan.certificate
+    return {
+        "budget": asked,
+        "feasible": True,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "saved_bytes": plan.saved_bytes,
+        "time_ns": plan.time_ns,
+        "overhead": plan.overhead,
+        "eager_peak_bytes": plan.eager_peak_bytes,
+        "eager_time_ns": plan.eager_time_ns,
+        "operations": len(plan.graph.nodes),
+        "recomputed_operations": len(recomputations(plan)),
+        "certificate": {
+            "status": certificate.status.value,
+            "objective_ns": certificate.objective_ns,
+            "bound_ns": certificate.bound_ns,
+            "gap": certificate.gap,
+        },
+        "graph_digest": plan.graph_digest,
+        "profile_digest": plan.profile_digest,
+        "profile_source": plan.profile_source,
+        "torch_version": plan.torch_version,
+        "checked": plan.checked,
+    }
+
+
+def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
+    return {
+        "budget": asked,
+        "feasible": False,
+        "budget_bytes": error.budget_bytes,
+        "minimum_bytes": error.minimum_bytes,
+        "unplanned_bytes": error.unplanned_bytes,
+        "operation": error.operation,
+        "owner": error.owner,
+        "owner_bytes": error.owner_bytes,
+        "module": error.module_path,
+        "source": error.source,
+    }
+
+
+def show_plans(asked: Sequence[str], found: Sequence[Plan | InfeasibleBudget]) -> None:
+    """One line for each budget."""
+    rows = []
+    for text, plan in zip(asked, found, strict=True):
+        if isinstance(plan, InfeasibleBudget):
+            share = plan.minimum_share
+            minimum = f"infeasible: needs {plan.minimum_bytes} bytes"
+            minimum += "" if share is None else f", {share:.1%}"
+            rows.append([text, format_bytes(plan.budget_bytes), minimum, "", "", "", ""])
+            continue
+        rows.append(
+            [
+                text,
+                format_bytes(plan.budget_bytes),
+                format_bytes(plan.peak_bytes),
+                format_bytes(plan.saved_bytes),
+                milliseconds(plan.time_ns),
+                f"{plan.overhead:+.1%}",
+                f"{plan.certificate.gap:.1%}",
+            ]
+        )
+    show_table(["asked", "budget", "peak", "saved", "time", "overhead", "gap at most"], rows)
+
+
+def curve_row(curve: Curve) -> list[Row]:
+    return [
+        {
+            "peak_bytes": p.peak_bytes,
+            "saved_bytes": p.saved_bytes,
+            "time_ns": p.time_ns,
+            "overhead": p.overhead,
+            "bound_ns": p.certificate.bound_ns,
+            "status": p.certificate.status.value,
+        }
+        for p in curve.points
+    ]
+
+
+# Profiles
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What operations of one place or of one kind cost with everything kept.
+
+    time_ns: forward and backward; kept_bytes: of their results between forward and backward.
+    """
+
+    name: str
+    operations: int
+    time_ns: int
+    kept_bytes: int
+
+
+def kept_whole(plan: Plan) -> Plan:
+    """What `plan` is without planning: as eager executes its graph, everything kept."""
+    graph = as_eager(plan.graph)
+    schedule = keep_all(graph)
+    saved_bytes = simulate(graph, schedule).saved_bytes
+    return replace(plan, graph=graph, schedule=schedule, saved_bytes=saved_bytes)
+
+
+def shares_by_module(plan: Plan) -> list[Share]:
+    """Places in the model, layers of one stack together, those that keep most first."""
+    names = {n.index: re.sub(r"\d+", "*", n.module) or "(root)" for n in plan.graph.nodes}
+    return _shares(plan, names)
+
+
+def shares_by_operator(plan: Plan) -> list[Share]:
+    """Kinds of operations, those that keep most first."""
+    names = {n.index: operator_of(n) for n in plan.graph.nodes}
+    return _shares(plan, names)
+
+
+def _shares(plan: Plan, names: dict[int, str]) -> list[Share]:
+    kept = kept_data(plan)
+    operations: Tally = {}
+    times: Tally = {}
+    sizes: Tally = {}
+    for node in plan.graph.nodes:
+        name = names[node.index]
+        size_bytes = sum(plan.graph.data[d].size_bytes for d in node.writes if d in kept)
+        operations[name] = operations.get(name, 0) + 1
+        times[name] = times.get(name, 0) + node.time_ns
+        sizes[name] = sizes.get(name, 0) + size_bytes
+    found = [Share(name, operations[name], times[name], sizes[name]) for name in operations]
+    return sorted(found, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
+
+
+def share_row(share: Share) -> Row:
+    return {
+        "name": share.name,
+        "operations": share.operations,
+        "time_ns": share.time_ns,
+        "kept_bytes": share.kept_bytes,
+    }
+
+
+def show_shares(title: str, shares: Sequence[Share], top: int) -> None:
+    """A table of the largest shares; the rest is summed up in a last line."""
+    time_ns = max(sum(s.time_ns for s in shares), 1)
+    kept_bytes = max(sum(s.kept_bytes for s in shares), 1)
+    shown = list(shares[:top])
+    if shares[top:]:
+        rest = shares[top:]
+        shown.append(
+            Share(
+                f"({len(rest)} more)",
+                sum(s.operations for s in rest),
+                sum(s.time_ns for s in rest),
+                sum(s.kept_bytes for s in rest),
+            )
+        )
+    show_table(
+        [title, "operations", "keeps", "of kept", "time", "of time"],
+        [
+            [
+                s.name,
+                str(s.operations),
+                format_bytes(s.kept_bytes),
+                f"{s.kept_bytes / kept_bytes:.1%}",
+                milliseconds(s.time_ns),
+                f"{s.time_ns / time_ns:.1%}",
+            ]
+            for s in shown
+        ],
+        plain_width=WIDTH,
+    )
+
+
+# Progress

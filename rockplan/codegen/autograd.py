@@ -1,0 +1,154 @@
+"""Runtime: hangs the functions of a plan into autograd.
+
+One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
+results, and a `_Result` for each of several: the engine runs the slices in order and hands the
+gradients of each slice on at once. Activations and inner gradients never travel through autograd:
+they hang on one saved tensor of zero elements (`Kept`), so several calls can be in flight, and
+dropping the outputs frees everything. See docs/model.md, Execution.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rockplan.codegen.backward_pass import Call, Kept, Replan
+from rockplan.codegen.executable import Executable
+from rockplan.codegen.result_aliasing import Returned
+from rockplan.errors import BackwardError
+
+
+class _Seam(torch.autograd.Function):
+    """The end of one backward slice, where its gradients are handed to autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, number: int, token: torch.Tensor | None, *targets: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.number = number
+        ctx.is_first = token is None
+        ctx.set_materialize_grads(False)
+        device = targets[0].device if token is None else token.device
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
+        gradients = ctx.call.gradients(ctx.number)
+        return (None, None, None if ctx.is_first else token, *gradients)
+
+
+class _Result(torch.autograd.Function):
+    """One of several results: a node of its own, since autograd calls hooks on each result of a
+    node that it runs, with None where no gradient came. It stands before those of the results that
+    it is computed from, so that autograd also comes here where it is asked for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, position: int, result: torch.Tensor, *inner: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.position = position
+        ctx.set_materialize_grads(False)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        outputs, *inner = (node for node, _ in ctx.next_functions)
+        will_run = torch._C._will_engine_execute_node
+        ends_here = not will_run(outputs) and any(map(will_run, inner))
+        ctx.call.returned.check_between(ctx.position, ends_here)
+        return None, None, gradient, *(None for _ in inner)
+
+
+class _Outputs(torch.autograd.Function):
+    """The results of the module; its backward only takes the incoming gradients in, so that the
+    first slice can free them as soon as it has used them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, kept: Kept, tensors: tuple[torch.Tensor, ...], token: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.device = token.device
+        _hang(ctx, kept)
+        ctx.set_materialize_grads(False)
+        outputs = tuple(t.detach() for t in tensors)
+        leaves = call.executable.outputs
+        constant = [t for t, o in zip(outputs, leaves, strict=True) if not o.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # raises eager's error if the graph was not retained
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "a planned module cannot be differentiated twice (create_graph=True); "
+                "use the original module for second derivatives"
+            )
+        if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
+            raise BackwardError(
+                "a planned module takes one incoming gradient at a time, not a batch of them "
+                "(is_grads_batched=True, jacobian(vectorize=True)); call backward for each, or use "
+                "the original module"
+            )
+        call: Call = ctx.call
+        _check_autocast(call.executable)
+        call.returned.check_memory(gradients)
+        call.begin_backward(ctx.kept or saved[0].kept, gradients)
+        return None, None, None, torch.empty(0, device=ctx.device)
+
+
+def _hang(ctx: Any, kept: Kept) -> None:
+    """Have autograd save `kept`, on a tensor of zero elements.
+
+    Hooks on saved tensors that replace them would lose it, so that it hangs on the node under
+    these. Those of `torch.utils.checkpoint` hand back what was saved when the forward ran again:
+    where backward needs nothing of it, nothing is saved, and no forward runs again for it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    is_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    ctx.kept = None
+    if hooks is not None and not (is_checkpoint and kept.is_needed):
+        ctx.kept = kept
+    else:
+        carrier: Any = torch.empty(0)
+        carrier.kept = kept
+        ctx.save_for_backward(carrier)
+
+
+def _check_autocast(executable: Executable) -> None:
+    under_autocast = any(map(torch.is_autocast_enabled, executable.device_types))
+    if under_autocast and not executable.backward_ignores_autocast:
+        raise BackwardError(
+            "backward of this module runs other operations under autocast than without, and was "
+            "planned without, as PyTorch recommends: call backward() after the autocast block"
+        )
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, less what it does for torch.func, under which no planned module runs:
+    8 us became 5."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def call(
+    executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
+) -> tuple[torch.Tensor, ...]:
+    """Run the forward phase and hang the backward slices into autograd."""
+    made, kept = Call(executable), Kept(executable, residents, replan)
+    outputs = kept.forward()
+    token: torch.Tensor | None = None
+    for number in reversed(range(len(executable.targets))):
+        targets = [residents[i] for i in executable.targets[number]]
+        token = _apply(_Seam, made, number, token, *targets)
+    relations = executable.relations
+    tensors = _apply(_Outputs, made, kept, outputs, token)
+    results = dict(zip(relations.results, tensors, strict=True))
+    for position, inner in relations.apart:
+        inner_results = [results[i] for i in inner]
+        results[position] = _apply(_Result, made, position, results[position], *inner_results)
+    made.returned = Returned(relations, results)
+    return tuple(results.values())

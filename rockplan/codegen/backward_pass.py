@@ -1,0 +1,264 @@
+"""Call: one call of a planned module, from its forward to its last backward.
+
+What the forward keeps (`Kept`) hangs on a tensor that autograd saves, and on nothing else: so it
+goes when autograd lets saved tensors go, after the backward pass or by an activation checkpoint
+around the module, which brings that of a forward that it ran again.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from rockplan.codegen import rng_replay, watch
+from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
+from rockplan.codegen.result_aliasing import Returned
+from rockplan.errors import BackwardError
+
+Replan = Callable[[Pattern], Executable]
+"""The plan of the same call for incoming gradients of another pattern."""
+
+
+class Call:
+    """One call; several can be in flight.
+
+    executable: its plan; returned: its results, of which the caller may do what the gradients do
+    not tell. What its forward keeps is no part of it but of autograd's graph (`Kept`), and what a
+    backward pass needs goes when that is over.
+    """
+
+    returned: Returned
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self._backward: _Backward | None = None
+
+    def begin_backward(self, kept: Kept, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Take in the incoming gradients of the outputs.
+
+        Raises BackwardError where what the backward pass needs was modified since the forward, or
+        where operators would return other dtypes than they did.
+        """
+        watch.plan_runs()
+        running, frame = kept.begin_backward(self.executable, gradients)
+        self._backward = _Backward(self.executable, running, frame, kept)
+
+    def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
+        """What backward slice `number` of the plan hands to autograd."""
+        assert self._backward is not None
+        found = self._backward.gradients(number)
+        if number + 1 == len(self.executable.targets):
+            self._backward = None
+        return found
+
+
+class Kept:
+    """What the forward of a call keeps for its backward passes.
+
+    A first backward whose incoming gradients have the pattern of the plan continues from what
+    its forward saved. Any other (a second one through a retained graph, gradients of other
+    outputs or in other strides) runs a forward again, from the generator states of the first one
+    and without changing buffers (where it reads what it changes, on copies of them), by the same
+    plan or by the one that `replan` gives; so it is bit for bit what eager does, and takes the time
+    of one more forward.
+    """
+
+    def __init__(
+        self, executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
+    ) -> None:
+        self.residents = residents
+        self._executable = executable
+        self._replan = replan
+        self._frame = Frame(residents)
+        self._is_used = False
+        self._default_dtype = torch.get_default_dtype()
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The forward phase; returns the outputs."""
+        executable = self._executable
+        self._starts = rng_replay.starts(executable.devices) if executable.random else ()
+        outputs = run_forward(executable, self._frame)
+        self._copies = dict(zip(executable.code.copied, self._frame.copies, strict=True))
+        self._versions = _versions(self.residents)
+        self._storages = _storages(self.residents)
+        self._saved_versions = _versions(self._frame.saved.values())
+        return outputs
+
+    @property
+    def is_needed(self) -> bool:
+        """Does the planned backward pass read anything of it?"""
+        return bool(self._frame.saved) or any(self._executable.code.read)
+
+    def begin_backward(
+        self, planned: Executable, gradients: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Executable, Frame]:
+        """(the plan whose slices are to run, with what). planned: the plan of the call.
+
+        Raises BackwardError as `Call.begin_backward`."""
+        if torch.get_default_dtype() != self._default_dtype:
+            raise BackwardError(
+                f"the default dtype was {self._default_dtype} in the forward pass, and what runs "
+                f"again would be computed in {torch.get_default_dtype()}; call backward under the "
+                "same (torch.set_default_dtype)"
+            )
+        pattern = _pattern(gradients)
+        if self._is_used or pattern != self._executable.pattern:
+            running, frame = self._forward_again(planned, pattern)
+        else:
+            running, frame = self._executable, self._frame
+            if self._saved_versions != _versions(frame.saved.values()):
+                raise BackwardError(_MODIFIED)
+            self.check_residents(running.code.checked, _MODIFIED)
+        self._is_used = True
+        frame.put_tangents(tuple(g for g in gradients if g is not None))
+        return running, frame
+
+    def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
+        is_own = pattern == self._executable.pattern
+        running = (self._executable if is_own else self._replan(pattern)).again()
+        if not _counts(running).keys() <= _counts(planned).keys():
+            raise BackwardError(
+                "this backward pass starts from other outputs of the module than the plan knows, "
+                "and reaches parameters or inputs that it did not reach before; name all leaves "
+                "of the result that are ever differentiated: Options(differentiated=(0, 1, ...))"
+            )
+        if not self._copies.keys() >= set(running.code.copied):
+            raise BackwardError(
+                "this backward pass starts from other outputs of the module than the plan knows, "
+                "and needs buffers as they were before the forward, of which no copy was made; "
+                "name the leaves that are differentiated: Options(differentiated=(0, 1, ...))"
+            )
+        if running.random and not self._starts:
+            raise BackwardError(
+                "a backward pass other than the planned one runs the forward again from the same "
+                "state of the generators, which a CUDA graph cannot capture; capture one backward "
+                "pass, from the outputs and in the strides of the plan"
+            )
+        self.check_residents(running.code.checked, _MODIFIED)
+        frame = Frame(self._as_before(running.code.copied))
+        with rng_replay.restarted(self._starts):
+            run_forward(running, frame)
+        frame.residents = self.residents  # as what eager's backward pass has kept
+        return running, frame
+
+    def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
+        """The residents, at `positions` copies that are what they were before the forward."""
+        residents = list(self.residents)
+        for position in positions:
+            before, residents[position] = self._copies[position].unbind()
+            residents[position].copy_(before)
+        return tuple(residents)
+
+    def check_residents(self, positions: Sequence[int], message: str) -> None:
+        """Raise BackwardError with `message` where one was changed since the forward."""
+        tensors = [self.residents[i] for i in positions]
+        if _versions(tensors) != [self._versions[i] for i in positions]:
+            raise BackwardError(message)
+        # `tensor.data = ...` counts no version.
+        storages = [self._storages[i] for i in positions]
+        if not all(map(operator.is_, _storages(tensors), storages)):
+            raise BackwardError(message)
+
+
+class _Backward:
+    """One backward pass: the slices of `running`, for those of the plan of the call."""
+
+    def __init__(self, planned: Executable, running: Executable, frame: Frame, kept: Kept) -> None:
+        self._planned = planned
+        self._running = running
+        self._frame = frame
+        self._kept = kept
+        self._next_slice = 0
+        self._waiting: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
+        """Of slice `number` of the plan of the call."""
+        if self._running.targets == self._planned.targets:
+            return self._run_slice()
+        return self._from_other_plan(number)
+
+    def _run_slice(self) -> tuple[torch.Tensor, ...]:
+        number = self._next_slice
+        self._next_slice += 1
+        self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
+        return run_slice(self._running, self._frame, number)
+
+    def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
+        """Slices of the other plan run as far as the gradients of this one need. Autograd adds
+        what it is handed, one after another, as eager's contributions to a gradient; of more than
+        there are places for, the first place takes the sum of the first ones."""
+        places, made = _counts(self._planned), _counts(self._running)
+        taken = {t for targets in self._planned.targets[:number] for t in targets}
+        found: list[torch.Tensor | None] = []
+        for target in self._planned.targets[number]:
+            more = 0 if target in taken else max(made[target] - places[target], 0)
+            found.append(self._contribution(target, 1 + more))
+            taken.add(target)
+        if number + 1 == len(self._planned.targets):
+            self._run_until(lambda: False)
+        return tuple(found)
+
+    def _contribution(self, target: int, count: int) -> torch.Tensor | None:
+        waiting = self._waiting[target]
+        self._run_until(lambda: len(waiting) >= count, target)
+        taken = waiting[:count]
+        del waiting[:count]
+        return functools.reduce(torch.add, taken) if taken else None
+
+    def _run_until(self, done: Callable[[], bool], target: int | None = None) -> None:
+        """Run slices until `done`, or until none is left (that makes a gradient of `target`)."""
+        left = self._running.targets
+        while not done() and any(
+            target is None or target in targets for targets in left[self._next_slice :]
+        ):
+            number = self._next_slice
+            for made, gradient in zip(left[number], self._run_slice(), strict=True):
+                self._waiting[made].append(gradient)
+
+
+def _counts(executable: Executable) -> Counter[int]:
+    """How often each target is handed a gradient."""
+    return Counter(t for targets in executable.targets for t in targets)
+
+
+def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+    try:
+        return [*map(_VERSION, tensors)]
+    except RuntimeError:  # inference tensors have none
+        return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | None]:
+    """The same object for the same storage, while something holds it."""
+    try:
+        return [*map(torch.Tensor.untyped_storage, tensors)]
+    except (RuntimeError, NotImplementedError):  # some layouts have none
+        return [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+_MODIFIED = (
+    "a parameter, input or output that the backward pass needs was modified in place, or given "
+    "other memory (`tensor.data = ...`), after the forward pass (for example by optimizer.step() "
+    "before backward, or by moving the module); "
+    "gradients would be wrong. Call backward first, or clone the tensor"
+)
+
+_MODIFIED_BETWEEN = (
+    "a parameter, buffer or input was modified in place, or given other memory, during the "
+    "backward pass (by a hook), "
+    "which still needs it; gradients would be wrong. Have each parameter changed by a hook on "
+    "itself (register_hook or register_post_accumulate_grad_hook) that is there before the "
+    "forward: then its gradient waits until nothing else needs the parameter, if the budget has "
+    "room for that; or pass a larger budget"
+)
+
+
+def _pattern(gradients: tuple[torch.Tensor | None, ...]) -> Pattern:
+    return tuple(None if g is None else g.stride() for g in gradients)

@@ -1,0 +1,440 @@
+"""Signatures: everything that a captured run depended on, compared before each call.
+
+A call is described by `call_key` (hashable: arguments and global switches), the module by
+`module_signature` (identity of submodules, their attributes, hooks, parameters, and what is in
+the lists, dictionaries and configuration objects among the attributes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from rockplan.codegen import parametrizations
+from rockplan.python_state import trees
+from rockplan.python_state.contents import Contents, contents_of, described, is_same
+from rockplan.python_state.snapshot import Surroundings
+from rockplan.values.interface import computed_attributes, foreign_hooks, is_foreign
+
+# What every nn.Module has; compared by itself.
+_REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
+
+_TENSORS = ("_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleEntry:
+    """names, values: of the attributes that not every module has."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    children: tuple[tuple[str, nn.Module | None], ...]
+    tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSignature:
+    """hooks: all registries of hooks, and how many each held; contents: of containers and
+    configurations among the attributes; surroundings: what there is beside the module; layout: what
+    the parameters and buffers are beyond what their keys say, and which of them are one, or share
+    memory."""
+
+    entries: tuple[_ModuleEntry, ...]
+    layout: tuple[Any, ...]
+    hooks: tuple[tuple[Any, ...], list[int]]
+    contents: tuple[Contents, ...]
+    surroundings: Surroundings
+
+
+def module_signature(
+    module: nn.Module, forward: Callable[..., Any], constants: tuple[torch.Tensor, ...]
+) -> ModuleSignature:
+    """What of the module tree, and beside it, decides which operations its forward executes.
+
+    forward: the original one; constants: tensors that are neither parameters nor buffers, and that
+    its plan reads.
+    """
+    entries = module_entries(module)
+    containers = {id(value): value for entry in entries for value in entry.values}
+    contents = (contents_of(value, constants) for value in containers.values())
+    found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
+    hooks = tuple(h for h in found if h is not None)
+    return ModuleSignature(
+        entries,
+        _layout([tensor for entry in entries for _, _, tensor, _ in entry.tensors]),
+        (hooks, [*map(len, hooks)]),
+        tuple(c for c in contents if c is not None),
+        Surroundings.of(module, forward),
+    )
+
+
+def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    same: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    found: list[Any] = []
+    for position, tensor in enumerate(tensors):
+        if tensor is None or tensor.layout is not torch.strided:
+            found.append(id(tensor))
+            continue
+        kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
+        first = same.setdefault(id(tensor), position)
+        shared = memory.setdefault(tensor.untyped_storage()._cdata, position)
+        where = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        found.append((kind, first, shared, *where))
+    return tuple(found)
+
+
+def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
+    """Of all submodules."""
+    return tuple(map(_module_entry, module.modules()))
+
+
+def _module_entry(module: nn.Module) -> _ModuleEntry:
+    attributes = _attributes(module)
+    own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
+    return _ModuleEntry(
+        module=module,
+        attributes=attributes,
+        names=tuple(own),
+        values=tuple(own.values()),
+        children=tuple(module._modules.items()),
+        tensors=tuple(
+            (kind, name, t, _key_of(t))
+            for kind in _TENSORS
+            for name, t in module.__dict__[kind].items()
+        ),
+    )
+
+
+def signature_holds(signature: ModuleSignature) -> bool:
+    """True if nothing that `module_signature` recorded has changed since."""
+    return all(map(_entry_holds, signature.entries)) and _others_hold(signature)
+
+
+def _others_hold(signature: ModuleSignature) -> bool:
+    registries, counts = signature.hooks
+    hold = [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
+    return hold and signature.surroundings.changed() is None
+
+
+def holds_for_others(signature: ModuleSignature) -> bool:
+    """True if nothing has changed but that parameters and buffers are other tensors, which are like
+    those before: what was planned for those is right for these."""
+    if signature.surroundings.has_registered:
+        return False
+    tensors: list[torch.Tensor | None] = []
+    for entry in signature.entries:
+        if not _attributes_hold(entry):
+            return False
+        now = [(k, n, t) for k in _TENSORS for n, t in entry.module.__dict__[k].items()]
+        if len(now) != len(entry.tensors):
+            return False
+        for (*place, tensor), (kind, name, _, key) in zip(now, entry.tensors, strict=True):
+            if place != [kind, name] or _key_of(tensor) != key:
+                return False
+            tensors.append(tensor)
+    return _layout(tensors) == signature.layout and _others_hold(signature)
+
+
+@contextlib.contextmanager
+def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
+    """The module tree has the parameters and buffers of that moment meanwhile, and then its own."""
+    registries = [entry.module.__dict__[kind] for entry in signature.entries for kind in _TENSORS]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry.clear()
+    for entry in signature.entries:
+        for kind, name, tensor, _ in entry.tensors:
+            entry.module.__dict__[kind][name] = tensor
+    try:
+        yield
+    finally:
+        for registry, tensors in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(tensors)
+
+
+def changed_attribute(signature: ModuleSignature) -> str | None:
+    """The first attribute of the module tree that is not what it was, if one is not."""
+    root = signature.entries[0].module
+    paths = {id(m): f"{path}." if path else "" for path, m in root.named_modules()}
+    changed = {id(c.container) for c in signature.contents if not c.hold()}
+    for entry in signature.entries:
+        now = _attributes(entry.module)
+        for name in sorted({*entry.attributes, *now} - _REGISTRIES):
+            before = entry.attributes.get(name)
+            if id(before) in changed or not is_same(before, now.get(name)):
+                return paths.get(id(entry.module), "") + name
+    place = signature.surroundings.changed()
+    return None if place is None else str(place)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    computed = computed_attributes(module) if module._forward_pre_hooks else ()
+    return {k: v for k, v in module.__dict__.items() if k not in computed}
+
+
+def _attributes_hold(entry: _ModuleEntry) -> bool:
+    attributes = entry.module.__dict__
+    if not (_are_identical(attributes, entry) or _are_same(entry)):
+        return False
+    modules = attributes["_modules"]
+    return not (modules or entry.children) or tuple(modules.items()) == entry.children
+
+
+def _entry_holds(entry: _ModuleEntry) -> bool:
+    if not _attributes_hold(entry):
+        return False
+    attributes = entry.module.__dict__
+    for kind, name, tensor, key in entry.tensors:
+        if attributes[kind].get(name) is not tensor:
+            return False
+        if tensor is not None and _parameter_key(tensor) != key:
+            return False
+    return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(entry.tensors)
+
+
+def _are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
+    """Are the attributes the very objects that they were? (== alone takes 2.0 for 2.)"""
+    try:
+        return attributes == entry.attributes and all(
+            map(operator.is_, map(attributes.get, entry.names), entry.values)
+        )
+    except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
+        return False
+
+
+def _are_same(entry: _ModuleEntry) -> bool:
+    """Do they say what they said, where they are not?"""
+    now, before = _attributes(entry.module), entry.attributes
+    return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
+
+
+def _key_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return () if tensor is None else _parameter_key(tensor)
+
+
+def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.requires_grad,
+        tensor.dtype,
+        tensor.shape,
+        tensor.device,
+        tensor.stride() if tensor.layout is torch.strided else None,
+    )
+
+
+def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a program depends on outside the module: arguments and global switches.
+
+    leaves: of call, (args, kwargs). Tensors count by description, other leaves by content, and what
+    cannot be looked into by identity; tensors, containers and objects by which of them are one.
+    """
+    first: dict[int, int] = {}
+    found: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            found.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
+        else:
+            found.append(described(leaf))
+    return (*found, trees.shared(call), *_global_key())
+
+
+def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    where = (type(tensor), tensor.layout, tensor.storage_offset())
+    return (*_parameter_key(tensor), *where, tensor.is_conj(), tensor.is_neg())
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which tensors that a program is given are one object, and which share the memory of those
+    that it changes. Both decide what a gradient is of, and in which order reads and writes go.
+
+    inputs, mutated: positions of the inputs and of what the program changes. same: for each input
+    the first position of the same tensor; memory: for each tensor the first of the mutated ones
+    that shares its memory, if any.
+    """
+
+    inputs: range
+    mutated: tuple[int, ...]
+    same: tuple[int, ...]
+    memory: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        identities: Sequence[int],
+        storages: Sequence[int],
+        inputs: range,
+        mutated: tuple[int, ...],
+    ) -> Self:
+        """Of tensors with these identities and storages."""
+        same = _first_positions(identities, inputs)
+        return cls(inputs, mutated, same, _memory(storages, mutated))
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if it is the same among `tensors`."""
+        if _first_positions([*map(id, tensors)], self.inputs) != self.same:
+            return False
+        if not self.mutated:
+            return True
+        storages = [t.untyped_storage()._cdata for t in tensors]
+        return _memory(storages, self.mutated) == self.memory
+
+
+def _first_positions(identities: Sequence[int], positions: Iterable[int]) -> tuple[int, ...]:
+    return tuple(identities.index(identities[i]) for i in positions)
+
+
+def _memory(storages: Sequence[int], mutated: Sequence[int]) -> tuple[int | None, ...]:
+    first = {storages[i]: i for i in reversed(mutated)}
+    return tuple(map(first.get, storages))
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """dtypes: for each device type the dtype of autocast, None if it is off; cached: a weight that
+    is used several times is cast once."""
+
+    dtypes: tuple[torch.dtype | None, ...]
+    cached: bool
+
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+def autocast_state() -> Autocast:
+    """The autocast state of this thread."""
+    dtypes = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in _DEVICE_TYPES
+    )
+    return Autocast(dtypes, torch.is_autocast_cache_enabled())
+
+
+@contextlib.contextmanager
+def under_autocast(state: Autocast) -> Iterator[None]:
+    """Run under the autocast state of another moment."""
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in zip(_DEVICE_TYPES, state.dtypes, strict=True):
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                entered = torch.autocast(
+                    kind, dtype, enabled=dtype is not None, cache_enabled=state.cached
+                )
+                stack.enter_context(entered)
+        yield
+
+
+def function_modes() -> tuple[torch.device | int, ...]:
+    """The modes of this thread that replace functions of PyTorch: the default device, which decides
+    where tensors are made, and others than PyTorch's own, by which they are."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return ()
+    modes: list[Any] = _get_current_function_mode_stack()
+    return tuple(
+        id(mode) if is_foreign(mode) else mode.device
+        for mode in modes
+        if isinstance(mode, DeviceContext) or is_foreign(mode)
+    )
+
+
+@contextlib.contextmanager
+def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
+    """Run under the default device of another moment, and no other mode. modes: those of then."""
+    aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        with contextlib.ExitStack() as stack:
+            for device in modes:
+                if isinstance(device, torch.device):
+                    stack.enter_context(device)
+            yield
+    finally:
+        for mode in reversed(aside):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def without_default_device() -> Iterator[None]:
+    """Leave the default device where it is the only mode, through which Python would call each
+    function and read each property of a tensor: for what says itself where it makes tensors.
+    Hooks and dispatch modes that are called meanwhile are without it in eager execution, too."""
+    is_default_device = any(isinstance(mode, torch.device) for mode in function_modes())
+    is_alone = is_default_device and torch._C._len_torch_function_stack() == 1
+    aside = _pop_mode() if is_alone else None
+    try:
+        yield
+    finally:
+        if aside is not None:
+            _push_mode(aside)
+
+
+_OF_INITIALIZATION = ("lightning.fabric.utilities.init", "lightning_fabric.utilities.init")
+"""Where Lightning has its mode that may leave out initializers."""
+
+
+@contextlib.contextmanager
+def outside_of_initialization() -> Iterator[None]:
+    """Leave the modes aside under which Lightning calls `configure_model`: they decide how modules
+    are made, a default device among them, and are gone when steps run."""
+    modes = _get_current_function_mode_stack()
+    if not any(type(mode).__module__ in _OF_INITIALIZATION for mode in modes):
+        yield
+        return
+    others = [
+        mode
+        for mode in modes
+        if not (isinstance(mode, DeviceContext) or type(mode).__module__ in _OF_INITIALIZATION)
+    ]
+    _exchange_modes(modes, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, modes)
+
+
+def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for _ in now:
+        _pop_mode()
+    for mode in wanted:
+        _push_mode(mode)
+
+
+def _global_key() -> tuple[Any, ...]:
+    """Switches of PyTorch that decide which operators a module calls."""
+    return (
+        autocast_state(),
+        function_modes(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        parametrizations.are_cached(),
+        *_hooks_on_all_modules(),
+    )
+
+
+def _hooks_on_all_modules() -> map[int]:
+    return map(
+        id,
+        foreign_hooks(
+            module_hooks._global_forward_hooks,
+            module_hooks._global_forward_pre_hooks,
+            module_hooks._global_backward_hooks,
+            module_hooks._global_backward_pre_hooks,
+        ),
+    )

@@ -1,0 +1,363 @@
+"""Compare: eager, PyTorch's own checkpointing and rockplan on one model, measured in one run.
+
+takes: a module, a sample, budgets. returns: Comparison. guarantees: all variants run the same
+step from the same parameters, buffers and generator state; peaks are those of the ruler; times
+are interleaved, one of each variant per round; a variant that refuses, fails or computes
+something else has a row that says so. The module, its gradients and generators are left as they
+were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from rockplan.api import arguments, solve
+from rockplan.budget import Budget, parse_budget
+from rockplan.checkpointing import wrap
+from rockplan.codegen.planned_module import plan_of, unplanned
+from rockplan.codegen.rng_replay import cuda_devices
+from rockplan.errors import InvalidInput, RockplanError
+from rockplan.free_memory import in_bytes
+from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.reports.pictures import Series
+from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
+from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.plan import format_bytes
+from rockplan.values.progress import report
+
+Loss = Callable[[Any], torch.Tensor]
+OneBudget = int | float | str | Budget
+
+SEED = 0
+"""Of the step whose gradients and buffers are compared."""
+EQUAL = "equal bit for bit"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant.
+
+    budget_bytes, predicted_peak_bytes, predicted_overhead, gap: of a plan, else None. peak_bytes:
+    measured by the ruler; None where the variant did not run. times_ns: of each round; overhead:
+    median over rounds of time / eager's time of the round, less 1; quartiles: the middle half of
+    these. gradients, buffers: of one step from the same state, 'equal bit for bit', or what
+    differs from eager; buffers: '' where the model has none. note: why it did not run.
+    """
+
+    name: str
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_overhead: float | None = None
+    gap: float | None = None
+    peak_bytes: int | None = None
+    times_ns: tuple[int, ...] = ()
+    overhead: float | None = None
+    quartiles: tuple[float, float] | None = None
+    gradients: str = ""
+    buffers: str = ""
+    note: str = ""
+    minimum_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows, eager first; `machine` says where, `rounds` how often each was timed."""
+
+    rows: tuple[Row, ...]
+    machine: str
+    rounds: int
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        head = ("variant", "peak", "predicted", "time", "middle half", "gradients, buffers")
+        table = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
+            for cells in table
+        ]
+        lines.append(f"{self.machine}; {self.rounds} interleaved rounds")
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def size(amount_bytes: int | None) -> str:
+        return "" if amount_bytes is None else format_bytes(amount_bytes)
+
+    spread = "" if row.quartiles is None else "{:+.1%} to {:+.1%}".format(*row.quartiles)
+    overhead = "" if row.overhead is None else f"{row.overhead:+.1%}"
+    differing = [t for t in (row.gradients, row.buffers) if t not in ("", EQUAL)]
+    remark = row.note or "; ".join(differing) or row.gradients
+    return row.name, size(row.peak_bytes), size(row.predicted_peak_bytes), overhead, spread, remark
+
+
+def compare(
+    model: nn.Module,
+    sample_input: object,
+    budgets: OneBudget | Sequence[OneBudget] = ("min", "25%", "50%", "75%"),
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    compile_budgets: Sequence[float] = (),
+    rounds: int = 7,
+    options: Options = DEFAULT_OPTIONS,
+) -> Comparison:
+    """Peak and time of one forward and backward of `model`, planned and with its alternatives.
+
+    Arguments as for `solve`; of a planned module, its original is compared. budgets: one, or
+    several, each of which has a row. loss: of the result,
+    whose own memory is measured too; None: backward starts from the scalars of the result that
+    require a gradient, or if there are none from all tensors that do, with the same random
+    gradients for all variants. compile_budgets: ratios for torch.compile with
+    `activation_memory_budget`, which needs its compilers. rounds: how often each variant is timed.
+    Raises InvalidInput; what fails within a variant is in its row.
+    """
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    model = unplanned(model)
+    if not all(0 <= ratio <= 1 for ratio in compile_budgets):
+        raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
+    wanted = _readable(budgets, model)
+    names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
+    with _untouched(model, args, kwargs):
+        step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
+        rows: dict[str, Row] = {}
+        steps: dict[str, Callable[[], object]] = {}
+        expected: _State | None = None
+        for name, make in zip(names, makers, strict=True):
+            report(f"measuring {name}")
+            try:
+                module = make()
+                run = functools.partial(step, module)
+                found = _state_after(model, module, run)
+                expected = expected or found
+                peak_bytes = peak_live_bytes(run, device=_device(model)).peak_bytes
+            except (wrap.NotApplicable, RockplanError) as error:
+                least_bytes = getattr(error, "minimum_bytes", None)
+                rows[name] = Row(name, note=f"does not apply: {error}", minimum_bytes=least_bytes)
+            except Exception as error:  # whatever a peer breaks with is what the row reports
+                reason = " ".join(str(error).partition("\n\n")[0].split())
+                rows[name] = Row(name, note=f"fails: {type(error).__name__}: {reason}")
+            else:
+                steps[name] = run
+                rows[name] = _row(name, module, peak_bytes, found, expected)
+        report("timing")
+        times = interleaved_seconds(steps, rounds)
+    timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]
+    return Comparison(tuple(timed), machine(), rounds)
+
+
+def measured_series(found: Comparison) -> tuple[Series, ...]:
+    """What was measured, for `rockplan.draw_curve`: rockplan's budgets, as a line if there are
+    several, and a mark for each other variant that ran."""
+    ours: list[tuple[int, float, str]] = []
+    others: list[Series] = []
+    for row in found.rows:
+        if row.peak_bytes is None or row.overhead is None:
+            continue
+        point = (row.peak_bytes, row.overhead, "")
+        if row.budget_bytes is None:
+            others.append(Series(f"{row.name} (measured)", (point,)))
+        else:
+            ours.append(point)
+    line = Series("rockplan (measured)", tuple(sorted(ours)), connected=len(ours) > 1)
+    return (line, *others)
+
+
+def measured_timelines(
+    model: nn.Module,
+    planned: nn.Module,
+    sample_input: object,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[MeasuredTimeline, MeasuredTimeline]:
+    """Memory over time of a step of `model` and of `planned`, the step that `compare` runs.
+
+    Both train for these steps: buffers change, gradients and generators are left as they were.
+    Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
+    """
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    model = unplanned(model)
+
+    def followed(name: str, module: nn.Module) -> MeasuredTimeline:
+        report(f"following the memory of {name}")
+        step = functools.partial(_step, module, args=args, kwargs=kwargs, loss=None, incoming=[])
+        with _untouched(model):
+            return measured_timeline(step, device=_device(model))
+
+    return followed("the original", model), followed("the plan", planned)
+
+
+def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:
+    """`budgets`, each of which can be read. Raises InvalidBudget."""
+    several: tuple[Any, ...]
+    if isinstance(budgets, Iterable) and not isinstance(budgets, str):
+        several = tuple(budgets)
+    else:
+        several = (budgets,)
+    for budget in several:
+        in_bytes(parse_budget(budget), model)
+    return several
+
+
+def _makers(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budgets: Sequence[OneBudget],
+    compile_budgets: Sequence[float],
+    options: Options,
+) -> tuple[list[str], list[Callable[[], nn.Module]]]:
+    def planned(budget: OneBudget) -> nn.Module:
+        copied = wrap.sharing_copy(model)
+        return solve(copied, args, budget, sample_kwargs=kwargs, options=options)
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "eager": lambda: wrap.sharing_copy(model),
+        "checkpoint per block": lambda: wrap.per_block(model),
+        "checkpoint_sequential": lambda: wrap.sequential(model),
+        "selective, saves matmuls": lambda: wrap.selective(model),
+    }
+    makers |= {f"compile {r}": functools.partial(_compiled, model, r) for r in compile_budgets}
+    makers |= {f"rockplan {b}": functools.partial(planned, b) for b in budgets}
+    return list(makers), list(makers.values())
+
+
+class _Compiled(nn.Module):
+    """A module compiled under an activation_memory_budget."""
+
+    def __init__(self, module: nn.Module, ratio: float) -> None:
+        super().__init__()
+        self.compiled: Any = torch.compile(module)
+        self.ratio = ratio
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=self.ratio):
+            return self.compiled(*args, **kwargs)
+
+
+def _compiled(model: nn.Module, ratio: float) -> nn.Module:
+    torch._dynamo.reset()
+    return _Compiled(wrap.sharing_copy(model), ratio)
+
+
+def _step(
+    module: Callable[..., Any],
+    *,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    incoming: list[torch.Tensor],
+) -> None:
+    """Forward and backward. Without a loss backward starts from the scalars of the result that
+    require a gradient, else from all tensors that do, with gradients that are made in the first
+    step and kept, so that the peak is that of the module alone."""
+    result = module(*args, **kwargs)
+    if loss is not None:
+        loss(result).backward()  # type: ignore[no-untyped-call]
+        return
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    active = [t for t in leaves if t.requires_grad]
+    roots = [t for t in active if t.dim() == 0] or active
+    del result, leaves, active
+    if not incoming:
+        incoming += [torch.rand_like(t).to(t.dtype) for t in roots]
+    torch.autograd.backward(roots, incoming)
+
+
+@contextmanager
+def _untouched(model: nn.Module, *call: Any) -> Iterator[None]:
+    """Gradients and generators of before are there again afterwards."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    with torch.random.fork_rng(cuda_devices((*model.parameters(), *pytree.tree_leaves(call)))):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a step left behind."""
+
+    gradients: tuple[torch.Tensor | None, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+
+def _state_after(model: nn.Module, module: nn.Module, run: Callable[[], object]) -> _State:
+    """Of one step from a fixed seed; the gradients stay in `.grad` for the ruler."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(SEED)
+    run()
+    return _State(
+        tuple(None if p.grad is None else p.grad.clone() for p in model.parameters()),
+        tuple(b.clone() for b in module.buffers()),
+    )
+
+
+def _difference(
+    what: str, found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
+) -> str:
+    different = 0
+    largest = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if a is None or b is None:
+            different += a is not b
+        elif not torch.equal(a, b):
+            different += 1
+            scale = max(float(b.abs().max()), torch.finfo(torch.float32).tiny)
+            largest = max(largest, float((a - b).abs().max()) / scale)
+    if not different:
+        return EQUAL if expected else ""
+    return f"{different} of {len(expected)} {what} differ, by up to {largest:.1e} of the largest"
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _row(name: str, module: nn.Module, peak_bytes: int, found: _State, expected: _State) -> Row:
+    row = Row(
+        name,
+        peak_bytes=peak_bytes,
+        gradients=_difference("gradients", found.gradients, expected.gradients),
+        buffers=_difference("buffers", found.buffers, expected.buffers),
+    )
+    if not name.startswith("rockplan"):
+        return row
+    plan = plan_of(module)
+    return dataclasses.replace(
+        row,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        predicted_overhead=plan.overhead,
+        gap=plan.certificate.gap,
+    )
+
+
+def _timed(row: Row, times: Sequence[float] | None, eager: Sequence[float]) -> Row:
+    if times is None:
+        return row
+    ratios = [a / b - 1 for a, b in zip(times, eager, strict=True)]
+    cuts = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return dataclasses.replace(
+        row,
+        times_ns=tuple(round(t * 1e9) for t in times),
+        overhead=median_ratio(times, eager) - 1,
+        quartiles=(cuts[0], cuts[2]),
+    )

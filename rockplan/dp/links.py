@@ -1,0 +1,235 @@
+"""Links: what the dynamic program knows of each block; operations: what it decides.
+
+takes: blocks in chain order with the options of each. returns: one Link per block, equal for
+blocks that the program cannot tell apart. guarantees: every cost is simulated on the problem of
+the block, as `rockplan.dp.stitch` will execute it.
+
+Costs of a block leave out its input and its background; peaks include its output while that is
+alive. Beyond Rockmate (appendix C), which holds every input until its block has run backward,
+there are costs for an input that is dropped after its last use: they are what the block needs
+beside the bytes of an input held to the end, so they are lower, and may be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from rockplan.oracles.simulate import simulate
+from rockplan.values.block import Block, OptionFamily
+from rockplan.values.graph import CDGraph, DataKind, Phase
+from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.schedule import with_frees
+
+
+@dataclass(frozen=True, slots=True)
+class OptionCost:
+    """One run of a block, forward and backward, with `family.options[option]`.
+
+    saved_bytes: alive between the two besides input and output; time_ns: of both.
+    reads_output: does the backward half read the output as the forward half left it?
+    """
+
+    option: int
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    time_ns: int
+    reads_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OptionCosts:
+    """Options without dominated ones, fastest first; by what becomes of the block's input."""
+
+    held: tuple[OptionCost, ...]
+    dropped: tuple[OptionCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCost:
+    """One run of a block forward that leaves only its output.
+
+    peak_bytes: the input is held; dropped_peak_bytes: it is dropped after its last use.
+    """
+
+    peak_bytes: int
+    dropped_peak_bytes: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One block as the recurrence sees it; equal links are one class.
+
+    first, first_forward: runs in which every forward node executes for the first time.
+    again, again_forward: the block ran before: what only an earlier run needed is left out.
+    closing: again, and nobody but the block itself reads its output.
+    """
+
+    digest: str
+    output_bytes: int
+    incoming_gradient_bytes: int
+    background_bytes: int
+    first: OptionCosts
+    again: OptionCosts
+    closing: OptionCosts
+    first_forward: ForwardCost
+    again_forward: ForwardCost
+
+    @property
+    def may_drop_input(self) -> bool:
+        """Does it ever matter for a run with an option whether the input may be dropped?"""
+        return any(c.held != c.dropped for c in (self.first, self.again, self.closing))
+
+
+@dataclass(frozen=True, slots=True)
+class RunForward:
+    """Run `block` forward and keep its output only."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunOption:
+    """The forward or the backward half of a run of `block` with one of its options."""
+
+    block: int
+    option: int
+    phase: Phase
+
+
+Operation = RunForward | RunOption
+
+
+def links(blocks: Sequence[Block], families: Sequence[OptionFamily]) -> tuple[Link, ...]:
+    """One Link per block; blocks with equal problems and options are simulated once."""
+    made: dict[tuple[object, ...], Link] = {}
+    chain: list[Link] = []
+    for block, family in zip(blocks, families, strict=True):
+        around = (block.input is None, block.background_bytes, block.incoming_gradient_bytes)
+        key = (block.digest, *around, family)
+        if key not in made:
+            made[key] = _link(block, family)
+        chain.append(made[key])
+    return tuple(chain)
+
+
+class _Role(Enum):
+    FIRST = "first"
+    AGAIN = "again"
+    CLOSING = "closing"
+
+
+def _link(block: Block, family: OptionFamily) -> Link:
+    if not family.options:
+        raise ValueError(f"block {block.index} ({block.name}) has no options")
+    return Link(
+        digest=block.digest,
+        output_bytes=family.options[0].output_bytes,
+        incoming_gradient_bytes=block.incoming_gradient_bytes,
+        background_bytes=block.background_bytes,
+        first=_option_costs(block, family, _Role.FIRST),
+        again=_option_costs(block, family, _Role.AGAIN),
+        closing=_option_costs(block, family, _Role.CLOSING),
+        first_forward=_forward_cost(block, _Role.FIRST),
+        again_forward=_forward_cost(block, _Role.AGAIN),
+    )
+
+
+def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCosts:
+    problem = block.problem
+    if role is _Role.CLOSING:
+        problem = replace(problem, outputs=())
+    orders = [_order(problem, o.forward, o.backward, role) for o in family.options]
+    droppable = _with_droppable_input(block, problem)
+    return OptionCosts(
+        held=_undominated(_option_cost(problem, i, o, block) for i, o in enumerate(orders)),
+        dropped=_undominated(_option_cost(droppable, i, o, block) for i, o in enumerate(orders)),
+    )
+
+
+def _option_cost(problem: CDGraph, option: int, order: Order, block: Block) -> OptionCost:
+    simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
+    output_bytes = sum(problem.data[d].size_bytes for d in problem.outputs)
+    return OptionCost(
+        option=option,
+        saved_bytes=simulation.saved_bytes - output_bytes,
+        forward_peak_bytes=simulation.forward_peak_bytes,
+        backward_peak_bytes=simulation.backward_peak_bytes,
+        time_ns=simulation.time_ns,
+        reads_output=any(_reads(problem, order.backward, d) for d in block.problem.outputs),
+    )
+
+
+def _forward_cost(block: Block, role: _Role) -> ForwardCost:
+    problem = block.problem
+    order = _order(problem, [n.index for n in problem.forward], (), role)
+    schedules = [
+        (p, with_frees(p, order.forward, ()))
+        for p in (problem, _with_droppable_input(block, problem))
+    ]
+    held, dropped = (simulate(p, schedule) for p, schedule in schedules)
+    return ForwardCost(held.forward_peak_bytes, dropped.forward_peak_bytes, held.time_ns)
+
+
+def _order(problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role) -> Order:
+    """What a run in `role` executes."""
+    order = Order(tuple(forward), tuple(backward))
+    if role is _Role.FIRST:
+        return order
+    return drop_dead(problem, order, executed=_repeatable(problem))
+
+
+def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
+    """`problem`, whose input is dropped after its last use: simulated bytes are beside those of
+    an input that is held, since nothing there makes it."""
+    if block.input is None:
+        return problem
+    data = tuple(
+        replace(d, kind=DataKind.ACTIVATION) if d.kind is DataKind.INPUT else d
+        for d in problem.data
+    )
+    return replace(problem, data=data)
+
+
+def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
+    """Do `nodes`, in this order, read `data` before one of them makes it?"""
+    for index in nodes:
+        if data in problem.nodes[index].reads:
+            return True
+        if data in problem.nodes[index].writes:
+            return False
+    return False
+
+
+def _repeatable(problem: CDGraph) -> frozenset[int]:
+    """Forward nodes of which a later run of the block makes nothing that it could not drop.
+
+    A node that may run only once keeps its results; they are counted where it runs, as if every
+    run made them.
+    """
+    return frozenset(n.index for n in problem.forward if n.recomputable or not n.writes)
+
+
+def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
+    """Options that no other one equals or beats in everything, fastest first."""
+    ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
+    found: list[OptionCost] = []
+    for cost in ordered:
+        demands = _demands(cost)
+        if not any(
+            all(a <= b for a, b in zip(_demands(other), demands, strict=True)) for other in found
+        ):
+            found.append(cost)
+    return tuple(found)
+
+
+def _demands(cost: OptionCost) -> tuple[int, ...]:
+    return (
+        cost.saved_bytes,
+        cost.backward_peak_bytes,
+        cost.forward_peak_bytes,
+        cost.reads_output,
+    )

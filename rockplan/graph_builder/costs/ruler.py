@@ -1,0 +1,144 @@
+"""The ruler: how many bytes are alive while a step runs (docs/usage.md, The budget).
+
+takes: a function that runs one step. returns: its peak of live bytes, beyond what is alive when
+it starts. guarantees: on CPU every allocation of PyTorch counts with the bytes asked for, as the
+profiler records it; on CUDA with the bytes that the caching allocator gave out.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from operator import sub
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from rockplan.errors import InvalidInput
+from rockplan.values.measured_timeline import MeasuredTimeline
+
+# The profiler writes two lines to stderr for each session unless told not to before the first.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+_STEP = "rockplan step"
+
+
+class LiveBytes(NamedTuple):
+    """Bytes alive in a step, relative to its start. peak_bytes: most at one time; final_bytes: when
+    it is done, negative where it freed what was there before."""
+
+    peak_bytes: int
+    final_bytes: int
+
+
+def peak_live_bytes(
+    step: Callable[[], object], warmup: int = 2, *, device: torch.device | str = "cpu"
+) -> LiveBytes:
+    """Bytes alive during `step()` on `device`: at their peak, and at its end.
+
+    `step` runs `warmup` times before, so that the parameters' `.grad` and the caches of
+    operators exist already; it should leave nothing behind (drop its results, keep `.grad`
+    storages), then `final_bytes` is 0.
+    """
+    for _ in range(warmup):
+        step()
+    gc.collect()
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _cuda_peak(step, device)
+    with profiled() as session:
+        step()
+    return LiveBytes(*peak_of(change for _, change in memory_events(session)))
+
+
+def measured_timeline(
+    step: Callable[[], object],
+    warmup: int = 2,
+    *,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+) -> MeasuredTimeline:
+    """Live bytes over time of one `step()` on CPU, relative to its start, as `peak_live_bytes`
+    counts them (same `step`, same `warmup`); the last entry is when the step is done. Each
+    interval is the shortest of `repeats` steps that allocate alike: other work on the machine,
+    which stretches any step somewhere, seldom stretches the same interval each time.
+
+    Raises InvalidInput for another device: there `torch.cuda.memory._record_memory_history`
+    records what PyTorch's own viewer shows.
+    """
+    if torch.device(device).type != "cpu":
+        raise InvalidInput(
+            f"the memory of {device} cannot be followed over time here; measure its peak with "
+            "rockplan.peak_live_bytes, or record it with torch.cuda.memory._record_memory_history"
+        )
+    for _ in range(warmup):
+        step()
+    return _undisturbed([_recorded_timeline(step) for _ in range(repeats)])
+
+
+def _undisturbed(found: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
+    """The most frequent course of live bytes, each interval the shortest that was seen in it."""
+    ((live_bytes, _),) = Counter(f.live_bytes for f in found).most_common(1)
+    alike = [f.times_ns for f in found if f.live_bytes == live_bytes]
+    intervals = (map(sub, times[1:], times) for times in alike)
+    shortest = map(min, zip(*intervals, strict=True))
+    return MeasuredTimeline(tuple(accumulate(shortest, initial=0)), live_bytes)
+
+
+def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
+    gc.collect()
+    with (
+        profiled() as session,
+        record_function(_STEP),
+    ):
+        step()
+    (whole,) = [e for e in profiler_events(session) if e.name() == _STEP]
+    times_ns, live_bytes = [0], [0]
+    for time_ns, change in memory_events(session):
+        times_ns.append(max(time_ns - whole.start_ns(), 0))
+        live_bytes.append(live_bytes[-1] + change)
+    times_ns.append(max(whole.end_ns() - whole.start_ns(), times_ns[-1]))
+    return MeasuredTimeline(tuple(times_ns), (*live_bytes, live_bytes[-1]))
+
+
+def profiled() -> profile:
+    """A session of the profiler that sees CPU memory. `torch.profiler.profile`, which makes one of
+    these, warns in torch 2.11 and 2.12 of cycles that it does not have."""
+    return profile(use_kineto=True, profile_memory=True)
+
+
+def memory_events(session: profile) -> Iterator[tuple[int, int]]:
+    """(time in ns, bytes) of every allocation (> 0) and free (< 0) on CPU, in order."""
+    events = (e for e in profiler_events(session) if e.name() == "[memory]")
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.device_type() == torch._C._autograd.DeviceType.CPU:
+            yield event.start_ns(), event.nbytes()
+
+
+def profiler_events(session: profile) -> list[Any]:
+    """The raw events of a profiler session that has ended."""
+    assert session.kineto_results is not None
+    return list(session.kineto_results.events())
+
+
+def peak_of(changes: Iterator[int]) -> tuple[int, int]:
+    """(largest, last) of the running sum of `changes`, which starts at 0."""
+    live = peak = 0
+    for change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak, live
+
+
+def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_allocated(device)
+    return LiveBytes(torch.cuda.max_memory_allocated(device) - before, after - before)

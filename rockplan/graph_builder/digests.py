@@ -1,0 +1,155 @@
+"""Digests: equal text for equal problems, in every process.
+
+takes: a graph, a problem or a profile. returns: sha256 in hexadecimal. guarantees: independent of
+PYTHONHASHSEED, of the process and of where files lie; what a digest leaves out is said at each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from rockplan.values.graph import Call, CDGraph, ComputeNode, DataKind, TensorSpec, Value, ValueRef
+from rockplan.values.profile import Profile
+
+# Types of torch whose repr is their whole value; matched by name, so that torch is not needed here.
+_NAMED_LITERALS = frozenset({"dtype", "device", "layout", "memory_format"})
+
+
+def digest(content: object) -> str:
+    """sha256 of `content` (nested lists of strings, numbers and None) as canonical JSON."""
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def problem_digest(problem: CDGraph) -> str:
+    """Digest of everything that a solver sees of a block or of a whole graph: sizes, kinds, reads,
+    writes, what may be taken over, phases, times, workspaces, flags, outputs, held, handed and
+    dropped data.
+
+    Left out: names, calls, values, and storages that are always alive and never paid for. The
+    input of the block, though resident in its problem, counts: the chain may drop it. Storages
+    count in order of first appearance.
+    """
+    local: dict[int, int] = {}
+    for node in problem.nodes:
+        for data in (*node.reads, *node.writes):
+            kind = problem.data[data].kind
+            if kind is DataKind.INPUT or not kind.resident:
+                local.setdefault(data, len(local))
+
+    def indices(data: tuple[int, ...]) -> list[int]:
+        return sorted(local[d] for d in data if d in local)
+
+    return digest(
+        [
+            [[problem.data[d].kind.value, problem.data[d].size_bytes] for d in local],
+            [
+                [
+                    *_node_costs(n),
+                    indices(n.reads),
+                    indices(n.writes),
+                    *([[local[d] for d in n.takes]] if n.takes else []),
+                ]
+                for n in problem.nodes
+            ],
+            indices(problem.outputs),
+            indices(problem.held),
+            indices(problem.handed),
+            indices(problem.dropped),
+            problem.rng_state_bytes,
+        ]
+    )
+
+
+def graph_digest(graph: CDGraph) -> str:
+    """Digest of the captured program: storages, nodes, calls, literals, specs of values, names.
+
+    Left out: prices (sizes, times, workspaces), which the digest of the profile covers, source
+    lines, which name files, and what may be taken over, which follows from the rest.
+    """
+    return digest(
+        [
+            [[d.name, d.kind.value] for d in graph.data],
+            [_program(n) for n in graph.nodes],
+            [_value(v) for v in graph.values],
+            [list(graph.outputs), list(graph.held), list(graph.handed), list(graph.dropped)],
+            list(graph.eager_order),
+        ]
+    )
+
+
+def profile_digest(profile: Profile) -> str:
+    """Digest of what a profile says: where it holds and every cost."""
+    return digest(
+        [
+            [profile.source, profile.device, profile.torch_version, profile.threads],
+            [
+                [key, c.time_ns, c.spread_ns, c.workspace_bytes, list(c.result_bytes), c.repeats]
+                for key, c in sorted(profile.costs)
+            ],
+        ]
+    )
+
+
+def canonical_literal(literal: object) -> object:
+    """JSON form of an argument of a call: its type and its exact value.
+
+    Raises TypeError for an object whose value is not known to be in its repr.
+    """
+    match literal:
+        case None | bool() | int() | str():
+            return literal
+        case float() | complex():
+            return [type(literal).__name__, repr(literal)]
+        case ValueRef(index):
+            return ["value", index]
+        case TensorSpec():
+            return ["tensor", *spec_fields(literal)]
+        case tuple() | list():
+            return ["sequence", [canonical_literal(item) for item in literal]]
+        case slice(start=start, stop=stop, step=step):
+            return ["slice", [canonical_literal(part) for part in (start, stop, step)]]
+        case _ if type(literal).__name__ in _NAMED_LITERALS:
+            return [type(literal).__name__, repr(literal)]
+    raise TypeError(f"argument of type {type(literal).__name__} has no canonical form: {literal!r}")
+
+
+def spec_fields(spec: TensorSpec) -> list[object]:
+    """Shape, strides, offset, dtype and device of `spec`, for JSON; 'conj' and 'neg' if it is."""
+    marks = [name for name, is_so in (("conj", spec.is_conj), ("neg", spec.is_neg)) if is_so]
+    return [list(spec.shape), list(spec.stride), spec.offset, spec.dtype, spec.device, *marks]
+
+
+def _node_costs(node: ComputeNode) -> list[object]:
+    return [
+        node.phase.value,
+        node.time_ns,
+        node.workspace_bytes,
+        node.random,
+        node.recomputable,
+    ]
+
+
+def _program(node: ComputeNode) -> list[object]:
+    return [
+        node.name,
+        node.module,
+        node.phase.value,
+        node.random,
+        node.recomputable,
+        list(node.reads),
+        list(node.writes),
+        [_call(c) for c in node.calls],
+        [_call(c) for c in node.recalls],
+    ]
+
+
+def _value(value: Value) -> list[object]:
+    view = None if value.view is None else _call(value.view)
+    return [value.data, value.name, spec_fields(value.spec), view]
+
+
+def _call(call: Call) -> list[object]:
+    kwargs = [[name, canonical_literal(argument)] for name, argument in call.kwargs]
+    return [call.op, canonical_literal(call.args), kwargs, list(call.results)]

@@ -1,0 +1,245 @@
+"""Reorder: backward nodes in orders that need less memory than eager's.
+
+takes: a CDGraph, priced or not. returns: the same graph with its backward nodes renumbered, and
+eager's order beside them (`CDGraph.eager_order`). guarantees: what a node reads is made before it;
+random draws, and what changes or reads anything outside that the run changes, stay in order; under
+the sizes of the graph no node needs more in the `keep_all` schedule than it did, whatever the
+workspaces are.
+
+Autograd computes the gradient of an input before that of the weight beside it, so the weight's is
+made while the input's waits. The other way round only the weight's is alive: autograd takes it at
+once. In general, a node moves to the front of its neighbours where that raises the bytes of none
+and lowers the most that any of them needs.
+
+A move looks at neighbours only, so that equal blocks get equal orders, and stays short, so that the
+graph can be cut into blocks as before. That is not the least that orders can do: gradients of wide
+layers can all wait until the activations of the whole model are gone, but then they wait with all
+that they are made from. Forward nodes stay as they are: what autograd saves of them is needed
+anyway, and generated code follows the user's model. So do the first backward nodes, up to the one
+that needs as much as the caller's loss did just before: if all needed less, that loss, which is not
+known and not counted, would be what a step needs most for.
+
+Where something runs again, another order may be worth more (`gathered`): one in which the nodes
+that make or read a storage come close together, so that little waits meanwhile. It may need more
+than eager's, so it is one that plans are looked for in, beside that of the graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.values.graph import CDGraph, ComputeNode, added_to, caller_bytes, producers, readers
+from rockplan.values.schedule import Compute, keep_all
+
+REACH = 16
+"""Neighbours that a node may pass. In the models of `benchmarks.below_eager` none passes more than
+two."""
+
+ROUNDS = 64
+"""Of exchanged neighbours, at most. Ten models of docs/experiments.md take up to 8."""
+
+WORTH = 0.01
+"""Of the largest result among those concerned: what a move must save. Without it the sums that
+are the gradients of biases move too, and nothing is gained."""
+
+
+def reordered(graph: CDGraph) -> CDGraph:
+    """`graph` with its backward nodes in an order that needs no more, and often less."""
+    first = len(graph.forward)
+    order = (*range(first), *_backward_order(graph))
+    if order == tuple(sorted(order)):
+        return graph
+    place = {node: position for position, node in enumerate(order)}
+    eager_order = tuple(place[node] for node in range(len(order)))
+    return replace(renumbered(graph, order), eager_order=eager_order)
+
+
+def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
+    """`graph` with its nodes in another order, which knows nothing of eager's."""
+    nodes = tuple(replace(graph.nodes[old], index=new) for new, old in enumerate(order))
+    return replace(graph, nodes=nodes, eager_order=())
+
+
+def gathered(graph: CDGraph) -> tuple[int, ...]:
+    """All nodes, with those backward nodes close together that make or read the same storage: two
+    neighbours change places where that makes the sum of bytes times nodes from the first to the
+    last one of each storage smaller, until none do. What is said of order above holds of it, but
+    nodes may need more.
+
+    For each storage the nodes of the backward phase count alone: before them an activation may be
+    missing. Of what the caller holds nothing counts.
+    """
+    first = len(graph.forward)
+    after = predecessors(graph)
+    order = [n.index for n in graph.nodes]
+    spans = _Spans(graph)
+    fixed = first + _beside_the_loss(graph)
+    for _ in range(ROUNDS):
+        swapped = False
+        for place in range(fixed, len(order) - 1):
+            one, next_one = order[place], order[place + 1]
+            if one not in after[next_one] and spans.swap(one, next_one, place):
+                order[place], order[place + 1] = next_one, one
+                swapped = True
+        if not swapped:
+            break
+    return tuple(order)
+
+
+class _Spans:
+    """The places of the first and last backward node that makes or reads each storage."""
+
+    def __init__(self, graph: CDGraph) -> None:
+        first = len(graph.forward)
+        held = set(graph.held)
+        producer, read_by = producers(graph), readers(graph)
+        self._sizes = {d.index: d.size_bytes for d in graph.data}
+        self._at: dict[int, list[int]] = {}
+        self._touched: list[set[int]] = [set() for _ in graph.nodes]
+        for data in graph.data:
+            nodes = {*read_by[data.index], producer.get(data.index, -1)}
+            places = sorted(n for n in nodes if n >= first)
+            if len(places) > 1 and not data.kind.resident and data.index not in held:
+                self._at[data.index] = places
+                for n in places:
+                    self._touched[n].add(data.index)
+
+    def swap(self, one: int, next_one: int, place: int) -> bool:
+        """Let `one`, which is at `place`, and the next change places, if that is worth it."""
+        sooner = self._touched[next_one] - self._touched[one]
+        later = self._touched[one] - self._touched[next_one]
+        more_bytes = 0
+        for touched, at, ahead in ((later, place, 1), (sooner, place + 1, -1)):
+            for d in touched:
+                places = self._at[d]
+                if places[-1] == at:
+                    more_bytes += ahead * self._sizes[d]
+                elif places[0] == at:
+                    more_bytes -= ahead * self._sizes[d]
+        if more_bytes >= 0:
+            return False
+        # No other node of these is at either place: they stay sorted.
+        for touched, at, ahead in ((later, place, 1), (sooner, place + 1, -1)):
+            for d in touched:
+                self._at[d][bisect_left(self._at[d], at)] += ahead
+        return True
+
+
+def _backward_order(graph: CDGraph) -> list[int]:
+    """Indices of the backward nodes, each put where it costs least among those before it."""
+    after = predecessors(graph)
+    memory = _Memory(graph)
+    fixed = _beside_the_loss(graph)
+    order = [n.index for n in graph.backward[:fixed]]
+    for node in graph.backward[:fixed]:
+        memory.run(node)
+    for node in graph.backward[fixed:]:
+        place = _place(graph, memory, after[node.index], order[fixed:], node)
+        order.insert(fixed + place, node.index)
+        memory.run(node)
+    return order
+
+
+def _beside_the_loss(graph: CDGraph) -> int:
+    """How many backward nodes it takes until one needs what the caller's loss did, or else the most
+    that any of them needs."""
+    schedule = keep_all(graph)
+    steps = zip(schedule.events, timeline(graph, schedule), strict=True)
+    needs = [step.during_bytes for event, step in steps if isinstance(event, Compute)]
+    needs = needs[len(graph.forward) :]
+    loss_bytes = simulate(graph, schedule).saved_bytes + caller_bytes(graph)
+    enough_bytes = min(loss_bytes, max(needs, default=0))
+    return 1 + next((k for k, bytes_ in enumerate(needs) if bytes_ >= enough_bytes), 0)
+
+
+def predecessors(graph: CDGraph) -> list[set[int]]:
+    """For each node those that it must follow, beside what follows from their own."""
+    producer = producers(graph)
+    found = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
+    last: int | None = None
+    for node in graph.nodes:
+        if node.random or not node.recomputable or node.calls != node.recalls:
+            if last is not None:
+                found[node.index].add(last)
+            last = node.index
+    reading = readers(graph)
+    for data in added_to(graph):
+        for earlier, later in pairwise(reading[data]):
+            found[later].add(earlier)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """Bytes that a node needs and leaves, above what is alive before it, workspace apart."""
+
+    rise: int
+    net: int
+
+
+class _Memory:
+    """Which storages still have readers, while nodes run and are undone."""
+
+    def __init__(self, graph: CDGraph) -> None:
+        self._sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
+        first = len(graph.forward)
+        self._left = [0] * len(graph.data)
+        for data, nodes in readers(graph).items():
+            self._left[data] = sum(n >= first for n in nodes) + (data in graph.held)
+
+    def run(self, node: ComputeNode) -> None:
+        for d in node.reads:
+            self._left[d] -= 1
+
+    def undo(self, node: ComputeNode) -> None:
+        for d in node.reads:
+            self._left[d] += 1
+
+    def effect(self, node: ComputeNode) -> _Effect:
+        """Of running `node` now."""
+        dying = [d for d in node.reads if self._left[d] == 1]
+        made = sum(self._sizes[d] for d in node.writes)
+        unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
+        takes_over = any(d in dying and self._sizes[d] == made for d in node.takes)
+        freed = unread + sum(self._sizes[d] for d in dying)
+        return _Effect(rise=0 if takes_over else made, net=made - freed)
+
+
+def _place(
+    graph: CDGraph, memory: _Memory, after: set[int], order: Sequence[int], node: ComputeNode
+) -> int:
+    """Where in `order` to put `node`: as far to the front as is worth it. `memory` is as after all
+    of `order`, before and after the call.
+
+    Bytes are above what is alive before the neighbours in question: `in_hand` is the most that any
+    of them and `node` need in the order in hand, `passed` what they need once `node` ran.
+    """
+    best = place = len(order)
+    last = memory.effect(node)
+    in_hand = largest = last.rise
+    passed = 0
+    undone: list[ComputeNode] = []
+    while place and len(undone) < REACH and order[place - 1] not in after:
+        neighbour = graph.nodes[order[place - 1]]
+        memory.undo(neighbour)
+        undone.append(neighbour)
+        before, first = memory.effect(neighbour), memory.effect(node)
+        memory.run(node)
+        second = memory.effect(neighbour)
+        memory.undo(node)
+        if first.rise > before.net + last.rise or first.net + second.rise > before.rise:
+            break
+        place -= 1
+        last = first
+        in_hand = max(before.rise, before.net + in_hand)
+        passed = max(second.rise, second.net + passed)
+        largest = max(largest, before.rise, first.rise)
+        if in_hand - max(first.rise, first.net + passed) > WORTH * largest:
+            best = place
+    for neighbour in reversed(undone):
+        memory.run(neighbour)
+    return best

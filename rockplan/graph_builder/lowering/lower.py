@@ -1,0 +1,434 @@
+"""Lower: a recorded run -> CDGraph of storages and of the units that make them.
+
+takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller).
+guarantees: views and in-place results are members of one storage; a node that reads what the run
+itself mutates outside (buffers, inputs), or mutates it, runs once (docs/model.md, Graph).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rockplan.errors import InvalidInput
+from rockplan.graph_builder.lowering.atomic_units import (
+    Storages,
+    Units,
+    check_mutation,
+    divided,
+    mutates_outside,
+    reads_mutated,
+)
+from rockplan.graph_builder.lowering.backward_order import reordered
+from rockplan.graph_builder.lowering.buffer_copies import with_copies
+from rockplan.graph_builder.lowering.functionalize import with_versions
+from rockplan.graph_builder.lowering.reinplace import is_dense, with_takeovers
+from rockplan.graph_builder.operators.facts import without_statistics
+from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.values.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    Value,
+    ValueRef,
+    value_refs,
+)
+from rockplan.values.interface import Interface
+
+# PyTorch's caching allocator rounds every request up to this.
+_CUDA_BLOCK_BYTES = 512
+
+# The caller's loss and its gradient.
+_CALLER_SCALARS = 2
+
+# A plan executes below autograd, where these return what they are given.
+_SAME_VALUE = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """graph: unpriced, with values and calls; interface: in the graph's numbering;
+    samples: value of the graph -> real tensor, for measuring."""
+
+    graph: CDGraph
+    interface: Interface
+    samples: dict[int, torch.Tensor]
+
+
+def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
+    """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device.
+
+    released: leaves of the result that the caller does not hold in the backward phase. Raises
+    InvalidInput for one that is no tensor of the forward's.
+    """
+    capture = with_versions(capture)
+    gradients = _contributions(capture)
+    handed = [g for _, found in gradients for g in found]
+    parts = divided(capture, handed)
+    copying = with_copies(capture, parts)
+    if copying is not capture:
+        capture, parts = copying, divided(copying, handed)
+    lowered = _assemble(capture, parts, gradients, rng_state_bytes, released)
+    return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
+
+
+Gradients = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _contributions(capture: Capture) -> Gradients:
+    """For each target, the gradients that the engine sums up for it, in its order.
+
+    Where a tensor is used several times, the engine adds what arrives to what is there. The sums
+    are left to it: with several forwards in flight it sums in another association than any one
+    of them alone, and the bits depend on that.
+    """
+    producer: dict[int, Call] = {}
+    uses: Counter[int] = Counter()
+    for recorded in capture.calls:
+        uses.update(recorded.reads)
+        if recorded.phase is Phase.BACKWARD:
+            producer.update({r: recorded.call for r in recorded.call.results if r is not None})
+
+    # An `add` of what something else reads as well may be part of a formula for one gradient (the
+    # backward of a custom function: g + g * k), which nothing in the record tells from a sum.
+    def is_engine_sum(gradient: int) -> bool:
+        call = producer.get(gradient)
+        if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
+            return False
+        terms = [a.index for a in call.args if isinstance(a, ValueRef)]
+        spec = capture.values[gradient].spec
+        return len(terms) == 2 and all(
+            capture.values[t].spec.shape == spec.shape and uses[t] == 1 for t in terms
+        )
+
+    def split(gradient: int) -> tuple[int, ...]:
+        if not is_engine_sum(gradient):
+            return (gradient,)
+        arrived, last = (r.index for r in _refs(producer[gradient]))
+        uses[arrived] -= 1
+        return (*split(arrived), last)
+
+    return tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
+
+
+def _refs(call: Call) -> list[ValueRef]:
+    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
+
+
+class _Numbering:
+    """Recorded storages and values -> indices of the graph, in order of first appearance."""
+
+    def __init__(self, capture: Capture, parts: Units) -> None:
+        self._capture = capture
+        self._storages = parts.storages
+        self._views = parts.views
+        self._names: dict[str, int] = defaultdict(int)
+        self.data: list[DataNode] = []
+        self.values: list[Value] = []
+        self.data_of: dict[int, int] = {}
+        self.value_of: dict[int, int] = {}
+
+    def storage(self, ordinal: int, name: str, size_bytes: int) -> int:
+        if ordinal not in self.data_of:
+            index = len(self.data)
+            self.data_of[ordinal] = index
+            kind = self._storages.kind[ordinal]
+            self.data.append(DataNode(index, name, kind, size_bytes))
+        return self.data_of[ordinal]
+
+    def value(self, recorded: int, name: str | None = None) -> int:
+        """Index of a recorded value; its chain of views is numbered first."""
+        if recorded in self.value_of:
+            return self.value_of[recorded]
+        found = self._capture.values[recorded]
+        position = self._views.get(recorded)
+        derived = None if position is None else self._capture.calls[position]
+        if derived is not None:
+            if derived.call.op in _SAME_VALUE:
+                self.value_of[recorded] = self.value(derived.reads[0])
+                return self.value_of[recorded]
+            for read in derived.reads:
+                self.value(read)
+            name = name or self.name(derived.call.op)
+        name = name or self.name("value")
+        size_bytes = _allocated_bytes(found.storage_bytes, found.spec.device)
+        data = self.storage(found.storage, name, size_bytes)
+        index = len(self.values)
+        self.value_of[recorded] = index
+        view = None if derived is None else self.call(derived.call)
+        self.values.append(Value(index, data, name, found.spec, view))
+        return index
+
+    def views_with_siblings(self) -> tuple[Value, ...]:
+        """All values; a view names every result of its call that the graph uses, so that one
+        execution derives them all."""
+        found = list(self.values)
+        for recorded, index in self.value_of.items():
+            call = self._capture.calls[self._views.get(recorded, 0)].call
+            view = found[index].view
+            if view is None or recorded not in self._views or call.op in _SAME_VALUE:
+                continue
+            named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
+            if named != view.results:
+                found[index] = replace(found[index], view=replace(view, results=named))
+        return tuple(found)
+
+    def name(self, op: str) -> str:
+        stem = op.split(".")[1] if "." in op else op
+        stem = stem.strip("_") or stem
+        number = self._names[stem]
+        self._names[stem] += 1
+        return f"{stem}_{number}"
+
+    def call(self, call: Call) -> Call:
+        """`call` with references to values of the graph."""
+
+        def translate(argument: object) -> object:
+            if isinstance(argument, ValueRef):
+                return ValueRef(self.value(argument.index))
+            if isinstance(argument, tuple):
+                return tuple(translate(item) for item in argument)
+            return argument
+
+        return Call(
+            call.op,
+            tuple(translate(a) for a in call.args),
+            tuple((k, translate(a)) for k, a in call.kwargs),
+            tuple(None if r is None else self.value_of.get(r) for r in call.results),
+        )
+
+
+def _assemble(
+    capture: Capture,
+    parts: Units,
+    gradients: Gradients,
+    rng_state_bytes: int,
+    released: Sequence[int],
+) -> Lowered:
+    numbering = _Numbering(capture, parts)
+    for name, value in (*capture.parameters, *capture.buffers):
+        numbering.value(value, name)
+    for position, value in capture.inputs:
+        numbering.value(value, f"input_{position}")
+    for number, (value, _) in enumerate(capture.constants):
+        numbering.value(value, f"constant_{number}")
+    nodes: list[ComputeNode] = []
+    for unit in sorted(parts.units, key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
+        if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
+            recorded = capture.calls[unit[0]]
+            check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
+        nodes.append(_node(capture, parts.storages, numbering, unit, len(nodes)))
+    interface = _interface(capture, parts.storages, numbering, gradients)
+    contributions = {
+        target: [numbering.values[g].data for g in found] for target, found in interface.gradients
+    }
+    summed = _summed_in_place(nodes, numbering.values, interface.gradients)
+    held_tangents = _held_tangents(capture, numbering)
+    of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
+    # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
+    # engine, which goes on beyond the module only when all of the module is done.
+    of_inputs = {
+        d
+        for target in contributions.keys() - {value for _, value in interface.parameters}
+        for d in (contributions[target][:1] if target in summed else contributions[target])
+    }
+    of_copies = {numbering.values[copy].data for _, copy in interface.copies}
+    held = _held_outputs(interface, numbering, released) | of_inputs | held_tangents | of_copies
+    handed = {d for found in contributions.values() for d in found} - of_outputs - of_inputs
+
+    def own(data: set[int]) -> tuple[int, ...]:
+        return tuple(sorted(d for d in data if not numbering.data[d].kind.resident))
+
+    graph = CDGraph(
+        data=tuple(numbering.data),
+        nodes=tuple(nodes),
+        outputs=own(of_outputs),
+        held=own(held),
+        handed=own(handed),
+        rng_state_bytes=rng_state_bytes,
+        values=numbering.views_with_siblings(),
+    )
+    of = numbering.value_of
+    samples = {of[v]: t for v, t in capture.samples.items() if v in of}
+    return Lowered(graph, interface, samples)
+
+
+def _interface(
+    capture: Capture, storages: Storages, numbering: _Numbering, gradients: Gradients
+) -> Interface:
+    """The roles of the values, in the numbering of the graph."""
+    of = numbering.value
+    named = (*capture.parameters, *capture.buffers, *capture.inputs)
+    residents = dict.fromkeys([*(v for _, v in named), *(v for v, _ in capture.constants)])
+    return Interface(
+        parameters=tuple((name, of(v)) for name, v in capture.parameters),
+        buffers=tuple((name, of(v)) for name, v in capture.buffers),
+        inputs=tuple((position, of(v)) for position, v in capture.inputs),
+        constants=tuple(of(v) for v, _ in capture.constants),
+        outputs=tuple(
+            replace(
+                o,
+                value=None if o.value is None else of(o.value),
+                tangent=None if o.tangent is None else of(o.tangent, f"tangent_{position}"),
+            )
+            for position, o in enumerate(capture.outputs)
+        ),
+        gradients=tuple((of(t), tuple(of(g) for g in found)) for t, found in gradients),
+        copies=tuple((of(buffer), of(copy)) for buffer, copy in capture.copies),
+        mutated=tuple(of(v) for v in residents if storages.of[v] in storages.mutated_outside),
+        guards=capture.guards,
+        questions=capture.questions,
+        assignments=capture.assignments,
+        backward_ignores_autocast=capture.backward_ignores_autocast,
+    )
+
+
+def _summed_in_place(
+    nodes: list[ComputeNode], values: Sequence[Value], gradients: Gradients
+) -> frozenset[int]:
+    """Keep contributions to one gradient alive as long as autograd needs them: those of the
+    targets returned are added to the first as they are made, of others all wait for the last."""
+    made_by = {d: n.index for n in nodes for d in n.writes}
+    read = {d for node in nodes for d in node.reads}
+    times_handed = Counter(values[g].data for _, found in gradients for g in found)
+    summed = []
+    for target, found in gradients:
+        data = [values[g].data for g in found]
+        if len(data) < 2:
+            continue
+        is_ours = times_handed[data[0]] == 1 and data[0] not in read
+        dense = is_ours and is_dense(values[found[0]].spec)
+        if dense and _sum_into_first(nodes, made_by, data):
+            summed.append(target)
+        else:
+            _keep_until_last(nodes, made_by, data)
+    return frozenset(summed)
+
+
+def _sum_into_first(
+    nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
+) -> bool:
+    """The first contribution to a gradient is alive until the last is made: autograd adds each of
+    the others to it in place as it is handed over. False where they are not made in order."""
+    makers = [made_by.get(d, -1) for d in contributions]
+    if makers != sorted(makers) or makers[0] < 0:
+        return False
+    for maker in {*makers} - {makers[0]}:
+        reads = {*nodes[maker].reads, contributions[0]}
+        nodes[maker] = replace(nodes[maker], reads=tuple(sorted(reads)))
+    return True
+
+
+def _keep_until_last(
+    nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
+) -> None:
+    """All contributions to one gradient are alive until the last of them is made: they are
+    handed over together, so that autograd never holds one that the plan does not count."""
+    makers = {made_by[d] for d in contributions if d in made_by}
+    if not makers:
+        return
+    last = nodes[max(makers)]
+    reads = {*last.reads, *contributions} - set(last.writes)
+    nodes[last.index] = replace(last, reads=tuple(sorted(reads)))
+
+
+def _allocated_bytes(size_bytes: int, device: str) -> int:
+    """What the allocator of `device` gives out for a storage."""
+    if not device.startswith("cuda"):
+        return size_bytes
+    return -(-size_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+
+
+def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequence[int]) -> set[int]:
+    """Storages of the leaves of the result that the caller holds in the backward phase."""
+    leaves = {i: o for i, o in enumerate(interface.outputs) if o.value is not None}
+    if not leaves.keys() >= set(released):
+        raise InvalidInput(
+            f"released is {tuple(released)}, but the leaves of the result that are tensors are "
+            f"{tuple(leaves)}"
+        )
+    return {
+        numbering.values[o.value].data
+        for i, o in leaves.items()
+        if o.value is not None and (o.tangent is not None or i not in released)
+    }
+
+
+def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
+    """Scalars that the caller's backward() holds from its start to its end: the gradient of a
+    loss that the module returns, which is the root of the engine's run; and the value and
+    gradient of what the caller computes from the result (a loss, or a loss that it scales)."""
+    tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
+    scalars = [t for t in tangents if not capture.values[t].spec.shape]
+    held = {numbering.values[numbering.value(t)].data for t in scalars}
+    first = numbering.values[numbering.value(tangents[0])]
+    element_bytes = getattr(torch, first.spec.dtype.removeprefix("torch.")).itemsize
+    index = len(numbering.data)
+    size_bytes = _CALLER_SCALARS * _allocated_bytes(element_bytes, first.spec.device)
+    numbering.data.append(DataNode(index, "caller_loss", DataKind.TANGENT, size_bytes))
+    return held | {index}
+
+
+def _node(
+    capture: Capture,
+    storages: Storages,
+    numbering: _Numbering,
+    unit: Sequence[int],
+    index: int,
+) -> ComputeNode:
+    recorded = [capture.calls[p] for p in unit]
+    reads: set[int] = set()
+    writes: set[int] = set()
+    calls: list[Call] = []
+    names: list[str] = []
+    for entry in recorded:
+        for read in entry.reads:
+            reads.add(numbering.values[numbering.value(read)].data)
+        name = numbering.name(entry.call.op)
+        names.append(name)
+        for place, result in enumerate(entry.call.results):
+            if result is not None and result not in numbering.value_of:
+                suffix = "" if len(entry.call.results) == 1 else f"_{place}"
+                value = numbering.value(result, name + suffix)
+                if numbering.values[value].view is None:
+                    writes.add(numbering.values[value].data)
+        calls.append(numbering.call(entry.call))
+    main = recorded[0]
+    effect = any(mutates_outside(e, storages) for e in recorded)
+    recalls = tuple(_again(call) for call in calls)
+    pure_again = all(
+        not mutates_outside(e, storages) or again is not call
+        for e, call, again in zip(recorded, calls, recalls, strict=True)
+    )
+    unstable = any(reads_mutated(e, storages) for e in recorded)
+    return ComputeNode(
+        index=index,
+        name=_title(names),
+        phase=main.phase,
+        reads=tuple(sorted(reads - writes)),
+        writes=tuple(sorted(writes)),
+        random=any(e.random for e in recorded),
+        recomputable=(not effect or pure_again) and not unstable,
+        calls=tuple(calls),
+        recalls=recalls,
+        module=main.module,
+        source=main.source,
+    )
+
+
+def _title(names: Sequence[str]) -> str:
+    """The first of the calls' names that is not an allocation: 'bernoulli_0' says what fills the
+    storage that 'empty_strided_0' makes."""
+    return next((name for name in names if "empty" not in name), names[0])
+
+
+def _again(call: Call) -> Call:
+    """How `call` runs again: without touching running statistics."""
+    plain = without_statistics(call.op, call.args)
+    return call if plain is None else replace(call, op=plain[0], args=plain[1])

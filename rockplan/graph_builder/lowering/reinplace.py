@@ -1,0 +1,197 @@
+"""Takeover: which results may be written where an operand dies.
+
+takes: a CDGraph with calls. returns: the same graph whose nodes say what they may take
+(`ComputeNode.takes`), and by which call. guarantees: not one bit of any result depends on whether
+a storage is taken over; what is taken holds exactly one tensor, of the shape, strides and dtype of
+the result, and is a storage that nobody but the plan sees: no parameter, buffer, input, constant or
+tangent, no output, no gradient that autograd or the caller gets.
+
+Whether a storage dies depends on the schedule: `schedule.taken_over` says where.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch._ops import OpOverload
+
+from rockplan.graph_builder.operators import facts
+from rockplan.values.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    TensorSpec,
+    Value,
+    ValueRef,
+    value_refs,
+)
+
+# Each element of the result depends on one element of each operand, and the variant that writes
+# into an operand runs the same kernel in the same order: tests compare their bits. Those whose
+# variants PyTorch generates are out: they compute beside and copy. All but the last four, which are
+# elementwise too, carry PyTorch's tag `pointwise`.
+# fmt: off
+_ELEMENTWISE = (
+    "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "add.Scalar", "sub.Scalar",
+    "mul.Scalar", "div.Scalar", "maximum.default", "minimum.default", "where.self",
+    "masked_fill.Scalar", "addcmul.default", "addcdiv.default", "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor", "neg.default", "abs.default", "exp.default", "log.default",
+    "sqrt.default", "rsqrt.default", "reciprocal.default", "sin.default", "cos.default",
+    "tanh.default", "sigmoid.default", "erf.default", "relu.default", "clamp.default",
+    "clamp_min.default", "silu.default", "gelu.default", "elu.default", "leaky_relu.default",
+    "hardtanh.default", "hardsigmoid.default", "mish.default", "softplus.default",
+    "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
+    "sigmoid_backward.default", "threshold_backward.default", "leaky_relu_backward.default",
+    "elu_backward.default", "hardtanh_backward.default", "hardsigmoid_backward.default",
+)
+# fmt: on
+ADMITTED = frozenset(f"aten.{name}" for name in _ELEMENTWISE)
+
+# Each row of the result depends on the same row of both operands: kernels sum a row, then write
+# each element after they have read it. The first is at the peak of most language models, whose
+# logits are their largest tensors. On CPU only, where tests compare the bits.
+ADMITTED_ON_CPU = frozenset(
+    {"aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"}
+)
+
+# Operators on a number -> the same on a tensor, which takes numbers. `mul_.Scalar` is not the same
+# as `mul.Scalar`: it swaps its operands, and half precision rounds otherwise.
+_ON_TENSORS = {
+    f"aten.{name}.Scalar": f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")
+}
+
+_FLOATING = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
+
+# Views of the same bytes as other numbers.
+_REINTERPRETING = ("aten._conj.", "aten._neg_view.", "aten.view.dtype")
+
+
+def with_takeovers(graph: CDGraph) -> CDGraph:
+    """`graph` whose nodes say which operands' storages they may take."""
+    seen = frozenset((*graph.outputs, *graph.held, *graph.handed))
+    return replace(graph, nodes=tuple(_annotated(graph, node, seen) for node in graph.nodes))
+
+
+def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> ComputeNode:
+    found = dict(_takeovers(graph, node, seen))
+    return replace(node, takes=tuple(found), taking=tuple(found.values())) if found else node
+
+
+def _takeovers(
+    graph: CDGraph, node: ComputeNode, seen: frozenset[int]
+) -> Iterator[tuple[int, Call]]:
+    """Data that the node may take over, with the call that does; seen: data that not only the
+    plan sees."""
+    if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
+        return
+    (call, *rest), (written,) = node.calls, node.writes
+    if written in graph.held or written in graph.outputs or len(call.results) != 1:
+        return
+    (result,) = call.results
+    if result is None or graph.values[result].data != written:
+        return
+    spec = graph.values[result].spec
+    if call.op not in ADMITTED and not (spec.device == "cpu" and call.op in ADMITTED_ON_CPU):
+        return
+    operands = _operands(graph, call)
+    read_later = {operand.data for other in rest for operand in _operands(graph, other)}
+    if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in operands):
+        return
+    for operand in operands:
+        alone = sum(o.data == operand.data for o in operands) == 1
+        if (
+            alone
+            and operand.data not in read_later
+            and operand.spec == spec
+            and _is_ours(graph, operand, seen)
+        ):
+            variant = _variant(call, operand.index)
+            if variant is not None:
+                yield operand.data, variant
+
+
+def _operands(graph: CDGraph, call: Call) -> list[Value]:
+    refs = value_refs((call.args, [a for _, a in call.kwargs]))
+    return [graph.values[i] for i in dict.fromkeys(r.index for r in refs)]
+
+
+def _is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
+    """True if the tensor is all of a storage that only the plan sees."""
+    kind = graph.data[operand.data].kind
+    if kind not in (DataKind.ACTIVATION, DataKind.GRADIENT) or operand.data in seen:
+        return False
+    return is_dense(operand.spec) and not _is_reinterpreted(graph, operand)
+
+
+def is_dense(spec: TensorSpec) -> bool:
+    """True for a tensor of floating dtype whose elements lie side by side from the start of the
+    storage on, in any order."""
+    if spec.dtype not in _FLOATING or spec.offset or 0 in spec.shape:
+        return False
+    pairs = sorted((t, n) for n, t in zip(spec.shape, spec.stride, strict=True) if n > 1)
+    return all(t == prod(n for _, n in pairs[:i]) for i, (t, _) in enumerate(pairs))
+
+
+def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
+    if value.view is None:
+        return False
+    bases = [graph.values[r.index] for r in value_refs(value.view.args)]
+    return value.view.op.startswith(_REINTERPRETING) or any(
+        _is_reinterpreted(graph, base) for base in bases
+    )
+
+
+def _variant(call: Call, operand: int) -> Call | None:
+    """`call`, writing its result into the value `operand`, which is one of its arguments."""
+    target = ValueRef(operand)
+    if call.op in _ON_TENSORS and len(call.args) > 2:  # the factor of `add.Scalar`
+        return None
+    name, argument = _writing_operator(call.op)
+    if argument is not None:
+        return replace(call, op=name, kwargs=(*call.kwargs, (argument, target)))
+    if name and call.args[0] == target:
+        return replace(call, op=name)
+    return None
+
+
+@functools.cache
+def _writing_operator(op: str) -> tuple[str, str | None]:
+    """The overload that writes into an operand, and its argument for that; None if it is the
+    first one. ('', None) without such an overload."""
+    functional = facts.resolve(_ON_TENSORS.get(op, op))
+    packet = functional.overloadpacket
+    namespace, name, overload = op.split(".")
+    for candidate in packet.overloads():
+        found = getattr(packet, candidate)
+        results = [a.name for a in found._schema.arguments if a.is_out]
+        if (
+            len(results) == 1
+            and torch.Tag.generated not in found.tags
+            and _inputs(found) == _inputs(functional)
+        ):
+            return f"{namespace}.{name}.{candidate}", results[0]
+    in_place = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    if in_place is not None and overload in in_place.overloads():
+        return f"{namespace}.{name}_.{overload}", None
+    return "", None
+
+
+@functools.cache
+def out_of_place(op: str) -> str | None:
+    """`add.Tensor` for `add_.Tensor`: the operator that makes the bits which `op` writes into its
+    first argument, and whose result may be written there; None for other operators."""
+    namespace, name, overload = op.split(".")
+    found = f"{namespace}.{name.removesuffix('_')}.{overload}"
+    if not name.endswith("_") or found not in ADMITTED or found in _ON_TENSORS:
+        return None
+    same = _inputs(facts.resolve(op)) == _inputs(facts.resolve(found))
+    return found if same and _writing_operator(found)[0] else None
+
+
+def _inputs(operator: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]

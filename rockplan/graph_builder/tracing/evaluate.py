@@ -1,0 +1,78 @@
+"""Values that Python reads during capture, computed on the traced prefix.
+
+A value that depends on constants only is baked in; one that depends on integer inputs is baked
+in with a Guard; one that depends on parameters, floating inputs or random draws is refused,
+because the captured graph would silently be wrong for other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue
+from rockplan.values.graph import Call, ValueRef
+
+
+def prefix(
+    calls: Sequence[RecordedCall], values: Sequence[RecordedValue], wanted: Sequence[int]
+) -> tuple[tuple[RecordedCall, ...], frozenset[int]]:
+    """The calls that the values `wanted` depend on, in order, and the leaf values they start
+    from. In-place calls on a storage that matters are part of it."""
+    storages = {values[v].storage for v in wanted}
+    needed = set(wanted)
+    kept: list[RecordedCall] = []
+    for recorded in reversed(calls):
+        made = {r for r in recorded.call.results if r is not None}
+        touched = {values[v].storage for v in recorded.writes}
+        if not (made & needed or touched & storages):
+            continue
+        kept.append(recorded)
+        needed.update(recorded.reads)
+        storages |= {values[v].storage for v in recorded.reads}
+    kept.reverse()
+    return tuple(kept), frozenset(_leaves(kept, wanted))
+
+
+def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
+    """Values that are read before any call makes them; an in-place call reads what it returns."""
+    made: set[int] = set()
+    found: set[int] = set()
+    for recorded in calls:
+        found |= set(recorded.reads) - made
+        made |= {r for r in recorded.call.results if r is not None}
+    return found | (set(wanted) - made)
+
+
+def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Execute `calls` for real, starting from the tensors `known`; returns every value."""
+    environment = dict(known)
+    for call in calls:
+        result = execute(call, environment)
+        for index, leaf in zip(call.results, pytree.tree_leaves(result), strict=True):
+            if index is not None:
+                environment[index] = leaf
+    return environment
+
+
+def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:
+    """Execute one call for real with its ValueRefs replaced by the tensors of `environment`."""
+    operator = facts.resolve(call.op)
+    args = [substitute(a, environment.__getitem__) for a in call.args]
+    kwargs = {name: substitute(a, environment.__getitem__) for name, a in call.kwargs}
+    with _disable_current_modes(), torch.no_grad():
+        return operator(*args, **kwargs)
+
+
+def substitute(argument: object, tensor: Callable[[int], torch.Tensor]) -> Any:
+    """`argument` with ValueRefs replaced and tuples turned into the lists that ATen takes."""
+    if isinstance(argument, ValueRef):
+        return tensor(argument.index)
+    if isinstance(argument, tuple):
+        return [substitute(item, tensor) for item in argument]
+    return argument

@@ -1,0 +1,200 @@
+"""Results of calls on fake tensors, each distinct call worked out once.
+
+takes: an operator and its arguments, fake tensors. returns: fake tensors, with the strides and
+dtypes of the real call (`operators.Layouts`). guarantees: what `FakeTensorMode` would return: new
+tensors, views of the arguments, and arguments themselves stay what they are.
+
+A network calls the same operators on the same shapes again and again; the shape rules take 20
+times as long as making the tensors that they describe. Only what depends on shapes, strides,
+dtypes, devices and literals alone is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from rockplan.graph_builder.operators import facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One tensor of a result. source: the argument (its place among the tensors) whose storage it
+    shares; None: it has a storage of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    source: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """A result that is an argument itself."""
+
+    place: int
+
+
+_Leaf = _Made | _Same | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """container: list or tuple; None: the result is its only leaf."""
+
+    leaves: tuple[_Leaf, ...]
+    container: type | None
+
+
+class Results:
+    """Results of calls during one capture."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.fake_mode = fake_mode
+        self._layouts = facts.Layouts()
+        self._known: dict[Hashable, _Recipe | None] = {}
+
+    def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call returns. Raises what it raises."""
+        given = list(facts.tensors((args, kwargs)))
+        key = _key(operator, args, kwargs, given)
+        recipe = None if key is None else self._known.get(key)
+        if recipe is not None:
+            return self._follow(recipe, given)
+        result = facts.fake_result(operator, args, kwargs)
+        result = self._layouts.corrected(operator, args, kwargs, result)
+        if key is not None and key not in self._known:
+            self._known[key] = _recipe(result, given)
+        return result
+
+    def _follow(self, recipe: _Recipe, given: Sequence[torch.Tensor]) -> Any:
+        made = [self._make(leaf, given) for leaf in recipe.leaves]
+        return made[0] if recipe.container is None else recipe.container(made)
+
+    def _make(self, leaf: _Leaf, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if leaf is None:
+            return None
+        if isinstance(leaf, _Same):
+            return given[leaf.place]
+        with torch._C._DisableTorchDispatch():
+            tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+            if leaf.source is not None:
+                storage = given[leaf.source].untyped_storage()
+                tensor.set_(storage, leaf.offset, leaf.shape, leaf.stride)
+        return FakeTensor(self.fake_mode, tensor, leaf.device)
+
+
+def _key(
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[torch.Tensor],
+) -> Hashable | None:
+    """All that the result depends on; None where it may depend on more."""
+    if not given or not facts.follows_shapes(operator) or not all(map(_is_plain, given)):
+        return None
+    key = (
+        operator,
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        tuple(map(_described, args)),
+        tuple((name, _described(value)) for name, value in kwargs.items()),
+        _sharing(given),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A dense fake tensor that stands for no known value."""
+    return (
+        isinstance(tensor, FakeTensor)
+        and tensor.constant is None
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _described(argument: Any) -> Hashable:
+    if isinstance(argument, FakeTensor):
+        return (
+            argument.shape,
+            argument.stride(),
+            argument.storage_offset(),
+            argument.dtype,
+            argument.fake_device,
+        )
+    if isinstance(argument, list | tuple):
+        return (type(argument), *map(_described, argument))
+    # Equal numbers of different types (1, 1.0, True) promote differently.
+    literal: Hashable = (type(argument), argument)
+    return literal
+
+
+def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Of each tensor: the first one that is the same, the first one on its storage, its bytes."""
+    storages = [t.untyped_storage() for t in given]
+    objects = [id(t) for t in given]
+    places = [s._cdata for s in storages]
+    return tuple(
+        (objects.index(o), places.index(p), s.nbytes())
+        for o, p, s in zip(objects, places, storages, strict=True)
+    )
+
+
+def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
+    """How to make `result` again; None where that is not known."""
+    container = type(result) if type(result) in (list, tuple) else None
+    found: list[_Leaf] = []
+    seen: list[int] = []
+    for leaf in result if container else [result]:
+        if leaf is None:
+            found.append(None)
+            continue
+        if not isinstance(leaf, FakeTensor) or not _is_plain(leaf) or leaf.requires_grad:
+            return None
+        made = _leaf(leaf, given)
+        storage = leaf.untyped_storage()._cdata
+        if made is None or (isinstance(made, _Made) and made.source is None and storage in seen):
+            return None
+        found.append(made)
+        seen.append(storage)
+    return _Recipe(tuple(found), container)
+
+
+def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
+    """None for a new tensor whose storage is not just as large as it needs."""
+    for place, tensor in enumerate(given):
+        if tensor is leaf:
+            return _Same(place)
+    storage = leaf.untyped_storage()
+    shared = [t.untyped_storage()._cdata == storage._cdata for t in given]
+    source = shared.index(True) if any(shared) else None
+    if source is None and (leaf.storage_offset() or storage.nbytes() != _bytes(leaf)):
+        return None
+    return _Made(
+        tuple(leaf.shape),
+        leaf.stride(),
+        int(leaf.storage_offset()),
+        leaf.dtype,
+        leaf.fake_device,
+        source,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of the storage that `empty_strided` makes."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize

@@ -1,0 +1,170 @@
+"""Kernels of others: memory of tensors that a forward gives to code outside of PyTorch.
+
+A kernel that is launched on an address (ctypes, Triton, CUDA) is seen by no dispatch mode, and fake
+tensors have no memory that it could look at. guarantees: who asks for an address is refused by
+name, with the kernel as far as it can be seen; so is who reads memory that nothing has written,
+which is what libraries leave that skip their kernels under a fake mode.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import types
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.source_lines import is_of_users
+
+NO_ADDRESS = "Cannot access data pointer of Tensor"
+"""What PyTorch says where C++ asks a fake tensor for its memory."""
+
+AS_OPERATOR = (
+    "make it an operator (torch.library.custom_op with register_fake and register_autograd; for "
+    "Triton torch.library.triton_op), or leave it outside of the planned module"
+)
+"""What to do about a kernel."""
+
+# Packages whose functions launch kernels for who calls them.
+_LAUNCHERS = ("triton", "cupy", "numba", "cutlass", "tvm_ffi", "tilelang", "cffi", "ctypes")
+_LONGEST_LINE = 90
+_FOREIGN = "foreign code"
+# What stands for the file of code that has none.
+_TYPED_IN = ("<stdin>", "<string>", "<ipython")
+
+
+Frame = tuple[types.FrameType, int]
+"""With its line."""
+
+Frames = Iterator[Frame]
+"""The innermost first."""
+
+
+def of_address(frames: Frames) -> str:
+    """What a message says where Python or C++ asks for the address of a tensor. frames: those that
+    are running then, or were."""
+    users = _users(frames)
+    kernel = next(filter(None, (_kernel(frame) for frame, _ in _up_to_caller(users))), _FOREIGN)
+    asking = [(frame, line) for frame, line in users if not _is_launcher(frame)]
+    if not asking:
+        return f"the forward gives the memory of a tensor to {kernel}; {AS_OPERATOR}"
+    (frame, line), *outer = asking
+    return (
+        f"{_function(frame)} asks for the address of a tensor (data_ptr) for {kernel}"
+        f"{_code(frame, line)}{_called_by(outer)}. A plan consists of operators of PyTorch, and "
+        f"does not see what a kernel does with memory. If there is a kernel, {AS_OPERATOR}; to see "
+        "whether two tensors are one, compare the tensors (`a is b`)"
+    )
+
+
+def running() -> Frames:
+    """The frames of the caller."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _raised(error: BaseException) -> Frames:
+    """The frames that an error has left."""
+    found: list[Frame] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    yield from reversed(found)
+
+
+def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
+    """Path of the submodule of `module`, and line of the user's, that frames were in."""
+    paths = {id(m): path for path, m in module.named_modules()}
+    held = (paths.get(id(_first(frame))) for frame, _ in users)
+    path = next((path for path in held if path is not None), "")
+    outside = [entry for entry in users if not _is_launcher(entry[0])]
+    return path, _source(*outside[0]) if outside else ""
+
+
+def _users(frames: Frames) -> list[Frame]:
+    """Those outside of PyTorch and rockplan."""
+    named = ((f, line, f.f_code.co_filename) for f, line in frames)
+    return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
+
+
+def _up_to_caller(
+    users: Sequence[Frame],
+) -> Frames:
+    """Those frames in which a kernel may be launched: inside of the autograd.Function or module."""
+    for entry in users:
+        if isinstance(_first(entry[0]), FunctionCtx | nn.Module):
+            return
+        yield entry
+
+
+def _is_launcher(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).split(".")[0] in _LAUNCHERS
+
+
+def _first(frame: types.FrameType) -> object:
+    """The first argument of the function that runs in `frame`."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _kernel(frame: types.FrameType) -> str | None:
+    """'the kernel add' where a launcher, an object that is called, has a name or a function."""
+    launcher = _first(frame)
+    if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
+        return None
+    if frame.f_code.co_varnames[0] != "self":
+        return None
+    own = getattr(launcher, "fn", None) or getattr(launcher, "kernel", None) or launcher
+    name = getattr(own, "__name__", None) or getattr(own, "name", None)
+    return f"the kernel {name}" if isinstance(name, str) else None
+
+
+def _function(frame: types.FrameType) -> str:
+    name = frame.f_code.co_qualname.replace("<locals>.", "")
+    context = _first(frame)
+    if isinstance(context, FunctionCtx):
+        return f"the autograd.Function {name}"
+    return f"the function {name}"
+
+
+def _called_by(outer: Sequence[Frame]) -> str:
+    """The autograd.Function or the module that calls who asks."""
+    for frame, line in outer:
+        if isinstance(_first(frame), FunctionCtx | nn.Module):
+            return f", called by {_function(frame)} at {_source(frame, line)}"
+    return ""
+
+
+def _code(frame: types.FrameType, line: int) -> str:
+    text = linecache.getline(frame.f_code.co_filename, line).strip()
+    shown = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+    return f" in `{shown}`" if shown else ""
+
+
+def _source(frame: types.FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line}"
+
+
+def maker() -> str:
+    """'the function empty_for, called by the autograd.Function F.forward at file.py:3': who makes
+    new memory now."""
+    users = [entry for entry in _users(running()) if not _is_launcher(entry[0])]
+    if not users:
+        return "PyTorch"
+    caller = _called_by(users[1:])
+    return f"{_function(users[0][0])}{caller}{',' if caller else ''}"
+
+
+def refusal(error: BaseException, module: nn.Module) -> UnsupportedModel | None:
+    """Where C++ has asked for the memory of a fake tensor, an error that says who did."""
+    if NO_ADDRESS not in str(error):
+        return None
+    place = _place(_users(_raised(error)), module)
+    return UnsupportedModel.at(*place, of_address(_raised(error)))

@@ -1,0 +1,138 @@
+"""Draws: random generators and iterators of Python and numpy that a forward would move on.
+
+takes: what a forward that is about to be recorded can reach. guarantees: a forward that draws from
+one of them is refused, since a planned step would repeat the draw for ever; all are left as they
+were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy
+
+from rockplan.errors import UnsupportedModel
+from rockplan.python_state.contents import is_same
+from rockplan.python_state.holders import Element
+from rockplan.python_state.reach import Held, Place, Reached
+
+_RANDOM = (
+    random.Random,
+    numpy.random.Generator,
+    numpy.random.BitGenerator,
+    numpy.random.RandomState,
+)
+# Of the generators that functions of a module draw from, a method each.
+_EVERYBODYS: dict[str, Any] = {
+    "Python's `random`": random.getstate,
+    "numpy.random": numpy.random.get_state,
+}
+_REMEDY = "draw with torch, or before the call, and pass what was drawn in as a tensor"
+
+
+class _NotAdvanced:
+    """Stands for an iterator while a forward is recorded."""
+
+    def __init__(self, refuse: Callable[[str], NoReturn], kind: str) -> None:
+        self._refuse, self._kind = refuse, kind
+
+    def __iter__(self) -> _NotAdvanced:
+        return self
+
+    def __next__(self) -> NoReturn:
+        self._refuse(
+            f"the forward takes the next of an iterator that the module keeps (a {self._kind}), "
+            f"which a planned step would not advance; {_REMEDY}"
+        )
+
+    def send(self, value: object) -> NoReturn:
+        """As of a generator."""
+        self.__next__()
+
+
+@contextlib.contextmanager
+def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """Refuse draws meanwhile. found: what the forward can reach; refuse: raises with the place in
+    the model."""
+    _refuse_given(found)
+    generators = {id(g): (p, g) for p, g in _generators(found)}
+    states = {key: _state(g) for key, (_, g) in generators.items()}
+    exchanged = [*_iterators(found)]
+    for held, elements in exchanged:
+        held.kind.write(held.owner, [(k, _still(v, refuse)) for k, v in elements])
+    try:
+        yield
+    finally:
+        for held, elements in exchanged:
+            held.kind.write(held.owner, elements)
+        moved = [
+            key for key, state in states.items() if not is_same(_state(generators[key][1]), state)
+        ]
+        for key in moved:
+            _set_state(generators[key][1], states[key])
+    for place, generator in (generators[key] for key in moved):
+        raise UnsupportedModel(
+            f"in module '{place.module or '(root)'}': the forward draws from {place.text} (a "
+            f"{type(generator).__name__}), which a planned step would repeat for ever; {_REMEDY}",
+            module_path=place.module or "",
+        )
+
+
+def _refuse_given(found: Reached) -> None:
+    for place, value in found.objects:
+        if place.is_callers and _is_iterator(value):
+            raise UnsupportedModel(
+                f"{place.text} is an iterator (a {type(value).__name__}), which a planned step "
+                "would not advance; pass a list"
+            )
+
+
+def _generators(found: Reached) -> Iterator[tuple[Place, Any]]:
+    """Those that the forward can reach, and the two that everybody draws from."""
+    for name, method in _EVERYBODYS.items():
+        yield Place(name), method.__self__
+    for place, value in found.objects:
+        if isinstance(value, _RANDOM):
+            yield place, value
+
+
+def _iterators(found: Reached) -> Iterator[tuple[Held, list[Element]]]:
+    """Holders of iterators of Python's own, with their elements."""
+    for held in found.holders:
+        elements = held.kind.elements(held.owner)
+        if any(_is_iterator(value) for _, value in elements):
+            yield held, elements
+
+
+def _is_iterator(value: object) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+
+
+def _still(value: Any, refuse: Callable[[str], NoReturn]) -> Any:
+    return _NotAdvanced(refuse, type(value).__name__) if _is_iterator(value) else value
+
+
+def _state(generator: Any) -> Any:
+    """None of one that has none (random.SystemRandom)."""
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.state = state

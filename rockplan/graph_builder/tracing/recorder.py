@@ -1,0 +1,615 @@
+"""Recorder: every ATen call of a run over fake tensors, forward and backward, as values.
+
+The recorder is the outermost dispatch mode above FakeTensorMode, below autograd and autocast:
+it sees exactly the operators that eager PyTorch would execute, casts and saved-tensor detaches
+included, and records them without changing one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+
+from rockplan.errors import CaptureError, UnsupportedModel
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.fake_results import Results
+from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
+from rockplan.graph_builder.tracing.unwritten_memory import Unwritten, reads_content, reads_first
+from rockplan.python_state.leftovers import Leftovers
+from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
+from rockplan.values.interface import Guard
+
+# What C++ asks of a fake tensor more often than anything else.
+_DEVICE = torch.ops.prim.device.default
+# What PyTorch says of an operator that was made by torch.library.custom_op.
+_NO_RULE = "no fake impl registered"
+_INDEX = torch.ops.aten.index.Tensor
+_IS_SET_TO = torch.ops.aten.is_set_to.default
+_CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
+_RECURRENT = "torch.nn.modules.rnn."
+_OF_CUDNN = (
+    "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights from one "
+    "storage, and a generator of its own for dropout, which a plan cannot follow; plan the parts "
+    "before and after it, or switch cuDNN off where the layer runs (with "
+    "torch.backends.cudnn.flags(enabled=False))"
+)
+_PARTS = "call what it calls directly, or leave it outside of the planned module"
+_BOTH = "compute both branches and choose (torch.where), or decide before the call of the module"
+_LOOP = "write a Python loop, of as many steps for each call"
+_ATTENTION = (
+    "use torch.nn.functional.scaled_dot_product_attention with a mask (transformers: "
+    "attn_implementation='sdpa')"
+)
+# Higher-order operators: what users call them, and what to do.
+_HIGHER_ORDER = {
+    "cond": ("torch.cond", _BOTH),
+    "while_loop": ("torch.while_loop", _LOOP),
+    "scan": ("torch scan", _LOOP),
+    "associative_scan": ("torch associative_scan", _LOOP),
+    "map_impl": ("torch map", f"{_LOOP}, or one operation on the whole batch"),
+    "flex_attention": ("flex_attention", _ATTENTION),
+    "flex_attention_backward": ("flex_attention", _ATTENTION),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedValue:
+    """One tensor: where it lives (`storage` is an ordinal) and what it looks like."""
+
+    spec: TensorSpec
+    storage: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One operator call. reads: values among its arguments, in order; writes: values that it
+    mutates in place; random: draws numbers."""
+
+    call: Call
+    phase: Phase
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    random: bool
+    module: str
+    source: str
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """The static description of `tensor`; sparse and nested layouts have no strides."""
+    return TensorSpec(
+        shape=tuple(int(s) for s in tensor.shape),
+        stride=tuple(int(s) for s in tensor.stride()),
+        offset=int(tensor.storage_offset()),
+        dtype=str(tensor.dtype),
+        device=str(tensor.device),
+        is_conj=tensor.is_conj(),
+        is_neg=tensor.is_neg(),
+    )
+
+
+def node_name(node: torch.autograd.graph.Node) -> str:
+    """What autograd calls `node`: of a custom function's, `name` may be an attribute that the
+    function has set."""
+    name: str = type(node).name(node)
+    return name
+
+
+# Classes of tensors whose operations are recorded.
+_PLAIN_KINDS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+_OPERATIONS = {
+    "__torch_function__": torch._C._disabled_torch_function_impl,
+    "__torch_dispatch__": torch._C._disabled_torch_dispatch_impl,
+}
+
+
+def why_not_planned(tensor: torch.Tensor) -> str | None:
+    """What `tensor` is that a plan cannot have, and what to do; None: a plan can."""
+    kind = type(tensor)
+    if tensor.is_nested:
+        return f"is a nested tensor, {PADDED}"
+    if tensor.layout is not torch.strided:
+        return (
+            f"is a tensor with layout {tensor.layout}, which cannot be planned; use dense tensors "
+            "(for nn.Embedding: sparse=False)"
+        )
+    if _has_operations(kind):
+        return (
+            f"is a {kind.__qualname__}, a class of tensors that says itself what operators do, "
+            "which a plan would not ask; use plain tensors (plan a module before it is sharded or "
+            "quantized, pass `tensor.as_subclass(torch.Tensor)`)"
+        )
+    return None
+
+
+def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are the elements of both the same memory, in the same order?"""
+
+    def memory(tensor: torch.Tensor) -> tuple[object, ...]:
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+        return (*place, tensor.shape, tensor.stride())
+
+    return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))
+
+
+PADDED = "whose sizes a plan cannot follow; use padded tensors (to_padded_tensor, pad_sequence)"
+"""Of nested tensors."""
+
+
+@functools.cache
+def _has_operations(kind: type) -> bool:
+    """Does a class of tensors say what functions or operators do, as PyTorch's own do not?"""
+    own = (vars(k) for k in kind.__mro__ if k not in _PLAIN_KINDS)
+    return any(o.get(name, no) is not no for o in own for name, no in _OPERATIONS.items())
+
+
+class Reader(Protocol):
+    """Answers what depends on values."""
+
+    def read(
+        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
+    ) -> object:
+        """What an operator gives that tells Python of values."""
+
+    def shaped(
+        self,
+        recorder: Recorder,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: str,
+        source: str,
+    ) -> Any:
+        """What an operator returns whose shape depends on values: fake tensors."""
+
+
+# Their gradient goes to the elements that are equal to the result, in equal parts.
+_OF_ALL_ELEMENTS = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+
+
+def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The call whose bits are those of eager execution when no dispatch mode watches.
+
+    On CPU eager fills zeros where the mask is set; under a mode, as on CUDA, it multiplies by the
+    mask, which makes NaN of an infinite gradient (evenly_distribute_backward in PyTorch). Zeros
+    without memory, the gradient of `sgn`, which nothing may write to and whose operators are none
+    that can be recorded, become zeros: other bits only where infinity meets them.
+    """
+    if func is torch.ops.aten._efficientzerotensor.default:
+        return torch.ops.aten.zeros.default, args
+    if func is not torch.ops.aten.mul.Tensor or args[0].dtype is not torch.bool:
+        return func, args
+    node = torch._C._current_autograd_node()
+    if args[0].device.type != "cpu" or node is None or node_name(node) not in _OF_ALL_ELEMENTS:
+        return func, args
+    return torch.ops.aten.where.ScalarOther, (*args, 0.0)
+
+
+class Recorder(TorchDispatchMode):
+    """Records calls; `reader` decides what happens where Python reads a tensor's value, or a shape
+    depends on it.
+
+    leftovers: is told of every tensor, which nobody is to keep."""
+
+    # They come here, and are refused by name.
+    supports_higher_order_operators = True
+
+    def __init__(self, fake_mode: FakeTensorMode, reader: Reader, leftovers: Leftovers) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self._leftovers = leftovers
+        self.reader = reader
+        self.phase = Phase.FORWARD
+        self.values: list[RecordedValue] = []
+        self.calls: list[RecordedCall] = []
+        self.constants: list[tuple[int, torch.Tensor]] = []
+        self.guards: list[Guard] = []
+        self.module_stack: list[str] = [""]
+        self._had_history: dict[int, bool] = {}
+        self.leaf_storages: frozenset[int] = frozenset()
+        self.given_values = 0
+        self.refused: CaptureError | None = None
+        self._unwritten = Unwritten()
+        self._results = Results(fake_mode)
+        self._index_of: dict[int, int] = {}
+        self._alive: list[object] = []
+        self._storages: dict[int, int] = {}
+        self._sequence: list[int] = []
+        self._sequence_place: list[tuple[str, str]] = []
+        self._views: list[tuple[int, int, int]] = []
+        self._base_of: dict[int, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under the recorder; the guard against it costs as much as a call."""
+        return False
+
+    def is_active(self) -> bool:
+        """Would a call of an operator be recorded now?"""
+        return _get_current_dispatch_mode() is self
+
+    def value(self, tensor: torch.Tensor) -> int:
+        """Index of `tensor`; a tensor never seen before becomes a new value."""
+        index = self._index_of.get(id(tensor))
+        if index is None:
+            index = len(self.values)
+            self._index_of[id(tensor)] = index
+            self._alive.append(tensor)
+            self._leftovers.note((tensor,))
+            self.values.append(self._describe(tensor))
+        return index
+
+    def begin_forward(self) -> None:
+        """All values so far are the caller's: parameters, buffers and inputs."""
+        self.leaf_storages = frozenset(v.storage for v in self.values)
+        self.given_values = len(self.values)
+
+    def _describe(self, tensor: torch.Tensor) -> RecordedValue:
+        self._refuse_kind(tensor)
+        storage = tensor.untyped_storage()
+        ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
+        self._alive.append(storage)
+        return RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes()))
+
+    def refuse(self, error: CaptureError) -> NoReturn:
+        """Raise `error`, and remember it: a model that catches it, and goes on in another way than
+        it does in eager execution, is refused all the same."""
+        self.refused = self.refused or error
+        raise error
+
+    def refuse_if_refused(self) -> None:
+        """Raise what the model has caught."""
+        if self.refused is not None:
+            raise self.refused
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        try:
+            return self._record(func, args, kwargs)
+        except CaptureError as error:
+            self.refuse(error)
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload) and func.namespace == "prim":
+            return func(*args, **kwargs)
+        module, source = self.place()
+        self._refuse_unsupported(func, module, source)
+        if kwargs.get("generator") is not None:
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} draws from a torch.Generator object, which cannot be written into a plan; "
+                "draw from the default generator, or before the call",
+            )
+        args, kwargs, given = self._known(args, kwargs)
+        if func is _IS_SET_TO:
+            return is_same_memory(*args)
+        if facts.operator_name(func) in facts.VALUE_READS:
+            self.refuse_unwritten(map(self.value, given), f"{func} at {source} reads")
+            return self.reader.read(self, func, self._call(func, args, kwargs, ()), module, source)
+        if self.phase is Phase.BACKWARD:
+            func, args = _as_unwatched(func, args)
+        view = facts.out_of_place_view(func)
+        if view is not None:
+            return self._change_shape(func, view, args, kwargs, module, source)
+        reads = tuple(self.value(t) for t in given)
+        writes = tuple(self.value(t) for t in facts.written(func, args, kwargs))
+        call = self._call(func, args, kwargs, ())
+        try:
+            result = self._result(func, args, kwargs)
+        except DynamicOutputShapeException:
+            result = self.reader.shaped(self, func, args, kwargs, module, source)
+        except UnsupportedOperatorException as error:
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"what {func} returns is not known before it runs, so it cannot be planned; leave "
+                "it outside of the module",
+            ) from error
+        except RuntimeError as error:
+            if _NO_RULE not in str(error):
+                raise
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} is an operator without a rule for what it returns: describe an empty "
+                "result of it with `register_fake` (torch.library.custom_op has that method)",
+            ) from error
+        results = tuple(
+            self.value(leaf) if isinstance(leaf, torch.Tensor) else None
+            for leaf in _result_leaves(result)
+        )
+        self._follow_writes(func, args, reads, writes, results, (module, source))
+        alone = facts.without_argument(func, args, result)
+        if alone is not None:
+            call, reads = self._call(*alone, ()), ()
+        call = Call(call.op, call.args, call.kwargs, results)
+        random = facts.is_random(func, args, kwargs)
+        self.calls.append(RecordedCall(call, self.phase, reads, writes, random, module, source))
+        if self.phase is Phase.FORWARD:
+            if func is not torch.ops.aten.detach.default:
+                self._remember_view(reads, result)
+            return result
+        return self._in_layout_of_base(result)
+
+    def _follow_writes(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        reads: Sequence[int],
+        writes: Sequence[int],
+        results: Sequence[int | None],
+        place: tuple[str, str],
+    ) -> None:
+        """Refuse a call that reads what nothing has written; know what is written from here on."""
+        made = {self.values[r].storage for r in results if r is not None}
+        given = {self.values[v].storage for v in reads}
+        is_view = bool(made) and not writes and made <= given
+        if self._unwritten and not is_view:
+            written = {self.values[v].storage for v in writes}
+            looked_at = given - written if reads_content(func) else set()
+            if writes and reads_first(func):
+                first = facts.tensors(args[:1])
+                looked_at |= {self.values[self.value(t)].storage for t in first}
+            self._unwritten.refuse(sorted(looked_at), f"{func} at {place[1]} reads")
+            self._unwritten.written(written)
+        has_elements = (r for r in results if r is not None and self.values[r].storage_bytes)
+        self._unwritten.makes(func, {self.values[r].storage for r in has_elements}, *place)
+
+    def refuse_unwritten(self, values: Iterable[int], reader: str) -> None:
+        """Raise where one of `values` is memory that nothing has written to."""
+        if self._unwritten:
+            self._unwritten.refuse([self.values[v].storage for v in values], reader)
+
+    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call returns. The shape of one result is known from a value that may be read
+        where it is that of integer inputs: the length of the longest target."""
+        if func is _INDEX and any(t.dtype is torch.uint8 for t in facts.tensors(args[1])):
+            raise DynamicOutputShapeException(func)  # masks, which the shape rule takes for nothing
+        if func is not _CTC_LOSS:
+            return self._results.of(func, args, kwargs)
+        log_probs, lengths = args[0], args[3]
+        longest = self._record(torch.ops.aten.max.default, (lengths,))
+        read = torch.ops.aten._local_scalar_dense.default
+        states = 2 * self._record(read, (longest,)) + 1
+        steps, batch = log_probs.shape[:2]
+        return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, states))
+
+    def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
+        """A differentiable view, with the sequence number of its node."""
+        if len(reads) != 1 or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
+            return
+        has_node = self._sequence[-1] not in self._sequence[-2:-1]
+        base, view = reads[0], self.value(result)
+        if has_node and view != base and self.values[view].storage == self.values[base].storage:
+            self._views.append((self._sequence[-1], base, view))
+
+    def begin_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The forward pass is over; `outputs`: what backward starts from.
+
+        Where a tensor is written to, autograd gives its views new nodes when they are used next.
+        For fake tensors it makes the view once more, which is recorded and read by nothing, and
+        the gradient of the base is a view of that of the view; for real tensors the new node is
+        one of `as_strided`, whose gradient has the layout of the base.
+        """
+        self.phase = Phase.BACKWARD
+        used = {self.value(t) for t in outputs}
+        views = {view for _, _, view in self._views}
+        for call in reversed(self.calls):
+            results = [r for r in call.call.results if r is not None]
+            is_made = not call.writes and len(results) == 1 and results[0] in views
+            if not (is_made and results[0] not in used):
+                used.update(call.reads)
+        self._base_of = {
+            number: base for number, base, view in self._views if view not in used and base in used
+        }
+
+    def _in_layout_of_base(self, result: Any) -> Any:
+        """`result`, copied where eager execution would have made it by `as_strided`."""
+        node = torch._C._current_autograd_node() if self._base_of else None
+        base = None if node is None else self._base_of.get(node._sequence_nr())
+        if base is None or not isinstance(result, torch.Tensor):
+            return result
+        spec = self.values[base].spec
+        if tuple(result.shape) != spec.shape or result.stride() == spec.stride:
+            return result
+        empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
+        kind = {"dtype": result.dtype, "device": result.device}
+        made = self._record(empty, (spec.shape, spec.stride), kind)
+        return self._record(copy, (made, result))
+
+    def _change_shape(
+        self,
+        func: OpOverload,
+        view: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: str,
+        source: str,
+    ) -> torch.Tensor:
+        """Record `view` for `func`: the tensor is another value from here on, because what was
+        computed from it before has seen the old shape."""
+        changed: torch.Tensor = args[0]
+        if self.value(changed) < self.given_values or self._is_constant(changed):
+            raise UnsupportedModel.at(
+                module,
+                source,
+                f"{func} changes the shape of an input, a parameter or a buffer in place, which a "
+                "planned run would not do; use the operator without the underscore",
+            )
+        call = self._call(view, args, kwargs, ())
+        reads = tuple(self.value(t) for t in facts.tensors((args, kwargs)))
+        func(*args, **kwargs)
+        del self._index_of[id(changed)]
+        call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
+        self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
+        return changed
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        return any(index == self.value(tensor) for index, _ in self.constants)
+
+    def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
+        if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
+            raise UnsupportedModel.at(module, source, _of_higher_order(func))
+        if "nested" in facts.operator_name(func):
+            raise UnsupportedModel.at(
+                module, source, f"{func} makes or reads a nested tensor, {PADDED}"
+            )
+        if facts.changes_storage(func):
+            is_recurrent = torch_function().startswith(_RECURRENT)
+            exchange = f"{func} exchanges the storage of a tensor, which a plan cannot follow; "
+            what = _OF_CUDNN if is_recurrent else exchange + "create a new tensor instead"
+            raise UnsupportedModel.at(module, source, what)
+
+    def _known(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """The arguments with fake tensors only, each of them a value; and those tensors."""
+        given = list(facts.tensors((args, kwargs)))
+        if not all(isinstance(tensor, FakeTensor) for tensor in given):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
+            given = list(facts.tensors((args, kwargs)))
+        for tensor in given:
+            self.value(tensor)
+        return args, kwargs, given
+
+    def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as a fake one; those of the model that are neither parameters nor buffers (a
+        table that a library keeps) are constants."""
+        if isinstance(tensor, FakeTensor):
+            self.value(tensor)
+            return tensor
+        for index, constant in self.constants:
+            if constant is tensor:
+                return self._alive_value(index)
+        self._refuse_kind(tensor)
+        with torch._C._DisableTorchDispatch():
+            plain = tensor.detach()
+        fake = self.fake_mode.from_tensor(plain, static_shapes=True)
+        self.constants.append((self.value(fake), tensor))
+        self._had_history[id(tensor)] = tensor.requires_grad
+        return fake
+
+    def constants_with_history(self) -> list[torch.Tensor]:
+        """Constants into which the run has written something that has a gradient."""
+        return [t for _, t in self.constants if t.requires_grad != self._had_history[id(t)]]
+
+    @contextlib.contextmanager
+    def without_history(self) -> Iterator[None]:
+        """They have lost it again on exit."""
+        try:
+            yield
+        finally:
+            with _disable_current_modes(), torch.no_grad():
+                for tensor in self.constants_with_history():
+                    tensor.detach_()
+
+    def _refuse_kind(self, tensor: torch.Tensor) -> None:
+        reason = why_not_planned(tensor)
+        if reason is not None:
+            raise UnsupportedModel.at(*self.place(), f"what the forward computes with {reason}")
+
+    def _alive_value(self, index: int) -> torch.Tensor:
+        for candidate in self._alive:
+            if isinstance(candidate, torch.Tensor) and self._index_of.get(id(candidate)) == index:
+                return candidate
+        raise AssertionError("a recorded value is kept alive")
+
+    def _call(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: tuple[int | None, ...],
+    ) -> Call:
+        def reference(tensor: torch.Tensor) -> ValueRef:
+            return ValueRef(self.value(tensor))
+
+        return Call(
+            facts.operator_name(func),
+            tuple(_symbolic(argument, reference) for argument in args),
+            tuple((name, _symbolic(argument, reference)) for name, argument in kwargs.items()),
+            results,
+        )
+
+    def place(self) -> tuple[str, str]:
+        """Module path and source line of the user's model that the current call belongs to."""
+        if self.phase is Phase.FORWARD:
+            place = (self.module_stack[-1], user_source())
+            self._sequence.append(torch._C._autograd._get_sequence_nr() - 1)
+            self._sequence_place.append(place)
+            return place
+        node = torch._C._current_autograd_node()
+        return ("", "") if node is None else self.place_of(node)
+
+    def place_of(self, node: torch.autograd.graph.Node) -> tuple[str, str]:
+        """Of the call of the forward pass that made `node`."""
+        if not self._sequence:
+            return "", ""
+        position = bisect.bisect_left(self._sequence, node._sequence_nr())
+        return self._sequence_place[min(position, len(self._sequence) - 1)]
+
+
+def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:
+    """Immutable form of a nested argument: references for tensors, tuples for lists."""
+    if isinstance(argument, torch.Tensor):
+        return reference(argument)
+    if isinstance(argument, list | tuple):
+        return tuple(_symbolic(item, reference) for item in argument)
+    return argument
+
+
+def _result_leaves(result: Any) -> list[Any]:
+    if isinstance(result, tuple | list):
+        leaves: list[Any] = []
+        for item in result:
+            leaves += item if isinstance(item, tuple | list) else [item]
+        return leaves
+    return [result]
+
+
+def _of_higher_order(operator: Any) -> str:
+    """What a message says of an operator that takes functions (`torch.cond`)."""
+    called = str(operator)
+    name, instead = _HIGHER_ORDER.get(called, (called, _PARTS))
+    return (
+        f"{name} is a higher-order operator: it takes functions and calls them where a plan does "
+        f"not see it, so it cannot be planned; {instead}"
+    )
+
+
+OUTSIDE = (
+    "Call it outside of the planned module (a loss: on what the module returns), or in a way in "
+    "which it reads no values"
+)
+"""What to do where a function of PyTorch looks at values."""

@@ -1,0 +1,425 @@
+"""Kept: what the forward has stored somewhere in Python, tensors of its run and plain data.
+
+takes: what can be reached after the run, and what it was before. returns: tables, which depend on
+nothing but constants: those can be made for real, and found by the next call; and assignments, the
+data that each call leaves. guarantees: anything else that the forward keeps is refused by name;
+eager would have it after the call, a plan would not.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.recorder import Recorder
+from rockplan.graph_builder.tracing.value_reads import ValueReader
+from rockplan.python_state.contents import copied, data_in, is_plain
+from rockplan.python_state.holders import (
+    ATTRIBUTES,
+    LIST,
+    Element,
+    is_function_cache,
+    kinds_of,
+    replaced,
+    tensors_in,
+)
+from rockplan.python_state.reach import Held, Identity, Place, Reached, identity_of
+from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
+from rockplan.values.interface import ABSENT, Address, Assignment, computed_attributes
+
+
+@dataclass(slots=True)
+class Tables:
+    """Real tensors for what the forward has stored. contents: what each holder is to hold, and what
+    it holds; stays: holders that are not found again, whose tables are there from now on;
+    assignments: what comes with the first call. essence: what the run did, by `essence.of`."""
+
+    contents: list[tuple[Held, list[Element], list[Element]]] = field(default_factory=list)
+    stays: set[Identity] = field(default_factory=set)
+    assignments: list[Assignment] = field(default_factory=list)
+    essence: object = None
+
+    def __bool__(self) -> bool:
+        return bool(self.contents)
+
+    def put_in_place(self) -> None:
+        for held, elements, _ in self.contents:
+            held.kind.write(held.owner, elements)
+
+    def take_back(self, everything: bool) -> None:
+        """What comes with the first call, or everything."""
+        for held, _, before in self.contents:
+            if everything or held.identity not in self.stays:
+                held.kind.write(held.owner, before)
+
+    @property
+    def place(self) -> Place:
+        """Where the first of them is."""
+        held, elements, before = self.contents[0]
+        known = dict(before)
+        return held.element(next(k for k, v in elements if known.get(k) is not v))
+
+    def unstable(self) -> UnsupportedModel:
+        return _refusal(self.place)
+
+    def another(self) -> UnsupportedModel:
+        """Where calls that find the tables do something else than the first one."""
+        return UnsupportedModel(
+            f"{_who(self.place)} keeps a table in {self.place.text}, and the next call does not do "
+            "the same as this one, which a planned run would repeat for ever. If only the first "
+            "call is another one, run the module once on the sample, then plan it",
+            module_path=self.place.module,
+        )
+
+
+def refuse_kept_arguments(
+    found: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
+) -> None:
+    """Raise where a tensor of the caller is also kept where the forward can see it, and compare the
+    two: it would be one tensor in this call, and two in the next."""
+    if not found.compares_objects:
+        return
+    for place in found.shared:
+        raise _compared(place)
+    given = {id(t) for t in arguments} - registered.keys()
+    for held in found.holders:
+        if held.place.is_callers:
+            continue
+        for key, value in held.kind.elements(held.owner):
+            if isinstance(value, torch.Tensor) and id(value) in given:
+                raise _compared(held.element(key))
+
+
+def _compared(place: Place) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"an argument of the sample is also kept in {place}, and something compares objects by "
+        "`is`, so the forward could see that they are one, which a plan would take for granted; "
+        "plan with a copy of it"
+    )
+
+
+def tables_of(
+    snapshot: Snapshot,
+    found: Reached,
+    recorder: Recorder,
+    reader: ValueReader,
+    stand_ins: Mapping[int, torch.Tensor],
+) -> Tables:
+    """Tables that the run has stored. found: what can be reached after it; stand_ins: identity of
+    a fake tensor -> what it stands for. Raises UnsupportedModel for other tensors."""
+    before = {h.identity: (h, b, dict(s)) for h, b, s in _known(snapshot)}
+    computed = _computed(found)
+    made = _Made(recorder, reader, stand_ins)
+    tables = Tables()
+    stored: dict[Identity, list[Found]] = {}
+    for one in holding(found, made.is_ours):
+        owner = one.held.identity
+        if (owner, one.key) in computed or (owner, None) in computed:
+            continue
+        if owner not in before or before[owner][2].get(one.key) is not one.value:
+            made.refuse(one)
+            stored.setdefault(owner, []).append(one)
+    _refuse_cached(found, made)
+    new = {owner for owner in stored if owner not in before}
+    for owner in new:
+        held = stored[owner][0].held
+        held.kind.write(held.owner, _with(held.kind.elements(held.owner), made.of(stored[owner])))
+    for owner, (held, elements, start) in before.items():
+        real = made.of(stored.get(owner, ()))
+        if new:
+            real += _leading_to(new, start, held.kind.elements(held.owner))
+        if not _are_there(elements, real):
+            wanted = _with(elements, real)
+            tables.contents.append((held, wanted, elements))
+            keys, known = [key for key, _ in real], dict(elements)
+            is_new = held.kind.step == "item" and all(key not in known for key in keys)
+            assigned = [*_assigned(held, keys, wanted, elements, is_new)]
+            if len(assigned) == (1 if held.kind.step == "all" else len(keys)):
+                tables.assignments += assigned
+            else:
+                tables.stays.add(held.identity)
+    return tables
+
+
+def _refuse_cached(found: Reached, made: _Made) -> None:
+    """Raise where a cache of a function has a tensor that is no table: eager would find it at the
+    next call, a plan would make it anew."""
+    for place, value in found.objects:
+        if not is_function_cache(value):
+            continue
+        for tensor in filter(made.is_ours, _cached(value)):
+            if made.real_or_none(tensor) is None:
+                raise UnsupportedModel(
+                    f"a tensor that depends on more than constants is kept in the cache of "
+                    f"{place.text} (functools), where the next call would find it, and a planned "
+                    "run would not; compute it without the cache",
+                    module_path=place.module,
+                )
+
+
+def _cached(cache: Any) -> Iterator[Any]:
+    """What it holds, also in tuples, lists and dictionaries."""
+    pending: list[Any] = gc.get_referents(cache) if cache.cache_info().currsize else []
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
+            seen.add(id(value))
+            pending += gc.get_referents(value)
+
+
+def assignments_of(
+    snapshot: Snapshot, changes: Changes, are_overwritten: bool
+) -> tuple[Assignment, ...]:
+    """What each call leaves outside of tensors. Raises UnsupportedModel where a planned call could
+    not leave it there."""
+    found: list[Assignment] = []
+    owners = {owner for owner, _ in changes}
+    for held, before, start in _known(snapshot):
+        if held.identity not in owners:
+            continue
+        now = held.kind.elements(held.owner)
+        known, there = dict(before), dict(now)
+        if held.kind.step == "all":
+            values = [value for _, value in (*now, *before)]
+            keys: list[Any] = [None]
+        else:
+            keys = [k for k in {**dict(start), **there} if (held.identity, k) in changes]
+            pairs = [(there.get(k, ABSENT), known.get(k, ABSENT)) for k in keys]
+            data = [held.is_registry or not _is_opaque(*pair) for pair in pairs]
+            keys = [*itertools.compress(keys, data)]
+            values = [of.get(k, ABSENT) for k in keys for of in (there, known)]
+        place = held.place if held.kind.step == "all" else held.element(keys[0] if keys else "")
+        is_ours = place.address is not None and not held.is_registry
+        if keys and not (is_ours and all(map(_is_plain, values))):
+            raise UnsupportedModel(
+                f"{_who(place)} changes {place.text}, which a planned run could not do as it "
+                "does; keep it outside of the module, or return it",
+                module_path=place.module,
+            )
+        found += _assigned(held, keys, now, before, are_overwritten)
+    return tuple(found)
+
+
+def perturbed(snapshot: Snapshot, changes: Changes) -> bool:
+    """Put other data where the forward leaves some. True if there is other data for all of it."""
+    owners = {owner for owner, _ in changes}
+    for held, _, _ in _known(snapshot):
+        if held.identity in owners:
+            other: list[Element] = []
+            for key, value in held.kind.elements(held.owner):
+                is_changed = (held.identity, key) in changes or held.kind.step == "all"
+                other.append((key, _other(value) if is_changed else value))
+                if other[-1][1] is ABSENT:
+                    return False
+            held.kind.write(held.owner, other)
+    return True
+
+
+def _other(value: Any) -> Any:
+    if type(value) is bool:
+        return not value
+    if type(value) in (int, float):
+        return value + 1
+    if type(value) is str:
+        return f"{value}_"
+    if isinstance(value, tuple) and value and is_plain(value):
+        first = _other(value[0])
+        return ABSENT if first is ABSENT else type(value)((first, *value[1:]))
+    return ABSENT
+
+
+def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], list[Element]]]:
+    return zip(snapshot.holders, snapshot.before, snapshot.start, strict=True)
+
+
+def _assigned(
+    held: Held,
+    keys: Iterable[Any],
+    now: list[Element],
+    before: list[Element],
+    is_overwritten: bool = False,
+) -> Iterator[Assignment]:
+    """Of elements of a holder, or of all where they are set together."""
+    there, known = dict(now), dict(before)
+    if held.kind.step == "all":
+        if keys and held.place.address is not None:
+            kind, root, steps = held.place.address
+            whole: Address = (kind, root, (*steps, ("all", None)))
+            content, former = (tuple(copied(v) for _, v in e) for e in (now, before))
+            yield Assignment(whole, content, former, is_overwritten)
+        return
+    for key in keys:
+        address = held.element(key).address
+        if address is not None:
+            value, former = there.get(key, ABSENT), known.get(key, ABSENT)
+            yield Assignment(address, copied(value), copied(former), is_overwritten)
+
+
+def _is_opaque(value: Any, former: Any) -> bool:
+    """Is it a function, or an object that is compared by identity alone, in place of another one or
+    of nothing?"""
+    told = (ABSENT, None)
+    opaque = [
+        not (isinstance(v, torch.Tensor) or any(v is t for t in told)) and data_in(v) is None
+        for v in (value, former)
+    ]
+    return opaque[0] and (opaque[1] or former is ABSENT or former is None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Is it data, or a collection of data, of which a call can leave a copy, or a tensor that was
+    there before?"""
+    if type(value) in (dict, list, set, deque):
+        inner = value.values() if isinstance(value, dict) else value
+        return all(map(_is_plain, inner))
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return value is ABSENT or is_tensor or is_plain(value)
+
+
+def _computed(found: Reached) -> set[tuple[Identity, Any]]:
+    """Where hooks of PyTorch leave weights that they compute before each call, for nobody."""
+    places: set[tuple[Identity, Any]] = set()
+    for _, value in found.objects:
+        if isinstance(value, nn.Module):
+            names = computed_attributes(value)
+            attributes = identity_of(value.__dict__, ATTRIBUTES)
+            places |= {(attributes, name) for name in names}
+            lists = (value.__dict__.get(name) for name in names)
+            places |= {(identity_of(one, LIST), None) for one in lists if isinstance(one, list)}
+    return places
+
+
+def _leading_to(owners: set[Identity], start: dict[Any, Any], now: list[Element]) -> list[Element]:
+    """New elements through which new holders are reached."""
+    new = ((k, v) for k, v in now if start.get(k) is not v and not isinstance(v, nn.Module))
+    return [(key, value) for key, value in new if owners & _holders_in(value)]
+
+
+def _holders_in(value: Any) -> set[Identity]:
+    found: set[Identity] = set()
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, torch.Tensor | type | nn.Module):
+            continue
+        if isinstance(one, tuple | frozenset):
+            pending += one
+            continue
+        for owner, kind in kinds_of(one):
+            identity = identity_of(owner, kind)
+            if identity not in found:
+                found.add(identity)
+                pending += [v for _, v in kind.elements(owner)]
+    return found
+
+
+def _with(elements: list[Element], others: list[Element]) -> list[Element]:
+    known = dict(others)
+    kept = [(key, known.pop(key, value)) for key, value in elements]
+    return [*kept, *known.items()]
+
+
+def _are_there(elements: list[Element], real: list[Element]) -> bool:
+    """Were tensors with the same content there before the run?"""
+    there = dict(elements)
+    return all(_is_equal(there.get(key), value) for key, value in real)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        kinds = [(t.dtype, t.shape, t.stride(), t.device, t.requires_grad) for t in (one, other)]
+        if one is other or kinds[0] != kinds[1]:
+            return one is other
+        with _disable_current_modes(), torch.no_grad():
+            return torch.equal(
+                one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+            )
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(_is_equal, one, other))
+    return one is other or (type(one) is type(other) and data_in(one) == data_in(other) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Tensors of the run, for real where nothing but constants decides them."""
+
+    recorder: Recorder
+    reader: ValueReader
+    stand_ins: Mapping[int, torch.Tensor]
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def is_ours(self, value: Any) -> bool:
+        """Is it a tensor of the run, or what autograd has made in it?"""
+        if isinstance(value, FakeTensor):
+            return value.fake_mode is self.recorder.fake_mode
+        return not isinstance(value, torch.Tensor)
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not self.is_ours(tensor):
+            return None
+        if id(tensor) not in self.known:
+            found = self.real_or_none(tensor)
+            assert found is not None
+            self.known[id(tensor)] = found
+        return self.known[id(tensor)]
+
+    def real_or_none(self, tensor: Any) -> torch.Tensor | None:
+        """None where it depends on more than constants."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        stands_for = self.stand_ins.get(id(tensor))
+        if stands_for is not None:
+            is_input = self.recorder.value(tensor) in self.reader.inputs
+            return None if is_input else stands_for
+        if tensor.requires_grad:
+            return None
+        return self.reader.table(self.recorder, tensor)
+
+    def of(self, stored: Iterable[Found]) -> list[Element]:
+        """Elements with real tensors."""
+        real: Callable[[torch.Tensor], torch.Tensor | None] = self.real
+        return [(one.key, replaced(one.value, real)) for one in stored]
+
+    def refuse(self, found: Found) -> None:
+        """Raise where a tensor is not made of constants alone, or where it is no table: what the
+        caller has given, a parameter or a buffer, anywhere but in the module."""
+        ours = [t for t in tensors_in(found.value) if self.is_ours(t)]
+        is_none = any(self.real_or_none(tensor) is None for tensor in ours)
+        is_weak = isinstance(found.value, weakref.ref)
+        is_given = any(id(tensor) in self.stand_ins for tensor in ours)
+        is_elsewhere = is_given and found.place.address is None
+        if found.place.is_callers or found.held.is_registry or is_weak or is_none or is_elsewhere:
+            raise _refusal(found.place)
+
+
+def _who(place: Place) -> str:
+    if place.module is None:
+        return "the forward"
+    return f"in module '{place.module or '(root)'}': the forward"
+
+
+def _refusal(place: Place) -> UnsupportedModel:
+    remedy = (
+        f"Return it, or update a registered buffer in place ({place.text}.copy_(...))"
+        if place.text.removeprefix("self.").isidentifier()
+        else "Return it, or keep it outside of the module"
+    )
+    return UnsupportedModel(
+        f"{_who(place)} assigns a tensor to {place.text if place.module is not None else place}, "
+        f"which a planned run cannot reproduce. {remedy}",
+        module_path=place.module,
+    )

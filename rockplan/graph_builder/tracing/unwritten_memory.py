@@ -1,0 +1,110 @@
+"""Unwritten: memory that no operator has written to, and that something reads.
+
+takes: calls, as they are recorded. guarantees: who reads what `torch.empty` has made before
+anything was written to it is refused: a kernel wrote it that is no operator of PyTorch, or was
+skipped under a fake mode, and a plan would train on what happens to be in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch._ops import OpOverload
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.foreign_kernels import AS_OPERATOR, maker
+
+# Make memory with whatever is in it.
+_MAKES_EMPTY = ("aten.empty", "aten.new_empty")
+# Look at shapes and dtypes of their arguments alone.
+_OF_SHAPES = frozenset({"aten.bernoulli.p", "aten.is_same_size.default"})
+# Write into their first argument and read nothing of it; others that end like them read it.
+_FILLS = frozenset(
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index_put_",
+        "index_copy_",
+        "index_fill_",
+        "scatter_",
+        "masked_fill_",
+        "masked_scatter_",
+        "put_",
+        "fill_diagonal_",
+        "eye_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Who has made memory, and where."""
+
+    by: str
+    module: str
+    source: str
+
+
+class Unwritten:
+    """Memory that no call has written to: what `torch.empty` has made. Storages are ordinals."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def makes(
+        self, operator: OpOverload, storages: Iterable[int], module: str, source: str
+    ) -> None:
+        """`operator` has made new memory."""
+        if str(operator).startswith(_MAKES_EMPTY):
+            self._made |= dict.fromkeys(storages, _Made(maker(), module, source))
+
+    def written(self, storages: Iterable[int]) -> None:
+        """A call has written to them, to a part at least."""
+        for storage in storages:
+            self._made.pop(storage, None)
+
+    def refuse(self, storages: Iterable[int], reader: str) -> None:
+        """Raise where one of them, which `reader` reads, has been written by nothing."""
+        for storage in storages:
+            made = self._made.get(storage)
+            if made is not None:
+                raise UnsupportedModel.at(made.module, made.source, _unwritten(made.by, reader))
+
+
+def reads_content(operator: OpOverload) -> bool:
+    """Does a call look at the elements of what it does not write?"""
+    name = str(operator)
+    packet = operator._schema.name.split("::")[-1]
+    return not (packet.endswith("_like") or packet.startswith("new_") or name in _OF_SHAPES)
+
+
+def reads_first(operator: OpOverload) -> bool:
+    """Does an operator that writes into its first argument read it, too?"""
+    packet = operator._schema.name.split("::")[-1]
+    return operator.namespace == "aten" and packet[-1] == "_" and packet not in _FILLS
+
+
+def _unwritten(made_by: str, reader: str) -> str:
+    return (
+        f"{reader} memory that {made_by} has made (torch.empty) and no operator of PyTorch has "
+        "written to. Either a kernel writes it where a plan does not see it, or it is skipped "
+        f"while a model is traced (as in flash-attention 4): {AS_OPERATOR}. Or what was in memory "
+        "before is read: fill it (torch.zeros)"
+    )

@@ -1,0 +1,368 @@
+"""Reads: values of tensors that Python asks for while a forward is recorded (`.item()`, `print`).
+
+takes: a recorder, and the real tensors of the caller. guarantees: what a read gives is what it
+gives in eager execution, and a guard compares it before each later call; a value that is not known
+before the call is refused, with what it depends on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.errors import DataDependentShape, UnsupportedModel, ValueDependentControlFlow
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing import evaluate, value_shapes
+from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
+from rockplan.graph_builder.tracing.source_lines import of_experts, torch_function
+from rockplan.values.graph import Call, ValueRef, value_refs
+from rockplan.values.interface import Guard
+
+_DISTRIBUTIONS = torch.distributions.__path__[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Handed:
+    """What Python was told of a tensor: a real copy, and the bits that it had."""
+
+    tensor: torch.Tensor
+    bits: torch.Tensor
+    module: str
+    source: str
+
+
+class ValueReader:
+    """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`).
+
+    inputs: values that are arguments of the call."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, torch.Tensor] = {}
+        self._positions: dict[int, int] = {}
+        self._integer_inputs: frozenset[int] = frozenset()
+        self.inputs: frozenset[int] = frozenset()
+        self._names: dict[int, str] = {}
+        self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
+        self._handed: list[_Handed] = []
+
+    def start(
+        self,
+        inputs: dict[int, tuple[int, torch.Tensor]],
+        parameters: Iterable[tuple[str, int]],
+        buffers: Iterable[tuple[str, int]],
+    ) -> None:
+        """inputs: value -> (leaf position, real tensor); parameters, buffers: (name, value)."""
+        for value, (position, tensor) in inputs.items():
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                self._known[value] = tensor
+                self._positions[value] = position
+        self._integer_inputs = frozenset(self._known)
+        self.inputs = frozenset(inputs)
+        self._names = {v: f"leaf {i} of the arguments" for v, (i, _) in inputs.items()}
+        self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
+        self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
+
+    def read(
+        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
+    ) -> object:
+        """What an operator gives that tells Python of values."""
+        wanted = [ref.index for ref in value_refs(call.args)]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        if not leaves and any(c.random for c in calls):
+            certain = _certain_comparison(calls, call)
+            if certain is not None:
+                return certain
+        environment = self._environment(recorder, calls, leaves, module, source)
+        expected = evaluate.execute(call, environment)
+        plain = tuple(c.call for c in calls)
+        self._guard(recorder, plain, call, expected, leaves, module, source)
+        return expected
+
+    def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+        """A real copy of `tensor`, all of which Python is told. Later calls must find the same
+        bits, of which a constant is kept."""
+        module, source = recorder.place()
+        value = recorder.value(recorder.known_tensor(tensor))
+        recorder.refuse_unwritten([value], f"Python at {source} reads")
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
+        environment = self._environment(recorder, calls, leaves, module, source, _OF_ARRAYS)
+        found = environment[value]
+        with _disable_current_modes(), torch.no_grad():
+            handed = _Handed(found, _bits(found).clone(), module, source)
+        self._handed.append(handed)
+        if leaves:
+            # The same object for a second recorder, which then has the same constants.
+            snapshot = self._snapshots.setdefault((value, len(calls)), handed.bits)
+            kept = recorder.value(recorder.known_tensor(snapshot))
+            as_bits = len(recorder.values)
+            plain = (
+                *(c.call for c in calls),
+                Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,)),
+            )
+            equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
+            self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
+        return found
+
+    def table(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`tensor` for real, if it is made of nothing but constants, which nothing changes."""
+        value = recorder.value(tensor)
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
+        constants = dict(recorder.constants)
+        changed = {recorder.values[v].storage for c in calls for v in c.writes}
+        kept = {v for v in leaves if recorder.values[v].storage not in changed}
+        if any(c.random for c in calls) or not leaves <= constants.keys() & kept:
+            return None
+        return evaluate.run([c.call for c in calls], constants)[value]
+
+    def _environment(
+        self,
+        recorder: Recorder,
+        calls: Sequence[RecordedCall],
+        leaves: frozenset[int],
+        module: str,
+        source: str,
+        more: str = "",
+    ) -> dict[int, torch.Tensor]:
+        """Every value that `calls` make from `leaves`, for real; refused where these are not the
+        same in every call, or cannot be compared before it. more: what to do, beside the usual."""
+        unknown = self._unknown(recorder, calls, leaves)
+        if unknown is not None:
+            recorder.refuse(_value_read_error(calls, unknown, module, source, more))
+        return self._run(recorder, calls, leaves)
+
+    def _unknown(
+        self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
+    ) -> list[str] | None:
+        """Names of what among `leaves` is not the same in every call, and cannot be compared before
+        it; None: nothing is, nor is anything drawn."""
+        constants = dict(recorder.constants)
+        changed = {recorder.values[v].storage for c in calls for v in c.writes}
+        known = {v for v in leaves if recorder.values[v].storage not in changed}
+        unknown = leaves - (known & (self._integer_inputs | constants.keys()))
+        if not unknown and not any(c.random for c in calls):
+            return None
+        return [self._names[v] for v in sorted(unknown) if v in self._names]
+
+    def _run(
+        self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
+    ) -> dict[int, torch.Tensor]:
+        known = {**self._known, **dict(recorder.constants)}
+        return evaluate.run([c.call for c in calls], _copies(known, leaves))
+
+    def shaped(
+        self,
+        recorder: Recorder,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: str,
+        source: str,
+    ) -> Any:
+        """What an operator returns whose shape depends on values: fake tensors, where the values
+        are known before the call; a guard finds the same shape at each later one."""
+        rule = value_shapes.rule_of(operator, args, kwargs)
+        deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
+        wanted = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        unknown = self._unknown(recorder, calls, leaves)
+        if rule is None or not deciding or unknown is not None:
+            raise _shape_error(operator, calls, unknown or [], module, source)
+        environment = self._run(recorder, calls, leaves)
+        real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
+        plain = tuple(c.call for c in calls)
+        for size in rule.sizes(deciding, len(recorder.values)):
+            expected = evaluate.execute(size.read, evaluate.run(size.calls, environment))
+            all_calls = (*plain, *size.calls)
+            self._guard(recorder, all_calls, size.read, expected, leaves, module, source)
+        return value_shapes.result(operator, args, kwargs, real)
+
+    def _guard(
+        self,
+        recorder: Recorder,
+        calls: tuple[Call, ...],
+        read: Call,
+        expected: object,
+        leaves: frozenset[int],
+        module: str,
+        source: str,
+    ) -> None:
+        if not leaves:
+            return
+        inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
+        used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
+        guard = Guard(calls, read, expected, inputs, used, module, source)
+        if guard not in recorder.guards:
+            recorder.guards.append(guard)
+
+    def refuse_writes(self) -> None:
+        """Raise where the forward has written to what Python was told: the array of a tensor has
+        its memory in eager execution."""
+        for handed in self._handed:
+            with _disable_current_modes(), torch.no_grad():
+                same = torch.equal(_bits(handed.tensor), handed.bits)
+            if not same:
+                raise UnsupportedModel.at(
+                    handed.module,
+                    handed.source,
+                    "the forward writes into the memory of an array that it gets from a tensor "
+                    "(.numpy(), numpy.asarray), which a planned run would not do; write to a copy "
+                    "(array.copy()), or to the tensor",
+                )
+
+    def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
+        """Real tensors of integer inputs, constants, and what is computed from them alone."""
+        known = {**self._known, **dict(recorder.constants)}
+        known = _copies(known, frozenset(known))
+        computable: list[Call] = []
+        available = set(known)
+        poisoned: set[int] = set()
+        for recorded in recorder.calls:
+            read = set(recorded.reads)
+            storages = {recorder.values[v].storage for v in (*read, *recorded.writes)}
+            if recorded.random or not read <= available or storages & poisoned:
+                poisoned |= {recorder.values[v].storage for v in recorded.writes}
+                continue
+            computable.append(recorded.call)
+            available |= {r for r in recorded.call.results if r is not None}
+        # What was made here and written to later, with something unknown, is nothing's content.
+        return {
+            v: t
+            for v, t in evaluate.run(computable, known).items()
+            if v in known or recorder.values[v].storage not in poisoned
+        }
+
+
+# torch.rand returns through a detach.
+_MONOTONE = {f"aten.{name}.Scalar" for name in ("lt", "le", "gt", "ge")} | {"aten.detach.default"}
+
+
+def _certain_comparison(calls: Sequence[RecordedCall], read: Call) -> bool | None:
+    """The outcome of `torch.rand([]) < p` where it is the same for every draw (a layer drop of
+    zero), else None: a comparison is monotone, so both ends of [0, 1) decide."""
+    draw, *rest = (c.call for c in calls)
+    if draw.op != "aten.rand.default" or any(c.op not in _MONOTONE for c in rest):
+        return None
+    drawn = draw.results[0]
+    assert drawn is not None
+    outcomes = set()
+    for end in (0.0, 1.0 - 2.0**-24):
+        with _disable_current_modes():
+            value = torch.tensor(end)
+        outcomes.add(bool(evaluate.execute(read, evaluate.run(rest, {drawn: value}))))
+    return outcomes.pop() if len(outcomes) == 1 else None
+
+
+def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
+    """Clones with the same strides, because evaluated calls may write in place."""
+    with _disable_current_modes(), torch.no_grad():
+        return {
+            v: t.new_empty(0).set_(
+                t.untyped_storage().clone(), t.storage_offset(), t.shape, t.stride()
+            )
+            for v, t in known.items()
+            if v in wanted
+        }
+
+
+# Parts of a message that names what a value depends on: the kind of a buffer, how many are named.
+_BUFFER = "the buffer"
+_NAMED = 3
+# Functions of PyTorch that read values -> what to do, where that is not `OUTSIDE`.
+_REMEDIES = {
+    "torch.nn.modules.batchnorm._BatchNorm.forward": (
+        "With momentum=None it divides by the number of batches so far: give it a momentum"
+    ),
+}
+# Where an array is asked for.
+_OF_ARRAYS = (
+    "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
+    "(torch.library.custom_op with register_fake and register_autograd)"
+)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A view as integers, where there are integers of that size: equal for equal NaNs, and other
+    ones for 0 and -0."""
+    return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
+
+
+def _value_read_error(
+    calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str, further: str
+) -> ValueDependentControlFlow:
+    """names: of parameters, buffers and inputs that the value depends on; further: another thing
+    to do."""
+    what = f"a value that depends on {_listed(names)}"
+    if not names:
+        what = "a value that the forward has changed in place"
+    function = torch_function()
+    who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
+    remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
+    if function:
+        remedy = _REMEDIES.get(function, OUTSIDE)
+    remedy += _plain_table(names)
+    if any(c.random for c in calls):
+        what = "a random draw"
+        remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
+    if _is_called_by(_DISTRIBUTIONS):
+        remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
+    return ValueDependentControlFlow.at(
+        module,
+        source,
+        f"{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
+        "`if` on a tensor), so the operations may differ from call to call and cannot be planned. "
+        f"{remedy}{further}{of_experts()}",
+    )
+
+
+def _shape_error(
+    operator: OpOverload,
+    calls: Sequence[RecordedCall],
+    names: Sequence[str],
+    module: str,
+    source: str,
+) -> DataDependentShape:
+    """names: of parameters, buffers and inputs that the shape depends on."""
+    function = torch_function()
+    if function:
+        remedy = f"It is called by {function}. {OUTSIDE}"
+    else:
+        remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
+    what = f"the values of {_listed(names)}" if names else "the values of its input"
+    if any(c.random for c in calls):
+        what = "a random draw"
+    return DataDependentShape.at(
+        module,
+        source,
+        f"the shape of the result of {operator} depends on {what}; a plan needs shapes that are "
+        "known before the call (masks, counts and indices that are arguments, or made of integer "
+        f"arguments, are). {remedy}{_plain_table(names)}{of_experts()}",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", ..." if names[_NAMED:] else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _plain_table(names: Sequence[str]) -> str:
+    """What to do where everything depends on buffers."""
+    if not names or not all(name.startswith(_BUFFER) for name in names):
+        return ""
+    return (
+        "; a table that stays as it is can be a plain attribute of the module in place of a "
+        "buffer: its values are compared at every call"
+    )
+
+
+def _is_called_by(folder: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

@@ -1,0 +1,122 @@
+"""Value shapes: operators whose results have shapes that depend on the values of arguments.
+
+takes: a call on fake tensors, and the real tensors that decide the shape. returns: fake results of
+the right shape, and what must be found again at each later call for the shape to be the same: the
+number of elements that a mask selects, for instance, and not which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.graph_builder.operators import facts
+from rockplan.values.graph import Call, ValueRef
+
+_MASKS = (torch.bool, torch.uint8)
+# Operators -> the argument that decides the shape.
+_DECIDING = {
+    "aten.nonzero.default": 0,
+    "aten.nonzero_numpy.default": 0,
+    "aten.masked_select.default": 1,
+    "aten.index.Tensor": 1,
+    "aten._unsafe_index.Tensor": 1,
+    "aten.repeat_interleave.Tensor": 0,
+    "aten.bincount.default": 0,
+    "aten._unique.default": 0,
+    "aten._unique2.default": 0,
+    "aten.unique_consecutive.default": 0,
+    "aten.unique_dim.default": 0,
+    "aten.unique_dim_consecutive.default": 0,
+}
+# Of the others the number of elements that are not zero does.
+_TOTAL = "aten.repeat_interleave.Tensor"
+_BY_RESULT = ("aten.bincount.", "aten._unique", "aten.unique_")
+_ITEM = "aten._local_scalar_dense.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One number that a shape depends on: `calls`, then `read`, which gives it."""
+
+    calls: tuple[Call, ...]
+    read: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Of one call. deciding: the tensors whose values decide its shapes."""
+
+    operator: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    deciding: tuple[torch.Tensor, ...]
+
+    def sizes(self, deciding: Sequence[int], free: int) -> tuple[Size, ...]:
+        """deciding: as values; free: the first number of a value that is not taken."""
+        name = facts.operator_name(self.operator)
+        refs = [ValueRef(v) for v in deciding]
+        if name.startswith(_BY_RESULT):
+            return (self._by_result(name, refs[0], free),)
+        count = "aten.sum.default" if name == _TOTAL else "aten.count_nonzero.default"
+        item = Call(_ITEM, (ValueRef(free),), (), ())
+        return tuple(Size((Call(count, (ref,), (), (free,)),), item) for ref in refs)
+
+    def _by_result(self, name: str, ref: ValueRef, free: int) -> Size:
+        """The size of what the operator itself returns first, weights left out."""
+        given = dict(zip(_names(self.operator), self.args, strict=False)) | self.kwargs
+        plain = {n: a for n, a in given.items() if n not in (_names(self.operator)[0], "weights")}
+        dim = plain["dim"] if name.startswith("aten.unique_dim") else 0
+        made = (free, *[None] * (len(self.operator._schema.returns) - 1))
+        call = Call(name, (ref,), tuple(plain.items()), made)
+        return Size((call,), Call("aten.sym_size.int", (ValueRef(free), dim), (), ()))
+
+
+def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+    """None for an operator of which it is not known what decides the shape."""
+    position = _DECIDING.get(facts.operator_name(operator))
+    if position is None:
+        return None
+    name = _names(operator)[position]
+    found = tuple(facts.tensors(args[position] if position < len(args) else kwargs[name]))
+    if facts.operator_name(operator).endswith("index.Tensor"):
+        found = tuple(t for t in found if t.dtype in _MASKS)
+    return Rule(operator, args, kwargs, found)
+
+
+def _names(operator: OpOverload) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def result(
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    real: Mapping[int, torch.Tensor],
+) -> Any:
+    """What the call returns, as fake tensors. real: of the deciding tensors, by their id; the
+    others are zeros meanwhile, since shapes and strides do not depend on them."""
+
+    def known(tensor: torch.Tensor) -> torch.Tensor:
+        found = real.get(id(tensor))
+        return _like(tensor).zero_() if found is None else found
+
+    with _disable_current_modes(), torch.no_grad():
+        given, named = pytree.tree_map_only(torch.Tensor, known, (args, kwargs))
+        found = operator(*given, **named)
+    if isinstance(found, torch.Tensor):
+        return _like(found)
+    return tuple(map(_like, found))
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """New memory; a fake tensor where these are made."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )

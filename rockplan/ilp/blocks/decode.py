@@ -1,0 +1,164 @@
+"""From a solution to an option of a block, priced by the simulator.
+
+takes: a StageModel and budgets, or a problem and an order of computations. returns: Solution,
+BlockOption. guarantees: an option is legal (`verify`); its bytes and time are the simulator's on
+the true sizes, never the solver's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rockplan.ilp.blocks.formulate import StageModel
+from rockplan.ilp.highs import INFINITY, TIME_UNIT, SolveReport, SolverStatus, solve
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.block import BlockOption
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import keep_all_order, with_frees, without_idle
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Nodes in order of execution, by phase."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    @property
+    def computations(self) -> tuple[int, ...]:
+        return self.forward + self.backward
+
+    @property
+    def is_first(self) -> list[bool]:
+        """Of each computation: does its node run for the first time?"""
+        executed: set[int] = set()
+        found: list[bool] = []
+        for i in self.computations:
+            found.append(i not in executed)
+            executed.add(i)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solve found and proved.
+
+    orders: None without a schedule. bound_ns: no schedule of the formulation within the budgets
+    takes less time. iterations: of the simplex method.
+    """
+
+    status: SolverStatus
+    orders: Orders | None
+    bound_ns: int
+    iterations: int
+
+
+def solve_stages(
+    model: StageModel, peak_bytes: int, saved_bytes: int, *, time_limit_s: float, gap: float
+) -> Solution:
+    """The fastest schedule of the stage formulation within the budgets (tiny storages aside);
+    gap: share of the iteration time that may stay unproven."""
+    program = model.within(peak_bytes, saved_bytes)
+    found = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
+    orders = None if found.values is None else read_orders(model, found.values)
+    return solution(model.stages.units.graph, found, orders)
+
+
+def solution(graph: CDGraph, found: SolveReport, orders: Orders | None) -> Solution:
+    """A report on a program that counts the time of re-executions in TIME_UNIT."""
+    return Solution(
+        status=found.status,
+        orders=orders,
+        bound_ns=graph.time_ns + proven_ns(found.bound, graph.time_ns),
+        iterations=found.iterations,
+    )
+
+
+def proven_ns(bound: float, time_ns: int) -> int:
+    """Integer time that a bound in TIME_UNITs of time_ns proves.
+
+    Times are integers: what is a little above one is no less than the next one.
+    """
+    if not 0 < bound < INFINITY:
+        return 0
+    return max(math.ceil((bound * TIME_UNIT - 1e-6) * time_ns), 0)
+
+
+def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
+    """Forward once; at each stage its re-executions in order, then the backward nodes."""
+    graph = model.stages.units.graph
+    n_forward = len(graph.forward)
+    backward: list[int] = []
+    start = n_forward
+    for s, stage in enumerate(model.stages.stages):
+        backward += range(start, stage.node)
+        backward += [i for i in stage.movable if values[model.rerun[s, i]] > 0.5]
+        backward.append(stage.node)
+        start = stage.node + 1
+    backward += range(start, len(graph.nodes))
+    # A solution within the gap may hold idle ones.
+    return Orders(*without_idle(graph, range(n_forward), backward))
+
+
+def price(problem: CDGraph, orders: Orders) -> BlockOption:
+    """The option that executes `orders`, checked by `verify` and measured by `simulate`."""
+    schedule = with_frees(problem, orders.forward, orders.backward)
+    verify(problem, schedule)
+    found = simulate(problem, schedule)
+    output_bytes = sum(
+        problem.data[d].size_bytes for d in problem.outputs if not problem.data[d].kind.resident
+    )
+    return BlockOption(
+        forward=orders.forward,
+        backward=orders.backward,
+        output_bytes=output_bytes,
+        saved_bytes=found.saved_bytes - output_bytes,
+        forward_peak_bytes=found.forward_peak_bytes,
+        backward_peak_bytes=found.backward_peak_bytes,
+        time_ns=found.time_ns,
+    )
+
+
+def keep_all_orders(problem: CDGraph) -> Orders:
+    """Every node once, and again only what must be dropped between the phases."""
+    return Orders(*keep_all_order(problem))
+
+
+def peak_bytes(option: BlockOption) -> int:
+    return max(option.forward_peak_bytes, option.backward_peak_bytes)
+
+
+def dominates(a: BlockOption, b: BlockOption) -> bool:
+    """a needs no more than b of anything that the chain sees (and may be equal)."""
+    return (
+        a.saved_bytes <= b.saved_bytes
+        and a.forward_peak_bytes <= b.forward_peak_bytes
+        and a.backward_peak_bytes <= b.backward_peak_bytes
+        and a.time_ns <= b.time_ns
+    )
+
+
+def pareto(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
+    """The options that no other dominates, fastest first; of equal ones the first by order."""
+    ranked = sorted(
+        set(options),
+        key=lambda o: (
+            o.time_ns,
+            o.saved_bytes,
+            o.forward_peak_bytes,
+            o.backward_peak_bytes,
+            o.forward,
+            o.backward,
+        ),
+    )
+    kept: list[BlockOption] = []
+    for option in ranked:
+        if not any(dominates(other, option) for other in kept):
+            kept.append(option)
+    return tuple(kept)

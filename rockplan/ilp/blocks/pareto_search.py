@@ -1,0 +1,334 @@
+"""Which corners (peak, saved bytes) of a problem to solve.
+
+takes: a problem, Settings. returns: Search, the answers and what is proven of them. guarantees:
+keep-all is among the answers, and so are the four ends: the least peak that a schedule of the
+class (`stages`) can have, the least saved bytes with it, the least saved bytes of all, the least
+peak with those. For every corner that leaves room for `Settings.delta`, an answer within the
+corner is at most `gap_ns` slower than the best schedule of the class that needs delta less (tiny
+storages aside, see `units`). The same answers on every run unless the time limit strikes.
+
+Search: the schedule found at a corner (P, S) is the best one for every tighter corner that it
+fits, and its time bounds every tighter corner from below. So a sweep at one peak starts without a
+limit on saved bytes; each corner is answered by a schedule in hand, if that is within eps of the
+bound, else by the solver; and the next corner is just below what the answer saves. The first
+sweeps have no limit on the peak, for it is these options that a chain mostly uses; those at
+limited peaks follow, the extremes and the middle first, as long as the effort lasts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rockplan.ilp.blocks.decode import Orders, Solution, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.formulate import StageModel, entries, formulate
+from rockplan.ilp.blocks.full import solve_full
+from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.highs import SolverStatus
+from rockplan.ilp.scaling import UNLIMITED, Units, in_units
+from rockplan.values.graph import CDGraph
+
+SOLVE_EFFORT = 300
+"""What setting up one solve costs, in iterations of the simplex method: 0.03 s against 10,000
+iterations a second."""
+
+COARSE_DELTAS = (0.25, 0.1)
+"""Steps of the first sweeps: on a block whose sweep costs more than the effort they leave
+options all along it."""
+
+FULL_NODES = 16
+"""Problems of this many nodes are given to the full model where the stage formulation finds
+nothing: 0.1 s a solve (tests/test_ilp_full.py has the cases where this helps)."""
+
+MAX_ENTRIES = 500_000
+"""Largest number of matrix entries of the stage formulation that is written down (some seconds
+in Python); larger problems have the seeds only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """eps, gap: shares of the iteration time: how far an answer may be from the bound, and what
+    the solver may leave unproven at one corner. delta: share of the range of saved bytes.
+
+    effort: no new corner is solved once the solver has spent this much (iterations of the simplex
+    method, and SOLVE_EFFORT for each solve); the ends are found whatever they cost.
+    time_limit_s: for the whole call.
+
+    eps 0.5 % with delta 2 % lose at most 0.1 % of iteration time in the final schedule, 1 % with
+    5 % lose up to 1.6 % (in the prototype of the chain). effort: three times as much was best for
+    the chain alone. It is one of several starts now: of 54 plans of nine models, from the smallest
+    budget on, one was 0.7 % faster with that, and they took 3 to 32 % more CPU time (those of a
+    UNet 79 %); with a third of today's effort two on 12 layers of GPT-2 were 1.6 and 2.6 % slower.
+    """
+
+    eps: float = 0.005
+    delta: float = 0.02
+    gap: float = 0.001
+    effort: int = 10_000
+    time_limit_s: float = 60.0
+
+
+Corner = tuple[int, int]
+"""Peak and saved bytes, on the problem without tiny storages: what may be needed, or what is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A schedule and what it needs."""
+
+    orders: Orders
+    needs: Corner
+    time_ns: int
+
+
+@dataclass
+class Search:
+    """What is known about one problem so far.
+
+    answers: schedules found. bounds: (peak, saved, ns): nothing within that corner is faster.
+    infeasible: corners without a schedule; not_staged: without one in the stage formulation.
+    step: the finest distance of two corners of the sweeps, in bytes.
+    is_cut: the time limit struck.
+    """
+
+    units: Units
+    model: StageModel | None
+    settings: Settings
+    deadline: float
+    answers: list[Answer] = field(default_factory=list)
+    bounds: list[tuple[int, int, int]] = field(default_factory=list)
+    infeasible: list[tuple[int, int]] = field(default_factory=list)
+    not_staged: list[tuple[int, int]] = field(default_factory=list)
+    step: int = 1
+    solves: int = 0
+    effort: int = 0
+    is_cut: bool = False
+
+    @property
+    def problem(self) -> CDGraph:
+        return self.units.graph
+
+    @property
+    def is_small(self) -> bool:
+        return len(self.problem.nodes) <= FULL_NODES
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.effort >= self.settings.effort or self.is_late()
+
+    def add(self, orders: Orders) -> Answer:
+        option = price(self.problem, orders)
+        answer = Answer(orders, (peak_bytes(option), option.saved_bytes), option.time_ns)
+        self.answers.append(answer)
+        return answer
+
+    def bound_ns(self, corner: Corner) -> int:
+        return max(ns for p, s, ns in self.bounds if _covers((p, s), corner))
+
+    def best(self, corner: Corner) -> Answer | None:
+        fitting = [a for a in self.answers if _covers(corner, a.needs)]
+        return min(fitting, key=lambda a: a.time_ns, default=None)
+
+    def is_infeasible(self, corner: Corner) -> bool:
+        return any(_covers(empty, corner) for empty in self.infeasible)
+
+    def solve(self, corner: Corner, gap: float) -> Answer | None:
+        """Solve one corner and note what was proven; None if that found no schedule."""
+        if self.is_late():
+            return None
+        found = self._solve_stages(corner, gap)
+        if self.is_small and (found is None or found.status is SolverStatus.INFEASIBLE):
+            found = self._solve_full(corner, gap)
+        if found is None:
+            return None
+        if found.status is SolverStatus.INFEASIBLE:
+            self.infeasible.append(corner)
+            return None
+        self.bounds.append((*corner, found.bound_ns))
+        return None if found.orders is None else self.add(found.orders)
+
+    def _solve_stages(self, corner: Corner, gap: float) -> Solution | None:
+        if self.model is None or any(_covers(empty, corner) for empty in self.not_staged):
+            return None
+        started, limit_s = time.monotonic(), self._solve_limit_s
+        found = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
+        self._count(found, started + limit_s)
+        if found.status is SolverStatus.INFEASIBLE:
+            self.not_staged.append(corner)
+        return found
+
+    def _solve_full(self, corner: Corner, gap: float) -> Solution:
+        started, limit_s = time.monotonic(), self._solve_limit_s
+        found = solve_full(self.units, *corner, time_limit_s=limit_s, gap=gap)
+        self._count(found, started + limit_s)
+        return found
+
+    def _count(self, found: Solution, latest: float) -> None:
+        self.is_cut = self.is_cut or time.monotonic() >= latest
+        self.solves += 1
+        self.effort += SOLVE_EFFORT + found.iterations
+
+    def is_late(self) -> bool:
+        self.is_cut = self.is_cut or time.monotonic() >= self.deadline
+        return self.is_cut
+
+    @property
+    def _solve_limit_s(self) -> float:
+        """No corner takes more than a quarter of the time that is left."""
+        return max(self.deadline - time.monotonic(), 0.0) / 4
+
+
+def search_corners(problem: CDGraph, settings: Settings) -> Search:
+    """Find the ends, then sweep from the loosest corners as long as the effort lasts."""
+    deadline = time.monotonic() + settings.time_limit_s
+    units = in_units(problem)
+    stages = find_stages(units)
+    fits_solver = 0 < entries(stages) <= MAX_ENTRIES
+    search = Search(
+        units=units,
+        model=formulate(stages) if fits_solver else None,
+        settings=settings,
+        deadline=deadline,
+        bounds=[(UNLIMITED, UNLIMITED, problem.time_ns)],
+    )
+    for orders in seed_orders(units.graph, deadline):
+        search.add(orders)
+    if search.is_late():
+        return search
+    if fits_solver:
+        _fill(search, _find_ends(search))
+    elif not stages.stages:
+        # Nothing to keep or to make again: all schedules of the class need the same.
+        peak, saved = search.answers[0].needs
+        search.infeasible += [(peak - 1, UNLIMITED), (UNLIMITED, saved - 1)]
+    return search
+
+
+def _covers(outer: Corner, inner: Corner) -> bool:
+    return inner[0] <= outer[0] and inner[1] <= outer[1]
+
+
+def _find_ends(search: Search) -> list[Corner]:
+    """The corners at the four ends of the family: the least peak and the least saved bytes, each
+    alone and followed by the other."""
+    peak = _smallest(search, 0, UNLIMITED)
+    saved = _smallest(search, 1, UNLIMITED)
+    return [
+        (peak, UNLIMITED),
+        (peak, _smallest(search, 1, peak)),
+        (UNLIMITED, saved),
+        (_smallest(search, 0, saved), saved),
+    ]
+
+
+def _smallest(search: Search, axis: int, other: int) -> int:
+    """The smallest peak (axis 0) or saved bytes (axis 1) of a schedule that stays within `other`
+    on the other axis.
+
+    Bisection, but values are few (sums of a few sizes): the one in hand is often the smallest,
+    so every other trial is just below it. A time limit ends it with the smallest one found.
+    """
+
+    def corner(limit: int) -> Corner:
+        return (limit, other) if axis == 0 else (other, limit)
+
+    found = min(a.needs[axis] for a in search.answers if _covers(corner(UNLIMITED), a.needs))
+    least = limit = _least(search, axis)
+    while least < found:
+        answer = search.solve(corner(limit), gap=1.0)
+        if answer is not None and answer.needs[axis] < found:
+            found = answer.needs[axis]
+            limit = (least + found) // 2
+        elif search.is_infeasible(corner(limit)):
+            least, limit = limit + 1, found - 1
+        else:
+            return found
+    search.infeasible.append(corner(found - 1))
+    return found
+
+
+def _least(search: Search, axis: int) -> int:
+    """What every schedule needs at the least."""
+    assert search.model is not None
+    if axis == 1:
+        return search.model.saved.constant_bytes
+    if not search.is_small:
+        return max(row.constant_bytes for row in search.model.peak)
+    sizes = [0 if d.kind.resident else d.size_bytes for d in search.problem.data]
+    return max(
+        n.workspace_bytes + sum(sizes[d] for d in (*n.reads, *n.writes))
+        for n in search.problem.nodes
+    )
+
+
+def _fill(search: Search, ends: list[Corner]) -> None:
+    """Sweep without a limit on the peak, solve the ends, sweep at peaks one step apart."""
+    range_bytes = search.answers[0].needs[1] - min(saved for _, saved in ends)
+    step = search.step = max(int(search.settings.delta * range_bytes), 1)
+    for share in COARSE_DELTAS:
+        _sweep(search, UNLIMITED, max(int(share * range_bytes), step))
+    _sweep(search, UNLIMITED, step)
+    for corner in ends:
+        _answer(search, corner)
+    least = min(peak for peak, _ in ends)
+    greatest = max(a.needs[0] for a in search.answers)
+    for level in _from_coarse_to_fine(-(-(greatest - least) // step)):
+        if search.is_exhausted:
+            break
+        _sweep(search, least + level * step, step)
+
+
+def _from_coarse_to_fine(last: int) -> list[int]:
+    """0 to last, so that every beginning of the list covers the range evenly."""
+    found = dict.fromkeys([0, last])
+    stride = last
+    while len(found) <= last:
+        stride = max(stride // 2, 1)
+        found |= dict.fromkeys(range(0, last, stride))
+    return list(found)
+
+
+def _sweep(search: Search, peak_bytes: int, step: int) -> None:
+    """Answer the corners at one peak, from the loosest, `step` bytes apart."""
+    corner = (peak_bytes, UNLIMITED)
+    while corner[1] >= 0 and not search.is_infeasible(corner):
+        answer = _answer(search, corner)
+        if answer is None:
+            return
+        corner = (peak_bytes, answer.needs[1] - step)
+
+
+def _answer(search: Search, corner: Corner) -> Answer | None:
+    """The best schedule in hand for a corner, if it is good enough; else the solver's."""
+    best = search.best(corner)
+    eps_ns = int(search.settings.eps * search.problem.time_ns)
+    is_good = best is not None and best.time_ns <= search.bound_ns(corner) + eps_ns
+    if not is_good and not search.is_exhausted:
+        search.solve(corner, search.settings.gap)
+        best = search.best(corner)
+    return best
+
+
+def gap_ns(search: Search) -> int | None:
+    """The largest distance, over all corners, between the best answer there and the bound for
+    schedules that need less than `step` bytes less; None where there is no answer, or where the
+    time limit struck.
+
+    Both change at few places only: an answer is the best one up to just below the next.
+    """
+    answers = np.array([(*a.needs, a.time_ns) for a in search.answers])
+    bounds = np.array(search.bounds)
+    slack = search.step - 1
+    saved = np.append(np.unique(answers[:, 1]) - 1, UNLIMITED)
+    worst = 0
+    for peak in np.append(np.unique(answers[:, 0]) - 1, UNLIMITED):
+        fits = (answers[:, 0] <= peak) & (answers[:, 1] <= saved[:, None])
+        best = np.where(fits, answers[:, 2], UNLIMITED).min(axis=1)
+        holds = (bounds[:, 0] >= peak - slack) & (bounds[:, 1] >= saved[:, None] - slack)
+        bound = np.where(holds, bounds[:, 2], 0).max(axis=1)
+        possible = [not search.is_infeasible((int(peak) - slack, int(s) - slack)) for s in saved]
+        worst = max(worst, int((best - bound)[possible].max(initial=0)))
+    return None if search.is_cut or worst > UNLIMITED // 2 else worst

@@ -1,0 +1,194 @@
+"""Stages of a problem: the sets and constants of the stage formulation, without its variables.
+
+takes: Units. returns: Stages. The schedule class: forward nodes run once in order, then backward
+nodes once in order; at a stage, directly before a backward node that reads forward storages,
+forward nodes may run again, in order.
+
+A storage is *free* if the solver decides when it lives: made by a forward node, neither held nor
+tiny. A free storage is *transient* if it is only a step to another one that is no larger: no
+backward node reads it, one node does, which reads no other free storage and writes no more bytes
+than that; such a storage is never kept, its reader's result is (on written-out attention a fifth
+of the solver's time, and no optimum changes: benchmarks/ilp_blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rockplan.ilp.scaling import Units
+from rockplan.oracles.simulate import timeline
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers, readers, without_takes
+from rockplan.values.schedule import Compute, Schedule, with_frees
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What may happen directly before one backward node, and that node.
+
+    node: the backward node. reads: free storages that it reads. wanted: free storages that this
+    or a later stage may use: the closure of their reads under re-execution.
+    movable: nodes that may run again here. before: bytes alive besides free storages when the
+    stage starts. during: the same while the node runs, with its results and workspace. gap: the
+    largest `during` of the backward nodes between the previous stage and this one, 0 without any.
+    All indices ascend.
+    """
+
+    node: int
+    reads: tuple[int, ...]
+    wanted: tuple[int, ...]
+    movable: tuple[int, ...]
+    before: int
+    during: int
+    gap: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """stages: in the order of the backward phase. tail: the largest `during` after the last one.
+
+    producer: data -> node. transient: free storages that are never kept.
+    dropped: those that are not kept at the first stage.
+    last_use: data of the forward phase -> the last forward node that makes or reads it; None for
+    what lives to the end of that phase anyway.
+    forward_during: bytes alive during each forward node if nothing were kept for the backward
+    phase. held: bytes of held forward storages that are not outputs. start_bytes: alive besides
+    free storages when the backward phase starts.
+    """
+
+    units: Units
+    stages: tuple[Stage, ...]
+    tail: int
+    producer: dict[int, int]
+    transient: frozenset[int]
+    dropped: frozenset[int]
+    last_use: dict[int, int | None]
+    forward_during: tuple[int, ...]
+    held: int
+    start_bytes: int
+
+
+def find_stages(units: Units) -> Stages:
+    """Sets and constants for `formulate`; every result has a storage of its own."""
+    graph = without_takes(units.graph)
+    free = _free(units)
+    order = range(len(graph.nodes))
+    n_forward = len(graph.forward)
+    once = with_frees(graph, order[:n_forward], order[n_forward:])
+    during = _during(_without(graph, free), once)
+    stages = _stages(graph, free, during)
+    forward_only = _during(graph, with_frees(graph, range(n_forward), []))
+    held = [d for d in graph.held if graph.data[d].kind is DataKind.ACTIVATION]
+    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
+    last = stages[-1].node + 1 if stages else n_forward
+    return Stages(
+        units=units,
+        stages=stages,
+        tail=max((during[i] for i in range(last, len(graph.nodes))), default=0),
+        producer=producers(graph),
+        transient=_transient(graph, free, stages),
+        dropped=frozenset(graph.dropped),
+        last_use=_last_forward_use(graph),
+        forward_during=tuple(forward_only[i] for i in range(n_forward)),
+        held=sum(graph.data[d].size_bytes for d in held if d not in graph.outputs),
+        start_bytes=sum(graph.data[d].size_bytes for d in {*held, *tangents}),
+    )
+
+
+def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tuple[Stage, ...]:
+    producer = producers(graph)
+    made = {n.index: sum(graph.data[d].size_bytes for d in n.writes) for n in graph.backward}
+    before = {n.index: during[n.index] - made[n.index] - n.workspace_bytes for n in graph.backward}
+    reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
+    chosen = [i for i, found in reads.items() if found]
+    starts = [len(graph.forward), *(node + 1 for node in chosen)]
+    stages: list[Stage] = []
+    wanted: set[int] = set()
+    for start, node in reversed(list(zip(starts, chosen, strict=False))):
+        wanted = _closure(graph, free, producer, wanted | set(reads[node]))
+        movable = {producer[d] for d in wanted if graph.nodes[producer[d]].recomputable}
+        stages.append(
+            Stage(
+                node=node,
+                reads=reads[node],
+                wanted=tuple(sorted(wanted)),
+                movable=tuple(sorted(movable)),
+                before=before[node],
+                during=during[node],
+                gap=max((during[i] for i in range(start, node)), default=0),
+            )
+        )
+    return tuple(stages[::-1])
+
+
+def _free(units: Units) -> frozenset[int]:
+    outside = units.tiny | set(units.graph.held)
+    return frozenset(
+        d.index
+        for d in units.graph.data
+        if d.kind is DataKind.ACTIVATION and d.index not in outside
+    )
+
+
+def _without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
+    """`graph` where free storages weigh nothing."""
+    data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
+    return replace(graph, data=data)
+
+
+def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
+    """node -> bytes alive while it runs; every node runs at most once in `schedule`."""
+    return {
+        event.node: step.during_bytes
+        for event, step in zip(schedule.events, timeline(graph, schedule), strict=True)
+        if isinstance(event, Compute)
+    }
+
+
+def _closure(
+    graph: CDGraph, free: frozenset[int], producer: dict[int, int], seeds: Iterable[int]
+) -> set[int]:
+    """`seeds` and every free storage that re-executing their producers may read."""
+    found: set[int] = set()
+    pending = list(seeds)
+    while pending:
+        d = pending.pop()
+        if d in found:
+            continue
+        found.add(d)
+        node = graph.nodes[producer[d]]
+        if node.recomputable:
+            pending += [r for r in node.reads if r in free]
+    return found
+
+
+def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) -> frozenset[int]:
+    wanted = {d for stage in stages for d in stage.wanted}
+    read_in_backward = {d for stage in stages for d in stage.reads}
+    users: dict[int, list[ComputeNode]] = {d: [] for d in wanted - read_in_backward}
+    for i in sorted({i for stage in stages for i in stage.movable}):
+        for d in graph.nodes[i].reads:
+            if d in users:
+                users[d].append(graph.nodes[i])
+
+    def is_step(d: int, user: ComputeNode) -> bool:
+        made_bytes = sum(graph.data[w].size_bytes for w in user.writes if w in wanted)
+        return made_bytes <= graph.data[d].size_bytes and free & set(user.reads) == {d}
+
+    # An output is there when the backward phase starts whether it is kept or not.
+    made_by = producers(graph)
+    steps = {d for d in users if graph.nodes[made_by[d]].recomputable} - set(graph.outputs)
+    return frozenset(d for d in steps if len(users[d]) == 1 and is_step(d, users[d][0]))
+
+
+def _last_forward_use(graph: CDGraph) -> dict[int, int | None]:
+    """data of the forward phase -> the last forward node that makes or reads it; None for what
+    lives to the end of that phase anyway."""
+    stay = {*graph.outputs, *graph.held}
+    n_forward = len(graph.forward)
+    read_by = readers(graph)
+    return {
+        d: None if d in stay else max(i for i in (made_by, *read_by[d]) if i < n_forward)
+        for d, made_by in producers(graph).items()
+        if made_by < n_forward
+    }

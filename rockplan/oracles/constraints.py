@@ -1,0 +1,156 @@
+"""Constraints: activations that a user wants kept or recomputed, room that the caller needs.
+
+takes: a CDGraph and patterns. returns: the graph that solvers get. guarantees: every legal
+schedule of the result is a legal schedule of `graph` that obeys the patterns, and needs no more.
+
+What is kept is never made again: its node counts as one that may run once. What is recomputed is
+in `CDGraph.dropped`: dead between the phases. `verify` judges both, and no solver knows more. What
+the caller's loss needs is workspace of the last forward node.
+
+A pattern without '/' names a module, and stands for all activations that are made in it and in
+its submodules; one with '/' names activations (`rockplan.values.names`), with or without their
+occurrence. '*', '?' and '[...]' are those of `fnmatch`; '*' also crosses dots.
+
+    layers.*.attn            everything made inside the attention of every layer
+    *.act                    everything made by modules called act
+    layers.*.attn/softmax    every softmax there; attn/softmax#1 is the second one only
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from rockplan.errors import InvalidConstraint
+from rockplan.oracles.simulate import timeline
+from rockplan.values.graph import CDGraph, DataKind, caller_bytes, producers
+from rockplan.values.names import activation_names
+from rockplan.values.schedule import Compute, keep_all
+
+NEAREST = 3
+"""Names that an error offers."""
+
+
+def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> CDGraph:
+    """`graph` whose legal schedules keep and recompute what the patterns match.
+
+    keep: what the backward phase reads of the matching activations stays from the forward phase
+    on. recompute: nothing that matches is alive between the phases.
+    Raises InvalidConstraint for a pattern that matches nothing, or cannot be obeyed.
+    """
+    if not keep and not recompute:
+        return graph
+    once = {n: pattern for pattern in keep for n in _kept_nodes(graph, pattern)}
+    dropped = {d: pattern for pattern in recompute for d in _dropped_data(graph, pattern, once)}
+    return replace(
+        graph,
+        nodes=tuple(replace(n, recomputable=False) if n.index in once else n for n in graph.nodes),
+        dropped=tuple(sorted(dropped)),
+    )
+
+
+def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
+    """`graph` whose last forward node needs, as workspace, what the caller's loss will need.
+
+    That is memory of the caller, so the promised peak counts the gradients only. But a plan that
+    fills its budget there to the last byte would make a step need more. Keeping everything needs
+    no more than in eager: where that leaves less room for a loss, eager leaves no more.
+    """
+    everything = keep_all(graph)
+    last = graph.nodes[len(graph.forward) - 1]
+    steps = zip(everything.events, timeline(graph, everything), strict=True)
+    there_bytes = next(s.during_bytes for e, s in steps if e == Compute(last.index))
+    most_bytes = eager_peak_bytes - (there_bytes - last.workspace_bytes)
+    room_bytes = max(last.workspace_bytes, min(caller_bytes(graph), most_bytes))
+    needing = replace(last, workspace_bytes=room_bytes)
+    nodes = (*graph.nodes[: last.index], needing, *graph.nodes[last.index + 1 :])
+    return replace(graph, nodes=nodes)
+
+
+def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
+    """Nodes whose results match and are read in the backward phase."""
+    producer = producers(graph)
+    read = {d for n in graph.backward for d in n.reads}
+    found = {producer[d] for d in _matching(graph, pattern, "keep") if d in read}
+    if not found:
+        raise InvalidConstraint(
+            f"keep pattern {pattern!r} matches activations of which the backward pass reads none: "
+            "there is nothing to keep; name what it reads, or leave the pattern out",
+            pattern,
+        )
+    return found
+
+
+def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[int]:
+    producer = producers(graph)
+    found = _matching(graph, pattern, "recompute")
+    names = activation_names(graph)
+    for d in found:
+        node = graph.nodes[producer[d]]
+        reason = None
+        if node.index in once:
+            reason = f"keep pattern {once[node.index]!r} wants it, or what is made with it, kept"
+        elif not node.recomputable:
+            reason = (
+                "its operation may run only once (it changes or reads what the forward changes)"
+            )
+        elif d in graph.outputs:
+            reason = "it is an output of the model, which the caller holds"
+        if reason is not None:
+            raise InvalidConstraint(
+                f"recompute pattern {pattern!r} matches {names[d]!r} ({node.source}), which cannot "
+                f"be recomputed: {reason}; make the pattern narrower",
+                pattern,
+            )
+    return found
+
+
+def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
+    """Activations that `pattern` stands for, at least one."""
+    producer = producers(graph)
+    names = activation_names(graph)
+    activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]
+    modules = {d: graph.nodes[producer[d]].module for d in activations}
+    if "/" in pattern:
+        found = [d for d in activations if _is_named(names[d], pattern)]
+        known = [names[d] for d in activations]
+    else:
+        found = [d for d in activations if _is_inside(modules[d], pattern)]
+        known = [path for d in activations for path in _ancestors(modules[d])]
+    if not found:
+        nearest = ", ".join(repr(name) for name in _nearest(pattern, known))
+        raise InvalidConstraint(
+            f"{option} pattern {pattern!r} matches no activation of this model; nearest: {nearest}",
+            pattern,
+        )
+    return found
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    """Does `pattern` match 'layers.0.attn/softmax#1:0', with or without ':0' and '#1'?"""
+    return any(fnmatchcase(n, pattern) for n in (name, *_shortened(name)))
+
+
+def _shortened(name: str) -> tuple[str, str]:
+    without_position = re.sub(r":\d+$", "", name)
+    return without_position, re.sub(r"#\d+$", "", without_position)
+
+
+def _is_inside(module: str, pattern: str) -> bool:
+    return any(fnmatchcase(path, pattern) for path in _ancestors(module))
+
+
+def _ancestors(module: str) -> list[str]:
+    """'a', 'a.b' and 'a.b.c' for 'a.b.c'."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def _nearest(pattern: str, known: Sequence[str]) -> list[str]:
+    """Names like `pattern`; those that differ in numbers only count once."""
+    stems = dict.fromkeys(re.sub(r"\d+", "*", _shortened(name)[1]) for name in known)
+    folded = re.sub(r"\d+", "*", pattern)
+    return difflib.get_close_matches(folded, stems, n=NEAREST, cutoff=0.0)

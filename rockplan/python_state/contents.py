@@ -1,0 +1,407 @@
+"""Contents: what is in the lists, dictionaries, configuration objects and functions that a module
+refers to, as a value that compares equal until something in them changes; and how to put it back.
+
+takes: an attribute of a module, and the tensors that a plan has as constants. returns: Contents.
+guarantees: nothing is looked into whose parts are not known: loggers, locks, modules, optimizers.
+Of an object that holds one of these, the plain values count that it shows (without an underscore):
+what else it has may be a cache or a record that grows with every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import enum
+import functools
+import re
+import sys
+import types
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from rockplan.python_state import key_value_cache
+
+# Values that do not change. Classes compare by identity, as they should.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, Decimal, Fraction, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(numpy.generic, numpy.dtype, PurePath, re.Pattern, range, slice),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    type,
+)
+# What they refer to may change.
+_BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_BOUND_IN_C)
+# Most are of these, which are found faster.
+_USUAL = frozenset({type(None), bool, int, float, str})
+_MAXIMUM_DEPTH = 6
+# Of what a function refers to, which may be more than it reads: 1000 numbers take about 0.1 ms.
+_MAXIMUM_LENGTH = 1000
+# Copied and compared at every call: 1 MiB takes about 0.1 ms.
+_MAXIMUM_ARRAY_BYTES = 1 << 20
+# Classes of the standard library that are what a class of the user's would be.
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
+_SHOWN = (*_PLAIN, *_FUNCTIONS, torch.Tensor, numpy.ndarray)
+_READABLE = (*_COLLECTIONS, types.MappingProxyType)
+_BUFFERS = (bytearray, array, numpy.ndarray)
+
+
+class _Identity:
+    """Stands for an object that is compared by identity, and stays alive meanwhile."""
+
+    __slots__ = ("object",)
+
+    def __init__(self, found: object) -> None:
+        self.object = found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.object is self.object
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
+
+class _Held(_Identity):
+    """Of the caller's: a copy of a planned module is called with the same, and a pickle of one
+    with something else."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> _Held:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object, ()
+
+
+class _Unknown(Exception):
+    """There is something inside that cannot be looked into."""
+
+
+# The last three are raised by == of values of other libraries.
+_ERRORS = (_Unknown, RuntimeError, ValueError, TypeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What was in `container`, as `read` found it."""
+
+    container: object
+    constants: tuple[torch.Tensor, ...]
+    read: Callable[[object, Sequence[torch.Tensor]], Any]
+    found: Any
+
+    def hold(self) -> bool:
+        """True if it still is."""
+        try:
+            return bool(self.read(self.container, self.constants) == self.found)
+        except _ERRORS:
+            return False
+
+
+def described(argument: object) -> Any:
+    """An argument of a call that is no tensor, as a hashable value that equals what reads the same:
+    by content, and by identity as far as that cannot be looked into."""
+    try:
+        found = _hashable(_Reading(None).value(argument, strict=False))
+        hash(found)  # a class of the user's may define == alone
+    except _ERRORS:
+        return _Held(argument)
+    return found
+
+
+def _hashable(frozen: Any) -> Any:
+    if isinstance(frozen, list | tuple):
+        return type(frozen), tuple(map(_hashable, frozen))
+    if isinstance(frozen, set):
+        return frozenset(frozen)
+    return _Held(frozen.object) if isinstance(frozen, _Identity) else frozen
+
+
+def is_same(a: object, b: object) -> bool:
+    """Does who reads `a` read what is in `b`, kinds of numbers and signs of zeros included?"""
+    if a is b:
+        return True
+    try:
+        return bool(_read(a) == _read(b))
+    except _ERRORS:
+        return False
+
+
+def _read(value: object) -> Any:
+    return _Reading(()).value(value, strict=False)
+
+
+def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Contents | None:
+    """What is in a collection, an array, an object with attributes (a configuration) or a function.
+    None for what does not change, or cannot be looked into."""
+    if isinstance(container, (*_PLAIN, torch.Tensor)) or _is_plain_tuple(container):
+        return None
+    for read in (_everything, _plain_attributes):
+        try:
+            found = read(container, constants)
+        except _Unknown:
+            continue
+        is_fixed = isinstance(container, _FUNCTIONS) and found[1] is container
+        return None if is_fixed else Contents(container, constants, read, found)
+    return None
+
+
+def _is_plain_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(v) in _USUAL for v in value)
+
+
+def _everything(container: object, constants: Sequence[torch.Tensor]) -> Any:
+    return _Reading(constants).inside(container, strict=False)
+
+
+def _plain_attributes(container: object, constants: Sequence[torch.Tensor]) -> Any:
+    return _Reading(constants).plain_attributes(container)
+
+
+class _Reading:
+    """One pass over a container. constants: tensors that count, by identity; None: all do."""
+
+    def __init__(self, constants: Sequence[torch.Tensor] | None) -> None:
+        self._constants = constants
+        self._path: list[int] = []
+        self._functions = 0
+
+    def value(self, value: object, strict: bool) -> Any:
+        """strict: what cannot be looked into raises _Unknown, and is else compared by identity."""
+        kind = type(value)
+        if kind is str or kind is int or value is None:
+            return value
+        if kind in _USUAL or isinstance(value, _PLAIN):
+            return _leaf(value)
+        if kind is types.CodeType:
+            return _Identity(value)
+        if id(value) in self._path:
+            return "what it is in", self._path.index(id(value))
+        try:
+            return self.inside(value, strict)
+        except _Unknown:
+            if strict and not isinstance(value, _FUNCTIONS):
+                raise
+        try:
+            return [_Identity(value), self.plain_attributes(value)]
+        except _Unknown:
+            return _Identity(value)
+
+    def plain_attributes(self, value: object) -> Any:
+        """What an object shows that has other attributes, which cannot be looked into."""
+        if _is_of_library(type(value)):  # type: ignore[arg-type]
+            raise _Unknown
+        found = []
+        for name, attribute in _attributes(value):
+            if not name.startswith("_") and isinstance(attribute, _SHOWN):
+                with contextlib.suppress(_Unknown):
+                    found.append((name, self.value(attribute, strict=True)))
+        return type(value), found
+
+    def inside(self, value: object, strict: bool) -> Any:
+        if len(self._path) > _MAXIMUM_DEPTH:
+            raise _Unknown
+        self._path.append(id(value))
+        try:
+            return self._inside(value, strict)
+        finally:
+            self._path.pop()
+
+    def _inside(self, value: object, strict: bool) -> Any:
+        if isinstance(value, _READABLE):
+            return type(value), self._elements(value, strict)
+        if isinstance(value, _BUFFERS):
+            return self._buffer(value)
+        if isinstance(value, torch.Tensor):
+            if self._constants is None or any(value is c for c in self._constants):
+                return _Identity(value)
+            raise _Unknown
+        if isinstance(value, _FUNCTIONS):
+            return self._function(value)
+        is_of_library = _is_of_library(type(value))  # type: ignore[arg-type]
+        if is_of_library and callable(value) and not isinstance(value, nn.Module):
+            return _Identity(value)
+        return type(value), self._named(_attributes(value), strict=True)
+
+    def _function(self, function: Any) -> Any:
+        """Itself if it refers to nothing that can change."""
+        state = _referred(function)
+        if not state:
+            return _leaf(function)
+        self._functions += 1
+        try:
+            return type(function), [self.value(v, strict=False) for v in state]
+        finally:
+            self._functions -= 1
+
+    def _elements(self, value: Any, strict: bool) -> Any:
+        """What a collection holds, and what a class derived from one has besides."""
+        if self._functions and len(value) > _MAXIMUM_LENGTH:
+            raise _Unknown
+        if isinstance(value, set | frozenset):
+            found: Any = {_leaf(v) for v in value}
+            return found
+        if isinstance(value, dict | types.MappingProxyType):
+            items = value.items()
+            found = [(self.value(k, strict), self.value(v, strict)) for k, v in items]
+        else:
+            found = [self.value(v, strict) for v in value]
+        attributes = getattr(value, "__dict__", None)
+        if attributes:
+            found.append(self._named(attributes.items(), strict))
+        if isinstance(value, defaultdict):
+            found.append(self.value(value.default_factory, strict))
+        return found
+
+    def _named(self, attributes: Iterable[tuple[str, Any]], strict: bool) -> list[Any]:
+        return [(name, self.value(v, strict)) for name, v in attributes]
+
+    def _buffer(self, value: bytearray | array[Any] | numpy.ndarray) -> Any:
+        if isinstance(value, numpy.ndarray) and value.dtype == object:
+            return [*value.shape, *(self.value(v, strict=False) for v in value.ravel().tolist())]
+        if not _is_small(value):
+            return _Identity(value)
+        if isinstance(value, numpy.ndarray):
+            return [value.dtype, *value.shape, *value.strides, value.tobytes()]
+        return type(value), [getattr(value, "typecode", ""), bytes(value)]
+
+
+def _referred(function: Any) -> tuple[Any, ...]:
+    """What decides what a function does, where that may change: its code and what is in its cells,
+    its defaults and attributes; the object of a method; what a partial passes on."""
+    if isinstance(function, functools.partial):
+        return function.func, function.args, function.keywords
+    if isinstance(function, types.MethodType):
+        return function.__func__, function.__self__
+    if isinstance(function, _BOUND_IN_C):
+        owner = function.__self__
+        fixed = owner is None or isinstance(owner, types.ModuleType | type | torch.Tensor)
+        return () if fixed else (function.__name__, owner)
+    if _root(function) == "torch" or _root(function) in sys.stdlib_module_names:
+        return ()
+    cells = tuple(map(_content, function.__closure__ or ()))
+    state = (*cells, *(function.__defaults__ or ()))
+    named = function.__kwdefaults__, function.__dict__
+    if not state and not any(named):
+        return ()
+    return (function.__code__, *state, *named)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _root(value: Any) -> str:
+    """The package that a class or function is of."""
+    return str(value.__module__).partition(".")[0]
+
+
+def _is_small(value: Any) -> bool:
+    """May a buffer be copied at every call?"""
+    if isinstance(value, numpy.ndarray):
+        return not value.dtype.hasobject and value.nbytes <= _MAXIMUM_ARRAY_BYTES
+    return memoryview(value).nbytes <= _MAXIMUM_ARRAY_BYTES
+
+
+def _leaf(value: Any) -> Any:
+    """A plain value as what equals it alone: neither 2.0 nor True is 2, -0.0 is not 0.0, and NaN
+    is NaN."""
+    kind = type(value)
+    if kind is str or kind is int or value is None:
+        return value
+    if isinstance(value, numpy.generic):
+        return value.dtype, value.tobytes()
+    if isinstance(value, float):
+        return kind, float.hex(value)
+    if isinstance(value, complex):
+        return kind, (value.real.hex(), value.imag.hex())
+    if isinstance(value, slice):  # has no hash before Python 3.12, and may hold anything
+        parts = value.start, value.stop, value.step
+        return kind, [_leaf(v) if isinstance(v, _PLAIN) else _Identity(v) for v in parts]
+    return kind, value
+
+
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    """Names and values of the attributes of an object, in its dictionary and its slots."""
+    attributes = getattr(value, "__dict__", None)
+    slots = _slots(type(value))  # type: ignore[arg-type]
+    has_none = not isinstance(attributes, dict) and not slots
+    if has_none or isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
+        raise _Unknown
+    found = list(attributes.items()) if isinstance(attributes, dict) else []
+    if slots:
+        found += [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    if key_value_cache.is_configuration(type(value)):  # type: ignore[arg-type]
+        return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
+    return found
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of the slots that classes of Python declare."""
+    return tuple(
+        name
+        for base in kind.__mro__
+        for name, slot in vars(base).items()
+        if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base)
+    )
+
+
+@functools.cache
+def _is_of_library(kind: type) -> bool:
+    """Derived from a class of PyTorch, or one of the standard library."""
+    if kind in _NAMESPACES:
+        return False
+    roots = [*map(_root, kind.__mro__)]
+    return "torch" in roots or roots[0] in sys.stdlib_module_names
+
+
+_NOTHING = object()
+
+
+def data_in(value: object) -> Any:
+    """The plain data that `value` is or holds: `contents_of` without functions, what is compared
+    by identity, and None, which all stand for nothing."""
+    found = _data(_Reading(()).value(value, strict=False))
+    return None if found is _NOTHING else found
+
+
+def _data(frozen: Any) -> Any:
+    if frozen is None or isinstance(frozen, _Identity) or callable(frozen):
+        return _NOTHING
+    if isinstance(frozen, list):
+        return [found for found in map(_data, frozen) if found is not _NOTHING]
+    if isinstance(frozen, tuple):  # of a name, a key or a kind, and what it stands for
+        found = _data(frozen[1])
+        return _NOTHING if found is _NOTHING else (frozen[0], found)
+    return frozen
+
+
+def is_plain(value: object) -> bool:
+    """Is it data that does not change, or a tuple of such?"""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def copied(value: Any) -> Any:
+    """Collections of its own with the same in them."""
+    if isinstance(value, dict):
+        return type(value)((k, copied(v)) for k, v in value.items())
+    if isinstance(value, list | deque | set):
+        return type(value)(map(copied, value))
+    return value

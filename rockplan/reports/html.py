@@ -1,0 +1,336 @@
+"""One HTML page about a plan that opens without a network.
+
+takes: a Plan, and what was measured or compared beside it. returns: the page as text: style, data
+and script are inside, nothing is loaded. guarantees: texts of the model (names, paths) are
+escaped; tables and figures are those of `explain`, `memory` and the plan.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
+
+from rockplan.reports.explain import (
+    Explanation,
+    Recomputation,
+    Tenant,
+    explain,
+    price_text,
+    recomputation_groups,
+)
+from rockplan.reports.palette import COLOURS, KEPT_COLOUR, RUN_COLOURS, RUN_LABELS, group_colours
+from rockplan.reports.pictures import Series, plan_series
+from rockplan.reports.timeline import (
+    MemoryTimeline,
+    block_rows,
+    eager_timeline,
+    planned_timeline,
+)
+from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.plan import Plan, format_bytes, plan_in
+
+
+def html_report(
+    plan: object,
+    *,
+    title: str = "rockplan",
+    series: Sequence[Series] = (),
+    measured: MeasuredTimeline | None = None,
+    eager_measured: MeasuredTimeline | None = None,
+) -> str:
+    """A self-contained HTML page: summary, curve, memory over time, schedule, what owns the peak,
+    recomputed operations.
+
+    plan: a Plan or a planned module. series: what to show beside the plan on the memory-time
+    curve, as for `render.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
+    measured, eager_measured: as for `render.draw_memory`.
+    """
+    made = plan_in(plan)
+    found = explain(made)
+    everything = explain(made, unplanned=True)
+    sections = [
+        _summary(made, found, everything),
+        _section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
+        _section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
+        _section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
+        _owners(found),
+        _recomputed(found),
+    ]
+    data = json.dumps(
+        _data(made, (plan_series(made), *series), measured, eager_measured),
+        separators=(",", ":"),
+    ).replace("<", "\\u003c")
+    return _PAGE.format(
+        title=html.escape(title),
+        style=_asset("report.css"),
+        sections="\n".join(sections),
+        data=data,
+        script=_asset("report.js"),
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{sections}
+<div id="tip"></div>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+_CURVE_TEXT = "Extra time over eager against peak bytes beyond parameters, gradients and inputs."
+_MEMORY_TEXT = (
+    "Live bytes by module, predicted for the step that keeps everything and for the plan, over "
+    "predicted time; the line, where there is one, is what the allocator recorded of a step of the "
+    "original and of the planned module, over the time that this step took under the profiler. "
+    "Point at a moment to see what runs there and what is alive."
+)
+_SCHEDULE_TEXT = (
+    "One row for each block: above, when its operations run; below, how many bytes of its "
+    "activations are alive. Right: what it keeps for the backward pass."
+)
+
+
+def _asset(name: str) -> str:
+    return resources.files("rockplan.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def _section(identity: str, heading: str, text: str, *content: str) -> str:
+    body = "\n".join(content)
+    return (
+        f'<section id="{identity}-section">\n<h2>{html.escape(heading)}</h2>\n'
+        f"<p>{html.escape(text)}</p>\n{body}\n</section>"
+    )
+
+
+def _figure(identity: str) -> str:
+    return f'<figure id="{identity}"></figure>\n<div class="legend" id="{identity}-legend"></div>'
+
+
+def _summary(plan: Plan, found: Explanation, everything: Explanation) -> str:
+    share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
+    gap = plan.certificate.gap
+    cards = (
+        (format_bytes(plan.peak_bytes), f"predicted peak, {share:.0%} of keeping everything"),
+        (format_bytes(plan.eager_peak_bytes), "peak of keeping everything"),
+        (format_bytes(plan.budget_bytes), f"budget ({plan.budget_bytes} bytes)"),
+        (f"{plan.overhead:+.1%}", f"predicted time, at most {gap:.1%} above the proven bound"),
+        (format_bytes(plan.saved_bytes), "kept between forward and backward"),
+        (str(sum(r.times for r in found.recomputations)), "operations run again"),
+    )
+    shown = "\n".join(
+        f'<div class="card"><b>{html.escape(figure)}</b><span>{html.escape(label)}</span></div>'
+        for figure, label in cards
+    )
+    return (
+        f'<section id="summary">\n{_lead("The plan", found)}\n'
+        f"{_lead('Keeping everything', everything)}\n"
+        f'<div class="cards">\n{shown}\n</div>\n<p>{html.escape(_basis(plan))}</p>\n</section>'
+    )
+
+
+def _lead(what: str, found: Explanation) -> str:
+    owner = ""
+    for first in found.shares[:1]:
+        share = f"{first.size_bytes / max(found.peak_bytes, 1):.0%}"
+        owner = f" <code>{html.escape(first.pattern)}</code> owns {share} of it."
+    return (
+        f'<p class="lead">{html.escape(what)}: peak {format_bytes(found.peak_bytes)} in the '
+        f"{found.peak_phase} phase, at <code>{html.escape(found.peak_operation)}</code>."
+        f"{owner}</p>"
+    )
+
+
+def _basis(plan: Plan) -> str:
+    checked = f" Checked: {plan.checked}." if plan.checked else ""
+    return (
+        f"{len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks; profile "
+        f"{plan.profile_source}; captured with torch {plan.torch_version}.{checked}"
+    )
+
+
+def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> str:
+    """heads: (title, is it a column of numbers); cells are HTML already."""
+    classes = [' class="number"' if number else "" for _, number in heads]
+    head = "".join(
+        f"<th{c}>{html.escape(t)}</th>" for c, (t, _) in zip(classes, heads, strict=True)
+    )
+    lines = [
+        "<tr>" + "".join(f"<td{c}>{x}</td>" for c, x in zip(classes, row, strict=True)) + "</tr>"
+        for row in rows
+    ]
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+
+
+def _owners(found: Explanation) -> str:
+    shares = _table(
+        (("share", True), ("bytes", True), ("tensors", True), ("of", False)),
+        (
+            (
+                f"{s.size_bytes / max(found.peak_bytes, 1):.1%}",
+                format_bytes(s.size_bytes),
+                str(s.tenants),
+                f"<code>{html.escape(s.pattern)}</code><br>"
+                f'<span class="bar" style="width:{60 * s.size_bytes / found.peak_bytes:.1f}%">'
+                "</span>",
+            )
+            for s in found.shares
+        ),
+    )
+    heads = (
+        ("bytes", True),
+        ("tensor", False),
+        ("kind", False),
+        ("why, and what to drop it", False),
+    )
+    tenants = _table(heads, (_tenant_row(t, found) for t in found.tenants))
+    text = (
+        f"Every byte that is alive at the peak, {format_bytes(found.peak_bytes)} at "
+        f"{found.peak_operation}."
+    )
+    each = (
+        f"<details><summary>Each of {len(found.tenants)} tensors</summary>\n{tenants}\n</details>"
+    )
+    return _section("owners", "What owns the peak", text, shares, each)
+
+
+def _tenant_row(tenant: Tenant, found: Explanation) -> tuple[str, ...]:
+    price = price_text(tenant.price, found) if tenant.price else tenant.undroppable
+    return (
+        format_bytes(tenant.size_bytes),
+        f"<code>{html.escape(tenant.name)}</code>",
+        html.escape(tenant.kind),
+        f"{html.escape(tenant.reason)}<br>{html.escape(price)}",
+    )
+
+
+def _recomputed(found: Explanation) -> str:
+    if not found.recomputations:
+        return _section("recomputed", "Recomputed operations", "No operation runs again.")
+    heads = (
+        ("operation", False),
+        ("times", True),
+        ("at", True),
+        ("for", False),
+        ("time", True),
+        ("makes", True),
+        ("buys", True),
+    )
+    costly = sorted(found.recomputations, key=lambda r: (-r.time_ns, r.name))
+    text = (
+        "What runs again in the backward pass, layers of a stack together, costliest first. Buys: "
+        "by how much keeping the results of one of them alone would raise the peak, at most."
+    )
+    group_heads = (
+        ("operations", False),
+        ("times", True),
+        ("time", True),
+        ("makes", True),
+        ("buys", True),
+    )
+    groups = _table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(found)))
+    table = _table(heads, map(_recomputation_row, costly))
+    each = f"<details><summary>Each of {len(costly)} operations</summary>\n{table}\n</details>"
+    return _section("recomputed", "Recomputed operations", text, groups, each)
+
+
+def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
+    count = f" x{len(group)}" if len(group) > 1 else ""
+    return (
+        f"<code>{html.escape(pattern)}</code>{count}",
+        str(sum(r.times for r in group)),
+        f"{sum(r.time_ns for r in group) / 1e6:.2f} ms",
+        format_bytes(sum(r.results_bytes * r.times for r in group)),
+        format_bytes(max(0, *(r.buys_bytes for r in group))),
+    )
+
+
+def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
+    return (
+        f"<code>{html.escape(again.name)}</code>",
+        str(again.times),
+        ", ".join(f"{at / 1e6:.1f} ms" for at in again.at_ns[:3]),
+        ", ".join(f"<code>{html.escape(r)}</code>" for r in dict.fromkeys(again.readers[:3])),
+        f"{again.time_ns / 1e6:.2f} ms",
+        format_bytes(again.results_bytes),
+        format_bytes(max(again.buys_bytes, 0)),
+    )
+
+
+def _data(
+    plan: Plan,
+    series: Sequence[Series],
+    measured: MeasuredTimeline | None,
+    eager_measured: MeasuredTimeline | None,
+) -> dict[str, object]:
+    planned, eager = planned_timeline(plan), eager_timeline(plan)
+    return {
+        "timelines": [
+            _timeline_data(eager, eager_measured, None),
+            _timeline_data(planned, measured, plan.budget_bytes),
+        ],
+        "colours": group_colours((*eager.groups, *planned.groups)),
+        "palette": COLOURS,
+        "series": [
+            {"name": s.name, "connected": s.connected, "points": s.points}
+            for s in sorted(series, key=lambda s: not s.connected)
+            if s.points
+        ],
+        "rows": [
+            {"name": r.name, "runs": r.runs, "alive": r.alive, "saved_bytes": r.saved_bytes}
+            for r in block_rows(plan)
+        ],
+        "run_colours": RUN_COLOURS,
+        "run_labels": RUN_LABELS,
+        "kept_colour": KEPT_COLOUR,
+        "plan_time_ns": planned.time_ns,
+        "plan_backward_ns": planned.backward_ns,
+    }
+
+
+def _timeline_data(
+    predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
+) -> dict[str, object]:
+    title = ", ".join(_title_parts(predicted, measured, budget_bytes))
+    moments = predicted.moments
+    return {
+        "title": f"{predicted.name}: {title}",
+        "groups": predicted.groups,
+        "start_ns": [m.start_ns for m in moments],
+        "operations": [m.operation for m in moments],
+        "again": [m.again for m in moments],
+        "live_bytes": [m.live_bytes for m in moments],
+        "group_bytes": [m.group_bytes for m in moments],
+        "stays": [
+            (s.name, s.kind, s.group, s.size_bytes, s.first, s.last) for s in predicted.stays
+        ],
+        "backward_ns": predicted.backward_ns,
+        "time_ns": predicted.time_ns,
+        "peak_bytes": predicted.peak_bytes,
+        "budget_bytes": budget_bytes,
+        "measured": measured and {"times_ns": measured.times_ns, "live_bytes": measured.live_bytes},
+    }
+
+
+def _title_parts(
+    predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
+) -> Iterator[str]:
+    yield f"predicted peak {format_bytes(predicted.peak_bytes)}"
+    if measured is not None:
+        yield f"measured {format_bytes(measured.peak_bytes)}"
+    if budget_bytes is not None:
+        yield f"budget {format_bytes(budget_bytes)}"

@@ -1,0 +1,361 @@
+"""Pictures of plans: memory over time, the curve, the schedule, the graph.
+
+takes: values (Plan, Curve, measured timelines). returns: the bytes of a picture, 'svg' or 'png'.
+Functions: draw_memory, draw_curve, draw_schedule, draw_graph, graph_dot. guarantees: the same
+values give the same bytes under the same version of matplotlib; labels are in MiB; colours are
+those of Okabe and Ito, which stay apart for colour-blind readers.
+
+matplotlib is an extra (`pip install 'rockplan[plot]'`) and is imported when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import graphviz
+
+from rockplan.errors import InvalidInput, MissingLibrary
+from rockplan.reports.palette import (
+    COLOURS,
+    FILLS,
+    KEPT_COLOUR,
+    RUN_COLOURS,
+    RUN_LABELS,
+    group_colours,
+)
+from rockplan.reports.timeline import (
+    BlockRow,
+    MemoryTimeline,
+    block_rows,
+    block_titles,
+    eager_timeline,
+    planned_timeline,
+)
+from rockplan.values.curve import Curve
+from rockplan.values.graph import producers
+from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.names import operation_names, operator_of
+from rockplan.values.plan import Plan, format_bytes, kept_data, plan_in, recomputations
+
+Format = Literal["svg", "png"]
+
+_MARKERS = ("s", "^", "D", "v", "P", "X", "*")
+_MIB = 2**20
+_MANY_POINTS = 12
+"""From here on the points of a line are drawn small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line or marker of the memory-time curve.
+
+    points: (peak bytes, time over eager: 0.05 is 5 %), each with a label or ''. connected: draw
+    a line through them.
+    """
+
+    name: str
+    points: tuple[tuple[int, float, str], ...]
+    connected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """data: the file's content; suffix: '.svg', '.png' or '.dot'; note: what the reader should
+    know about how it was made, '' for nothing."""
+
+    data: bytes
+    suffix: str
+    note: str = ""
+
+
+def curve_series(curve: Curve, name: str = "rockplan (predicted)") -> Series:
+    """The line of `rockplan.pareto`."""
+    points = tuple((p.peak_bytes, p.overhead, "") for p in curve.points)
+    return Series(name, points, connected=True)
+
+
+def plan_series(plan: Plan, name: str = "this plan (predicted)") -> Series:
+    """The mark of one plan."""
+    return Series(name, ((plan.peak_bytes, plan.overhead, ""),))
+
+
+def draw_memory(
+    plan: object,
+    *,
+    measured: MeasuredTimeline | None = None,
+    eager_measured: MeasuredTimeline | None = None,
+    format: Format = "svg",
+) -> bytes:
+    """Memory over time: keeping everything above, the planned step below, on the same axes.
+
+    plan: a Plan or a planned module. measured, eager_measured: what `rockplan.measured_timeline`
+    found for steps of the planned and of the original module; drawn as a line, at the times that
+    were measured. Raises MissingLibrary.
+    """
+    made = plan_in(plan)
+    rows = (
+        (eager_timeline(made), eager_measured, None),
+        (planned_timeline(made), measured, made.budget_bytes),
+    )
+    colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
+    figure = _figure(9, 5.6)
+    axes = figure.subplots(2, 1, sharex=True, sharey=True)
+    for axis, (predicted, found, budget_bytes) in zip(axes, rows, strict=True):
+        _draw_stack(axis, predicted, colours)
+        _draw_lines(axis, predicted, found, budget_bytes)
+    ends_ns = [p.time_ns for p, _, _ in rows] + [f.times_ns[-1] for _, f, _ in rows if f]
+    axes[0].set_xlim(0, max(ends_ns) / 1e6)
+    highest = max(timeline.peak_bytes for row in rows for timeline in row[:2] if timeline)
+    axes[0].set_ylim(0, 1.22 * highest / _MIB)
+    is_measured = any(found for _, found, _ in rows)
+    of_line = " (colours), measured time (line)" if is_measured else ""
+    axes[1].set_xlabel(f"predicted time{of_line}, ms")
+    _legend_right(figure, axes)
+    return _saved(figure, format)
+
+
+def _draw_stack(axis: Any, predicted: MemoryTimeline, colours: Mapping[str, str]) -> None:
+    edges_ms = [m.start_ns / 1e6 for m in predicted.moments] + [predicted.time_ns / 1e6]
+    base = [0.0] * len(predicted.moments)
+    for group, label in enumerate(predicted.groups):
+        top = [
+            b + m.group_bytes[group] / _MIB for b, m in zip(base, predicted.moments, strict=True)
+        ]
+        axis.stairs(top, edges_ms, baseline=base, fill=True, color=colours[label], label=label)
+        base = top
+
+
+def _draw_lines(
+    axis: Any,
+    predicted: MemoryTimeline,
+    found: MeasuredTimeline | None,
+    budget_bytes: int | None,
+) -> None:
+    title = f"{predicted.name}: predicted peak {format_bytes(predicted.peak_bytes)}"
+    if found is not None:
+        times_ms = [t / 1e6 for t in found.times_ns]
+        live = [b / _MIB for b in found.live_bytes]
+        axis.step(times_ms, live, where="post", color="black", linewidth=0.9, label="measured")
+        title += f", measured {format_bytes(found.peak_bytes)}"
+    if budget_bytes is not None and budget_bytes <= 1.2 * predicted.peak_bytes:
+        label = "budget"
+        axis.axhline(budget_bytes / _MIB, color="#B00020", linestyle="--", label=label)
+        title += f", budget {format_bytes(budget_bytes)}"
+    axis.axvline(predicted.backward_ns / 1e6, color="#404040", linestyle=":", linewidth=1)
+    axis.annotate(
+        "backward",
+        (predicted.backward_ns / 1e6, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+    )
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_ylabel("MiB")
+
+
+def _legend_right(figure: Any, axes: Any) -> None:
+    """One legend for all axes, in the order in which the stack is drawn, highest first."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    labels = list(entries)[::-1]
+    figure.legend([entries[n] for n in labels], labels, loc="outside right upper", fontsize=9)
+
+
+def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "svg") -> bytes:
+    """Time over eager against peak bytes. Raises MissingLibrary, InvalidInput for no points."""
+    if not any(s.points for s in series):
+        raise InvalidInput("there is nothing to draw: no series has a point")
+    figure = _figure(7.2, 4.4)
+    axis = figure.subplots()
+    markers = iter(_MARKERS * len(series))
+    for number, found in enumerate(series):
+        x = [peak_bytes / _MIB for peak_bytes, _, _ in found.points]
+        y = [100 * overhead for _, overhead, _ in found.points]
+        style = "o-" if found.connected else next(markers)
+        size = 3 if len(x) > _MANY_POINTS else 7
+        look = {"markersize": size, "color": COLOURS[number % len(COLOURS)]}
+        if not found.connected:
+            look |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
+        axis.plot(x, y, style, label=found.name, zorder=2 + number, **look)
+        for (_, _, label), at in zip(found.points, zip(x, y, strict=True), strict=True):
+            axis.annotate(label, at, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axis.set_xlabel("peak of activation memory, MiB")
+    axis.set_ylabel("time over eager, %")
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.3)
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.legend(fontsize=9)
+    return _saved(figure, format)
+
+
+def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
+    """The schedule as in figure 1 of Rockmate: one row for each block, time to the right; above,
+    when its operations run; below, how many bytes of its activations are alive.
+    plan: a Plan or a planned module. Raises MissingLibrary."""
+    made = plan_in(plan)
+    rows = block_rows(made)
+    figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
+    axis = figure.subplots()
+    highest = max((alive for row in rows for _, alive in row.alive), default=1)
+    for position, row in enumerate(rows):
+        _draw_row(axis, position, row, highest)
+    boundary = planned_timeline(made).backward_ns / 1e6
+    axis.axvline(boundary, color="#404040", linestyle=":", linewidth=1)
+    axis.set_ylim(len(rows), -0.35)
+    axis.set_xlim(0, made.time_ns / 1e6)
+    axis.set_yticks([p + 0.5 for p in range(len(rows))], [r.name for r in rows], fontsize=8)
+    axis.set_xlabel("predicted time, ms")
+    axis.set_title(
+        f"schedule: {made.overhead:+.1%} time within {format_bytes(made.peak_bytes)}; "
+        "right: kept for backward",
+        fontsize=10,
+        loc="left",
+    )
+    _legend_of_runs(figure)
+    return _saved(figure, format)
+
+
+def _draw_row(axis: Any, position: int, row: BlockRow, highest_bytes: int) -> None:
+    axis.axhline(position + 1, color="#80808040", linewidth=0.6)
+    for kind, colour in RUN_COLOURS.items():
+        spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
+        axis.broken_barh(spans, (position + 0.08, 0.34), facecolors=colour, edgecolors="none")
+    times = [t / 1e6 for t, _ in row.alive]
+    if len(times) > 1:
+        base = position + 0.95
+        heights = [base - 0.47 * alive / max(highest_bytes, 1) for _, alive in row.alive[:-1]]
+        axis.stairs(heights, times, baseline=base, fill=True, color=KEPT_COLOUR)
+    axis.annotate(
+        format_bytes(row.saved_bytes),
+        (1, position + 0.5),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )
+
+
+def _legend_of_runs(figure: Any) -> None:
+    patches = importlib.import_module("matplotlib.patches")
+    entries = [(RUN_LABELS[k], c) for k, c in RUN_COLOURS.items()]
+    entries.append(("activations alive (bytes)", KEPT_COLOUR))
+    handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def graph_dot(plan: Plan, *, operations: bool = False) -> str:
+    """The graph of `plan` in the language of Graphviz: blocks of a kind in one colour, with what
+    they keep and recompute; or with `operations` every operation, clustered by block, those that
+    run again in bold."""
+    drawing = graphviz.Digraph("rockplan")
+    drawing.attr(rankdir="TB", bgcolor="white", fontname="Helvetica")
+    drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
+    drawing.attr("edge", fontname="Helvetica", fontsize="9", color="#606060")
+    kinds = {digest: i for i, digest in enumerate(dict.fromkeys(b.digest for b in plan.blocks))}
+    fills = [FILLS[kinds[b.digest] % len(FILLS)] for b in plan.blocks]
+    (_operation_graph if operations else _block_graph)(drawing, plan, fills)
+    return str(drawing.source)
+
+
+def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
+    kept = kept_data(plan)
+    again = recomputations(plan)
+    titles = block_titles(plan)
+    for index, block in enumerate(plan.blocks):
+        nodes = [plan.graph.nodes[n] for n in block.forward]
+        size_bytes = sum(
+            plan.graph.data[d].size_bytes for n in nodes for d in n.writes if d in kept
+        )
+        repeated = sum(n in again for n in block.forward)
+        label = (
+            f"{titles[index]}\n{len(block.forward)} forward, {len(block.backward)} backward\n"
+            f"keeps {format_bytes(size_bytes)}, runs {repeated} again"
+        )
+        drawing.node(f"b{index}", label, fillcolor=fills[index])
+    for (source, target), size_bytes in sorted(_crossing_bytes(plan).items()):
+        drawing.edge(f"b{source}", f"b{target}", label=format_bytes(size_bytes))
+
+
+def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
+    """(block, block) -> bytes of the activations that the second reads from the first."""
+    block_of = {n: i for i, b in enumerate(plan.blocks) for n in b.forward}
+    made_by = producers(plan.graph)
+    crossing: dict[tuple[int, int], set[int]] = {}
+    for node in plan.graph.forward:
+        for data in node.reads:
+            source = block_of.get(made_by.get(data, -1))
+            target = block_of.get(node.index)
+            if source is not None and target is not None and source != target:
+                crossing.setdefault((source, target), set()).add(data)
+    sizes = {d.index: d.size_bytes for d in plan.graph.data}
+    return {edge: sum(sizes[d] for d in found) for edge, found in crossing.items()}
+
+
+def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
+    names = operation_names(plan.graph)
+    again = recomputations(plan)
+    made_by = producers(plan.graph)
+    titles = block_titles(plan)
+    for index, block in enumerate(plan.blocks):
+        with drawing.subgraph(name=f"cluster_{index}") as cluster:
+            cluster.attr(label=titles[index], style="rounded", color="#808080")
+            for n in (*block.forward, *block.backward):
+                node = plan.graph.nodes[n]
+                size_bytes = sum(plan.graph.data[d].size_bytes for d in node.writes)
+                width = "2.5" if n in again else "0.7"
+                cluster.node(
+                    f"n{n}",
+                    f"{operator_of(node)}\n{format_bytes(size_bytes)}",
+                    tooltip=names[n],
+                    fillcolor=fills[index] if n < len(plan.graph.forward) else "white",
+                    penwidth=width,
+                )
+    for node in plan.graph.nodes:
+        for source in sorted({made_by[d] for d in node.reads if d in made_by}):
+            drawing.edge(f"n{source}", f"n{node.index}")
+
+
+def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg") -> Picture:
+    """The graph of a Plan or a planned module, drawn by Graphviz's program `dot`; where that is
+    missing, its DOT text, with a note that says so."""
+    source = graph_dot(plan_in(plan), operations=operations)
+    try:
+        drawn = graphviz.Source(source).pipe(format=format)
+    except graphviz.ExecutableNotFound:
+        note = (
+            "Graphviz's program 'dot' is not installed, so this is DOT text: draw it with "
+            "'dot -Tsvg' where it is (Debian: apt install graphviz)"
+        )
+        return Picture(source.encode(), ".dot", note)
+    return Picture(bytes(drawn), f".{format}")
+
+
+def _figure(width: float, height: float) -> Any:
+    """An empty figure of that many inches, on white so that it is legible on dark pages too."""
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingLibrary(
+            "pictures need matplotlib, which is not installed: pip install 'rockplan[plot]'. "
+            "The HTML report and the trace do without it"
+        ) from error
+    return figures.Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def _saved(figure: Any, format: Format) -> bytes:
+    matplotlib = importlib.import_module("matplotlib")
+    file = io.BytesIO()
+    settings = {"svg.hashsalt": "rockplan", "svg.fonttype": "none"}
+    metadata = {"Date": None} if format == "svg" else {"Software": None}
+    with matplotlib.rc_context(settings):
+        figure.savefig(file, format=format, metadata=metadata, dpi=150)
+    return file.getvalue()

@@ -1,0 +1,385 @@
+"""Memory over time, as values: predicted by module, and measured.
+
+takes: a Plan, or a priced CDGraph and a legal Schedule. returns: MemoryTimeline, and JSON for
+trace viewers. guarantees: the largest `live_bytes` of a timeline is the peak that `simulate`
+finds, and at every moment the bytes of its groups add up to `live_bytes`.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes, maker
+from rockplan.oracles.simulate import timeline
+from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers
+from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.names import ROOT, activation_names, operation_names, operator_of
+from rockplan.values.plan import Plan, plan_in
+from rockplan.values.schedule import Compute, Schedule, keep_all
+
+CALLER = "(caller)"
+OTHERS = "(others)"
+MOST_GROUPS = 7
+"""As many colours as stay apart for everyone (Okabe and Ito), beside one for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One computation. again: it is a repetition. group_bytes: live_bytes by module group."""
+
+    start_ns: int
+    stop_ns: int
+    node: int
+    operation: str
+    phase: str
+    again: bool
+    live_bytes: int
+    group_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Something that is alive during moments first..last; group: index of the module group."""
+
+    name: str
+    kind: str
+    group: int
+    size_bytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """Predicted memory over one step; backward_ns: when the backward phase starts."""
+
+    name: str
+    groups: tuple[str, ...]
+    moments: tuple[Moment, ...]
+    stays: tuple[Stay, ...]
+    backward_ns: int
+    time_ns: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((m.live_bytes for m in self.moments), default=0)
+
+
+def planned_timeline(plan: Plan) -> MemoryTimeline:
+    """Predicted memory over the planned step."""
+    return timeline_of(plan.graph, plan.schedule, "planned")
+
+
+def eager_timeline(plan: Plan) -> MemoryTimeline:
+    """Predicted memory over the step that keeps everything, as eager executes it."""
+    graph = as_eager(plan.graph)
+    return timeline_of(graph, keep_all(graph), "keeping everything")
+
+
+def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline:
+    """Memory over the computations of `schedule`, by groups of modules."""
+    groups = module_groups(graph)
+    labels = (*dict.fromkeys(groups), CALLER)
+    number = {label: i for i, label in enumerate(labels)}
+    stays = _stays(graph, schedule, [number[g] for g in groups], number[CALLER])
+    used = sorted({s.group for s in stays})
+    renumbered = {old: new for new, old in enumerate(used)}
+    stays = tuple(
+        Stay(s.name, s.kind, renumbered[s.group], s.size_bytes, s.first, s.last) for s in stays
+    )
+    moments = tuple(_moments(graph, schedule, _group_bytes(stays, len(used), schedule)))
+    forward = sum(isinstance(e, Compute) for e in schedule.events[: schedule.forward_length])
+    total_ns = moments[-1].stop_ns if moments else 0
+    return MemoryTimeline(
+        name=name,
+        groups=tuple(labels[i] for i in used),
+        moments=moments,
+        stays=stays,
+        backward_ns=moments[forward].start_ns if forward < len(moments) else total_ns,
+        time_ns=total_ns,
+    )
+
+
+def _stays(
+    graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
+) -> tuple[Stay, ...]:
+    made_by = producers(graph)
+    names = (operation_names(graph), activation_names(graph))
+    computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
+    found = []
+    for lifetime in lifetimes(graph, schedule):
+        node = maker(graph, made_by, lifetime)
+        first = bisect_left(computes, lifetime.start)
+        last = bisect_left(computes, lifetime.stop) - 1
+        if first > last:
+            continue
+        group = caller if node is None else group_of[node]
+        is_data = lifetime.owner in (Owner.STORAGE, Owner.COPY)
+        label = names[is_data][lifetime.index]
+        kind = _kind(graph, lifetime)
+        found.append(Stay(label, kind, group, lifetime.size_bytes, first, last))
+    return tuple(found)
+
+
+def _kind(graph: CDGraph, lifetime: Lifetime) -> str:
+    stored = lifetime.owner is Owner.STORAGE
+    return graph.data[lifetime.index].kind.value if stored else lifetime.owner.value
+
+
+def _group_bytes(
+    stays: Sequence[Stay], groups: int, schedule: Schedule
+) -> Iterator[tuple[int, ...]]:
+    """For each computation the live bytes of each group."""
+    count = len(schedule.computes)
+    changes: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
+    for stay in stays:
+        changes[stay.first].append((stay.group, stay.size_bytes))
+        changes[stay.last + 1].append((stay.group, -stay.size_bytes))
+    live = [0] * groups
+    for change in changes[:count]:
+        for group, size_bytes in change:
+            live[group] += size_bytes
+        yield tuple(live)
+
+
+def _moments(
+    graph: CDGraph, schedule: Schedule, group_bytes: Iterator[tuple[int, ...]]
+) -> Iterator[Moment]:
+    names = operation_names(graph)
+    seen: set[int] = set()
+    now_ns = 0
+    for event, step in zip(schedule.events, timeline(graph, schedule), strict=True):
+        if not isinstance(event, Compute):
+            continue
+        node = graph.nodes[event.node]
+        yield Moment(
+            start_ns=now_ns,
+            stop_ns=now_ns + node.time_ns,
+            node=node.index,
+            operation=names[node.index],
+            phase=node.phase.value,
+            again=node.index in seen,
+            live_bytes=step.during_bytes,
+            group_bytes=next(group_bytes),
+        )
+        seen.add(node.index)
+        now_ns += node.time_ns
+
+
+def module_groups(graph: CDGraph) -> tuple[str, ...]:
+    """For each node the group of modules that it is shown with: as deep in the module tree as
+    leaves at most MOST_GROUPS groups; the layers of a stack are one group ('layers.*.attn')."""
+    patterns = _stack_patterns(graph)
+    paths = [_patterned(n.module, patterns) for n in graph.nodes]
+    deepest = max((len(path) for path in paths), default=0)
+    for depth in range(deepest, 0, -1):
+        labels = [".".join(path[:depth]) or ROOT for path in paths]
+        if len(set(labels)) <= MOST_GROUPS:
+            return tuple(labels)
+    return _largest_groups(graph, [".".join(path[:1]) or ROOT for path in paths])
+
+
+def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
+    made: dict[str, int] = defaultdict(int)
+    for node, label in zip(graph.nodes, labels, strict=True):
+        made[label] += sum(graph.data[d].size_bytes for d in node.writes)
+    ranked = sorted(made, key=lambda label: (-made[label], label))
+    kept = set(ranked[: MOST_GROUPS - 1])
+    return tuple(label if label in kept else OTHERS for label in labels)
+
+
+def _stack_patterns(graph: CDGraph) -> dict[str, str]:
+    """'layers.3' -> '*' where all of layers.0, layers.1, ... run the same kinds of operations,
+    '{0,2,4}' where only some do."""
+    contents: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
+    for node in graph.forward:
+        parts = node.module.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at is not None:
+            stack = (".".join(parts[:at]), parts[at])
+            contents[stack].add((".".join(parts[at + 1 :]), operator_of(node)))
+    found: dict[str, str] = {}
+    for prefix, number in contents:
+        siblings = {n: frozenset(c) for (p, n), c in contents.items() if p == prefix}
+        alike = [n for n in siblings if siblings[n] == siblings[number]]
+        whole = len(alike) == len(siblings)
+        listed = ",".join(alike if len(alike) < 4 else [*alike[:2], "…", alike[-1]])
+        label = "*" if whole else "{" + listed + "}" if len(alike) > 1 else number
+        found[f"{prefix}.{number}".lstrip(".")] = label
+    return found
+
+
+def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
+    parts = module.split(".") if module else []
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if at is not None:
+        parts[at] = patterns.get(".".join(parts[: at + 1]), parts[at])
+    return tuple(parts)
+
+
+def plan_trace(
+    plan: object,
+    *,
+    measured: MeasuredTimeline | None = None,
+    eager_measured: MeasuredTimeline | None = None,
+) -> str:
+    """JSON for Perfetto and chrome://tracing: the plan beside keeping everything, predicted, and
+    what was measured of either (`rockplan.measured_timeline`). plan: a Plan or a planned module.
+    Raises InvalidInput."""
+    made = plan_in(plan)
+    eager, planned = eager_timeline(made), planned_timeline(made)
+    found = {eager.name: eager_measured, planned.name: measured}
+    present = {name: timeline for name, timeline in found.items() if timeline is not None}
+    return trace_json((eager, planned), present)
+
+
+def trace_json(
+    timelines: Sequence[MemoryTimeline], measured: Mapping[str, MeasuredTimeline] | None = None
+) -> str:
+    """Timelines for Perfetto (ui.perfetto.dev) and chrome://tracing: one process each, with the
+    operations as slices and the memory by module as counters in bytes.
+
+    measured: name -> measured memory, each a process with one counter. Times are microseconds.
+    Format: 'Trace Event Format' of Chromium, JSON object form.
+    """
+    events: list[dict[str, object]] = []
+    for process, predicted in enumerate(timelines, 1):
+        events += _process_events(process, f"{predicted.name} (predicted)", operations=True)
+        events += _operation_events(process, predicted)
+        events += _counter_events(process, predicted)
+    for process, (name, found) in enumerate((measured or {}).items(), len(timelines) + 1):
+        events += _process_events(process, f"{name} (measured)", operations=False)
+        for time_ns, live_bytes in zip(found.times_ns, found.live_bytes, strict=True):
+            events.append(_counter(process, "live bytes", time_ns, {"measured": live_bytes}))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
+
+
+_FORWARD_THREAD, _BACKWARD_THREAD, _AGAIN_THREAD = 1, 2, 3
+_THREADS = {_FORWARD_THREAD: "forward", _BACKWARD_THREAD: "backward", _AGAIN_THREAD: "again"}
+
+
+def _process_events(process: int, name: str, *, operations: bool) -> Iterator[dict[str, object]]:
+    common: dict[str, object] = {"ph": "M", "pid": process, "ts": 0}
+    yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
+    for thread, label in _THREADS.items() if operations else ():
+        yield {**common, "tid": thread, "name": "thread_name", "args": {"name": label}}
+
+
+def _operation_events(process: int, found: MemoryTimeline) -> Iterator[dict[str, object]]:
+    for moment in found.moments:
+        first = _FORWARD_THREAD if moment.phase == Phase.FORWARD.value else _BACKWARD_THREAD
+        yield {
+            "ph": "X",
+            "pid": process,
+            "tid": _AGAIN_THREAD if moment.again else first,
+            "ts": moment.start_ns / 1000,
+            "dur": (moment.stop_ns - moment.start_ns) / 1000,
+            "name": moment.operation,
+            "cat": "again" if moment.again else moment.phase,
+            "args": {"live_bytes": moment.live_bytes},
+        }
+
+
+def _counter_events(process: int, found: MemoryTimeline) -> Iterator[dict[str, object]]:
+    """A counter at each computation, and zeros when the step is done."""
+    for moment in found.moments:
+        values = dict(zip(found.groups, moment.group_bytes, strict=True))
+        yield _counter(process, "live bytes by module", moment.start_ns, values)
+    yield _counter(process, "live bytes by module", found.time_ns, dict.fromkeys(found.groups, 0))
+
+
+def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -> dict[str, object]:
+    return {"ph": "C", "pid": process, "tid": 0, "ts": time_ns / 1000, "name": name, "args": values}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """One block over time, as Rockmate's figure 1 shows it.
+
+    runs: (start_ns, stop_ns, 'forward' | 'again' | 'backward') of its operations, neighbours of
+    one kind joined. alive: (from_ns, bytes) steps of what it keeps: activations that its forward
+    operations made, and generator states to draw the same again. saved_bytes: of them between
+    the phases.
+    """
+
+    name: str
+    digest: str
+    runs: tuple[tuple[int, int, str], ...]
+    alive: tuple[tuple[int, int], ...]
+    saved_bytes: int
+
+
+_KEPT_KINDS = (DataKind.ACTIVATION.value, Owner.GENERATOR.value)
+
+
+def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
+    """The schedule of `plan` by blocks, in the order of the chain."""
+    predicted = planned_timeline(plan)
+    made_by = producers(plan.graph)
+    names = activation_names(plan.graph)
+    block_of = {n: i for i, b in enumerate(plan.blocks) for n in (*b.forward, *b.backward)}
+    own: list[list[Stay]] = [[] for _ in plan.blocks]
+    block_of_name = {names[d]: block_of.get(n) for d, n in made_by.items()}
+    block_of_name |= {name: block_of.get(n) for n, name in enumerate(operation_names(plan.graph))}
+    for stay in predicted.stays:
+        owner = block_of_name.get(stay.name) if stay.kind in _KEPT_KINDS else None
+        if owner is not None:
+            own[owner].append(stay)
+    return tuple(
+        BlockRow(
+            name=title,
+            digest=block.digest,
+            runs=tuple(_runs(predicted, block_of, index)),
+            alive=tuple(_alive_steps(own[index], predicted)),
+            saved_bytes=_saved_bytes(own[index], predicted),
+        )
+        for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
+    )
+
+
+def block_titles(plan: Plan) -> tuple[str, ...]:
+    """The module of each block; where it has none, its first operation."""
+    names = operation_names(plan.graph)
+    return tuple(b.name or names[(*b.forward, *b.backward)[0]] for b in plan.blocks)
+
+
+def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
+    """Bytes of `stays` that are alive when the backward phase starts."""
+    boundary = next(
+        (i for i, m in enumerate(predicted.moments) if m.start_ns >= predicted.backward_ns),
+        len(predicted.moments),
+    )
+    return sum(s.size_bytes for s in stays if s.first < boundary <= s.last)
+
+
+def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:
+    changes: dict[int, int] = defaultdict(int)
+    for stay in stays:
+        changes[predicted.moments[stay.first].start_ns] += stay.size_bytes
+        changes[predicted.moments[stay.last].stop_ns] -= stay.size_bytes
+    live = 0
+    for time_ns in sorted(changes):
+        live += changes[time_ns]
+        yield time_ns, live
+
+
+def _runs(
+    predicted: MemoryTimeline, block_of: Mapping[int, int], block: int
+) -> Iterator[tuple[int, int, str]]:
+    """Runs of consecutive computations of `block`."""
+    open_run: tuple[int, int, str] | None = None
+    for moment in predicted.moments:
+        kind = "again" if moment.again else moment.phase
+        mine = block_of.get(moment.node) == block
+        if open_run and mine and open_run[2] == kind and open_run[1] == moment.start_ns:
+            open_run = (open_run[0], moment.stop_ns, kind)
+            continue
+        if open_run:
+            yield open_run
+        open_run = (moment.start_ns, moment.stop_ns, kind) if mine else None
+    if open_run:
+        yield open_run

@@ -1,0 +1,89 @@
+"""Options of blocks: solved once for equal blocks, and not again if they are in the cache.
+
+takes: Blocks, a Cache. returns: a family of options for each block. guarantees: what comes from the
+cache is a legal schedule of the block with the bytes and time that it states.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from rockplan.dp.chain_solver import ChainSolver
+from rockplan.errors import IllegalSchedule
+from rockplan.ilp.blocks.families import option_families
+from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.store.cache import Cache
+from rockplan.store.fingerprint import planner
+from rockplan.values.block import Block, BlockOption, OptionFamily
+from rockplan.values.graph import CDGraph
+from rockplan.values.progress import report
+from rockplan.values.schedule import with_frees
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The blocks with their options. is_complete: those of no block were cut short."""
+
+    solver: ChainSolver
+    is_complete: bool
+
+
+def chain_of(
+    graph: CDGraph,
+    blocks: tuple[Block, ...],
+    cache: Cache | None,
+    settings: Settings,
+    limit_s: float,
+) -> Chain:
+    """settings: by which options are known in the cache; limit_s: for what has to be solved, if it
+    is less than their time limit."""
+    found = families(blocks, cache, settings, limit_s)
+    report("combining blocks")
+    solver = ChainSolver(graph, blocks, found)
+    return Chain(solver, all(family.is_complete for family in found))
+
+
+def families(
+    blocks: tuple[Block, ...], cache: Cache | None, settings: Settings, limit_s: float
+) -> list[OptionFamily]:
+    """Options of each block; see `chain_of`."""
+    problems = {b.digest: b.problem for b in blocks}
+    known: dict[str, OptionFamily] = {}
+    for digest, problem in problems.items():
+        is_its_own = functools.partial(is_legal, problem)
+        found = cache.family(family_key(digest, settings), is_its_own) if cache else None
+        if found is not None:
+            known[digest] = found
+    missing = {d: p for d, p in problems.items() if d not in known}
+    limited = replace(settings, time_limit_s=min(settings.time_limit_s, max(limit_s, 0.0)))
+    solved = option_families(list(missing.values()), settings=limited)
+    for digest, family in zip(missing, solved, strict=True):
+        known[digest] = family
+        # With no time at all little is tried: it is not to be found again.
+        if cache and (family.is_complete or limit_s > 0):
+            cache.put_family(family_key(digest, settings), family)
+    return [known[b.digest] for b in blocks]
+
+
+def family_key(digest: str, settings: Settings | str) -> dict[str, str]:
+    return {"block": digest, "settings": str(settings), "planner": planner()}
+
+
+def is_legal(problem: CDGraph, option: BlockOption) -> bool:
+    """True if the option is a schedule of `problem` with the bytes and time that it states."""
+    if any(i >= len(problem.nodes) for i in (*option.forward, *option.backward)):
+        return False
+    schedule = with_frees(problem, option.forward, option.backward)
+    try:
+        verify(problem, schedule)
+    except IllegalSchedule:
+        return False
+    found = simulate(problem, schedule)
+    return (found.forward_peak_bytes, found.backward_peak_bytes, found.time_ns) == (
+        option.forward_peak_bytes,
+        option.backward_peak_bytes,
+        option.time_ns,
+    )

@@ -1,0 +1,483 @@
+"""Schedules by eviction: run in order, drop what matters least where memory is short, make it
+again when it is read.
+
+takes: a priced CDGraph, budgets. returns: schedules, or None. guarantees: legal (`verify`), within
+the budget as `simulate` finds it; the forward phase runs every node once, in order, the backward
+phase runs every node for the first time in order; the same on every run unless a deadline strikes:
+effort is counted, not seconds.
+source: DTR (Kirisame et al., ICLR 2021) with the future known: its score, what it costs to make a
+storage again over its size and the time it was not used, has here the time until it is read next,
+as in Belady's rule. What a node lacks is made in the order of Sethi and Ullman (JACM 1970), what
+takes most memory beyond its own size first; what the node has already may go meanwhile.
+
+Backward nodes run again as forward ones do, which the stage formulation does not allow; where
+memory is shortest this is what fits. The order decides: with the most expensive or the first one
+first, and what a node has kept meanwhile, least peaks were (of `benchmarks.priced`, MiB) 32.0 for
+GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00 (`pebbles`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rockplan.ilp.whole_graph.program import Facts
+from rockplan.oracles.simulate import Simulation, simulate
+from rockplan.oracles.verify import verify
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
+from rockplan.values.schedule import Schedule, keep_all, with_frees, without_idle
+
+STEPS = (0.3, 0.1, 0.03, 0.01)
+"""Of the least peak: how it is searched, and how finely; `anneal.squeezed` takes smaller ones."""
+
+EXECUTIONS = 8
+"""An attempt fails once it runs this many times as many nodes as the graph has."""
+
+DEPTH = 600
+"""Storages that have to be made for one another, beyond which an attempt fails."""
+
+ATTEMPT, ATTEMPTS = 150_000, 20
+"""Storages weighed for one attempt to find the least peak, and what all of them may weigh as a
+multiple of it, some seconds: one weighs 2,000 to 10,000 on 2 layers of a transformer, 20,000 to
+120,000 on 2+2 layers of T5, 70,000 on 12 layers of GPT-2."""
+
+WEIGHED = 1 / 8
+"""Of the square of the nodes, what an attempt may weigh where that is more: on 48 layers of GPT-2
+one weighs 0.8 to 1.2 million."""
+
+EFFORT = 200_000
+"""Storages weighed for one budget."""
+
+NEVER = float("inf")
+
+FAR = 1_000_000
+"""Positions until a storage is read that no later node reads: it may serve to make others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """score = cost ** cost_power / (size * distance ** distance_power); the least one goes.
+
+    loses_first: before all others goes what cannot be made again and no later node reads (it might
+    serve to make others again); else it goes last.
+    waits: after all others goes what waiting nodes read; else they count as the next to read it.
+    """
+
+    cost_power: float
+    distance_power: float
+    loses_first: bool
+    waits: bool
+
+
+RULES = (
+    _Rule(0.5, 0.5, True, False),
+    _Rule(1.0, 1.0, True, False),
+    _Rule(1.0, 0.5, True, True),
+    _Rule(0.5, 1.0, True, False),
+    _Rule(2.0, 1.0, True, True),
+    _Rule(1.0, 1.0, False, False),
+    _Rule(2.0, 1.0, False, False),
+    _Rule(1.0, 1.0, True, True),
+)
+"""None is best everywhere. For its least peak ResNet-18 needs one that is not loses_first, T5 the
+first, 12 layers of GPT-2 one that waits."""
+
+
+class _Failed(Exception):
+    """What was tried does not fit; seen by this module only."""
+
+
+class _GaveUp(Exception):
+    """An attempt takes too much; seen by this module only."""
+
+
+@dataclass
+class _Effort:
+    """left: storages that may still be weighed, until the deadline, as of time.monotonic."""
+
+    left: int
+    deadline: float = NEVER
+
+    def spend(self, weighed: int) -> None:
+        self.left -= weighed
+        if self.left <= 0 or time.monotonic() >= self.deadline:
+            raise _GaveUp
+
+
+def thriftiest(graph: CDGraph, *, deadline: float = NEVER) -> Schedule:
+    """The schedule with the least peak found, of those with equal ones the fastest; the same on
+    every run, so a budget that is too small always is. deadline: as of time.monotonic; if nothing
+    is found by then, the first rule is tried all the same, for as long as for one budget."""
+    most_weighed = max(ATTEMPT, int(WEIGHED * len(graph.nodes) ** 2))
+    effort = _Effort(ATTEMPTS * most_weighed, deadline)
+    forced_bytes = max(Facts(graph).forced_bytes, default=0)
+    best = everything = keep_all(graph)
+    for rule in RULES:
+        best = _thriftiest_by(graph, best, rule, effort, most_weighed, forced_bytes)
+    if best == everything and time.monotonic() >= deadline:
+        return _thriftiest_by(graph, best, RULES[0], _Effort(EFFORT), most_weighed, forced_bytes)
+    while time.monotonic() < deadline:
+        before = simulate(graph, best)
+        found = within(graph, before.peak_bytes)
+        after = None if found is None else simulate(graph, found)
+        if found is None or after is None or not _is_better(after, before):
+            break
+        best = found
+    return best
+
+
+def _is_better(a: Simulation, b: Simulation) -> bool:
+    return (a.peak_bytes, a.time_ns) < (b.peak_bytes, b.time_ns)
+
+
+def _thriftiest_by(
+    graph: CDGraph,
+    best: Schedule,
+    rule: _Rule,
+    effort: _Effort,
+    most_weighed: int,
+    forced_bytes: int,
+) -> Schedule:
+    """Smaller and smaller peaks: first, in ratios, half-way to what every schedule needs. Where a
+    small step fails a larger one may not. most_weighed: by one attempt."""
+    for step in STEPS:
+        while effort.left > 0 and time.monotonic() < effort.deadline:
+            attempt = _Effort(min(effort.left, most_weighed), effort.deadline)
+            effort.left -= attempt.left
+            most_bytes = simulate(graph, best).peak_bytes
+            if not most_bytes:
+                return best
+            asked_bytes = most_bytes * (1 - step)
+            if step == STEPS[0]:
+                asked_bytes = min(asked_bytes, math.sqrt(most_bytes * forced_bytes))
+            found = _attempt(graph, int(asked_bytes), rule, attempt)
+            effort.left += max(attempt.left, 0)
+            if found is None:
+                break
+            best = found
+    return best
+
+
+def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
+    """The fastest schedule found whose peak is within `budget_bytes`; None without any."""
+    effort = _Effort(EFFORT)
+    found = [_attempt(graph, budget_bytes, rule, effort) for rule in RULES]
+    fitting = [schedule for schedule in found if schedule is not None]
+    return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns, default=None)
+
+
+def _sizes(graph: CDGraph) -> list[int]:
+    return [0 if d.kind.resident else d.size_bytes for d in graph.data]
+
+
+def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) -> Schedule | None:
+    """A schedule within the budget by `rule`, if it leads to one."""
+    run = _Run(graph, budget_bytes, rule, effort)
+    try:
+        run.execute_all()
+    except (_Failed, _GaveUp, RecursionError):
+        # The last one where the caller's own stack is deep: `DEPTH` leaves room for 300 frames.
+        return None
+    schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
+    if simulate(graph, schedule).peak_bytes > budget_bytes:
+        return None
+    verify(graph, schedule)
+    return schedule
+
+
+@dataclass
+class _Run:
+    """One attempt; local to it. locks, waited_for: storages that running or waiting nodes read, and
+    that have to stay, or may go and be made again. costs: of storages, as far as they are known.
+    first: of what a node reads, made before the rest, since it failed otherwise; tried: all such
+    pairs."""
+
+    graph: CDGraph
+    budget_bytes: int
+    rule: _Rule
+    effort: _Effort
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    alive: set[int] = field(default_factory=set)
+    live_bytes: int = 0
+    position: int = 0
+    locks: Counter[int] = field(default_factory=Counter)
+    waited_for: Counter[int] = field(default_factory=Counter)
+    costs: dict[int, float] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    tried: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        graph = self.graph
+        self.sizes = _sizes(graph)
+        self.times_ns = [n.time_ns for n in graph.nodes]
+        self.producer = producers(graph)
+        self.readers = readers(graph)
+        self.n_forward = len(graph.forward)
+        self.handed = frozenset(graph.handed)
+        self.may_run_again = may_run_again(graph)
+        # Of each node: what it reads that can go, and the bytes that it takes beside that.
+        self.inputs = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
+        self.beside_bytes = [
+            n.workspace_bytes + sum(self.sizes[d] for d in n.writes) for n in graph.nodes
+        ]
+        self.taken_bytes = [max((self.sizes[d] for d in n.takes), default=0) for n in graph.nodes]
+        # Of each storage: the node that makes it again, None if none does.
+        self.maker = [self._again(d.index) for d in graph.data]
+        self.made_of: list[list[int]] = [[] for _ in graph.data]
+        for d, maker in enumerate(self.maker):
+            for r in () if maker is None else self.inputs[maker]:
+                self.made_of[r].append(d)
+        self.stay = frozenset(graph.held)
+        self.outputs = frozenset(graph.outputs)
+
+    def execute_all(self) -> None:
+        """Every node in order, with re-executions in between."""
+        for node in self.graph.nodes:
+            self.position = node.index
+            if node.index == self.n_forward:
+                self._start_backward()
+            self._execute(node.index)
+            self.position += 1
+            for d in sorted(self.handed.intersection((*node.reads, *node.writes))):
+                if d not in self.stay and self._next_use(d) is None:
+                    self._remove(d)
+
+    def _start_backward(self) -> None:
+        for d in self.graph.dropped:
+            self._remove(d)
+        for data in self.graph.data:
+            if data.kind is DataKind.TANGENT:
+                self._add(data.index)
+        self._make_room(0)
+
+    def _execute(self, index: int) -> None:
+        """Run a node, and first what it reads and is not there."""
+        waiting = [self._executing(index)]
+        failed: _Failed | None = None
+        while waiting:
+            try:
+                maker = next(waiting[-1]) if failed is None else waiting[-1].throw(failed)
+            except StopIteration:
+                waiting.pop()
+                failed = None
+            except _Failed as error:
+                waiting.pop()
+                failed = error
+            else:
+                waiting.append(self._executing(maker))
+                failed = None
+        if failed is not None:
+            raise failed
+
+    def _executing(self, index: int) -> Generator[int, None, None]:
+        """Yields nodes that have to run before it goes on; each may raise _Failed there."""
+        node = self.graph.nodes[index]
+        mine: list[int] = []
+        self.waited_for.update(self.inputs[index])
+        try:
+            yield from self._collecting(node, mine)
+            self._make_room_for(node)
+        finally:
+            self.locks.subtract(mine)
+            self.waited_for.subtract(self.inputs[index])
+        self._order.append(index)
+        for d in node.writes:
+            self._add(d)
+
+    def _collecting(self, node: ComputeNode, mine: list[int]) -> Generator[int, None, None]:
+        """All that the node reads is there, and locked as `mine`. What takes most memory beyond its
+        own is made first, when the least is locked; where that was wrong, the other is from then
+        on."""
+        reads = self.inputs[node.index]
+        while missing := [d for d in reads if d not in self.alive]:
+            d = self.first.get(node.index, -1)
+            if d not in missing:
+                d = self._most_needed(missing)
+            try:
+                yield self._maker_of(d)
+            except _Failed:
+                if not mine or (node.index, d) in self.tried:
+                    raise
+                self.tried.add((node.index, d))
+                self.first[node.index] = d
+                self.locks.subtract(mine)
+                mine.clear()
+            else:
+                mine.append(d)
+                self.locks[d] += 1
+        others = [d for d in reads if d not in mine]
+        self.locks.update(others)
+        mine += others
+
+    def _most_needed(self, missing: Sequence[int]) -> int:
+        if len(missing) == 1:
+            return missing[0]
+        known: dict[int, float] = {}
+        best = min(missing, key=lambda d: (self.sizes[d] - self._needed_bytes(d, known), d))
+        self.effort.spend(len(known))
+        return best
+
+    def _maker_of(self, d: int) -> int:
+        maker = self.maker[d]
+        if maker is None:
+            raise _Failed
+        if len(self._order) >= EXECUTIONS * len(self.graph.nodes):
+            raise _GaveUp
+        return maker
+
+    @property
+    def _order(self) -> list[int]:
+        return self.forward if self.position < self.n_forward else self.backward
+
+    def _needed_bytes(self, d: int, known: dict[int, float], depth: int = 0) -> float:
+        """Bytes beside what is alive that it takes to make `d`, if nothing of that goes, and what
+        two others need is made twice; NEVER if it cannot be made."""
+        if d in known:
+            return known[d]
+        maker = self.maker[d]
+        if maker is None:
+            return NEVER
+        if depth > DEPTH:
+            raise _GaveUp
+        operands: list[tuple[float, int]] = []
+        for r in self.inputs[maker]:
+            if r not in self.alive:
+                needed_bytes = self._needed_bytes(r, known, depth + 1)
+                operands.append((self.sizes[r] - needed_bytes, self.sizes[r]))
+        operands.sort()
+        most: float = 0
+        held_bytes = 0
+        for less, size in operands:
+            most = max(most, held_bytes + size - less)
+            held_bytes += size
+        most = max(most, held_bytes + self.beside_bytes[maker] - self.taken_bytes[maker])
+        known[d] = most
+        return most
+
+    def _cost(self, d: int) -> float:
+        """Nanoseconds to make `d`; a storage that two others need counts twice."""
+        known = self.costs.get(d)
+        return self._new_cost(d, 0) if known is None else known
+
+    def _new_cost(self, d: int, depth: int) -> float:
+        maker = self.maker[d]
+        if maker is None:
+            cost = NEVER
+        elif depth > DEPTH:
+            raise _GaveUp
+        else:
+            costs, alive = self.costs, self.alive
+            cost = 1.0 + self.times_ns[maker]
+            for r in self.inputs[maker]:
+                if r not in alive:
+                    known = costs.get(r)
+                    cost += self._new_cost(r, depth + 1) if known is None else known
+        self.costs[d] = cost
+        return cost
+
+    def _forget_costs(self, d: int) -> None:
+        """Of all that is made of `d`, which comes or goes."""
+        costs, alive, made_of = self.costs, self.alive, self.made_of
+        changed = [d]
+        while changed:
+            for w in made_of[changed.pop()]:
+                if w in costs:
+                    del costs[w]
+                    if w not in alive:
+                        changed.append(w)
+
+    def _make_room_for(self, node: ComputeNode) -> None:
+        """For what the node makes, if need be in the storage of an operand, which may have to be
+        made again then."""
+        needed_bytes = self.beside_bytes[node.index]
+        free = [d for d in node.takes if self.locks[d] == 1 and d not in self.stay]
+        taken: list[int] = []
+        if self.live_bytes + needed_bytes > self.budget_bytes:
+            taken = [d for d in free if self._is_read_last(d, node)][:1]
+            self._drop(taken, needed_bytes)
+        try:
+            self._make_room(needed_bytes)
+        except _Failed:
+            if taken or self.position < self.n_forward:
+                raise
+            self._drop([d for d in free if self.maker[d] is not None][:1], needed_bytes)
+            self._make_room(needed_bytes)
+
+    def _is_read_last(self, d: int, node: ComputeNode) -> bool:
+        """It is not read later, though it might serve to make others again."""
+        return all(u < self.position or u == node.index for u in self.readers[d])
+
+    def _add(self, d: int) -> None:
+        if d not in self.alive:
+            self.alive.add(d)
+            self.live_bytes += self.sizes[d]
+            self._forget_costs(d)
+
+    def _remove(self, d: int) -> None:
+        if d in self.alive:
+            self.alive.discard(d)
+            self.live_bytes -= self.sizes[d]
+            self._forget_costs(d)
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Drop storages until so many bytes more fit."""
+        if self.live_bytes + needed_bytes <= self.budget_bytes:
+            return
+        candidates = list(self._candidates())
+        self.effort.spend(len(candidates))
+        # Once they are gone they cannot be made again, as things are.
+        lost = [d for d, use in candidates if use is None and self._cost(d) == NEVER]
+        if self.rule.loses_first:
+            self._drop(lost, needed_bytes)
+        self._drop(self._scored(candidates), needed_bytes)
+        self._drop(lost, needed_bytes)
+        if self.live_bytes + needed_bytes > self.budget_bytes:
+            raise _Failed
+
+    def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
+        """Those that can be made again, in the order in which they go: last what waiting nodes
+        read, or a network of n residual additions would be made 2 ** n times."""
+        found: list[tuple[bool, float, int]] = []
+        for d, use in candidates:
+            if d in self.alive and (cost := self._cost(d)) < NEVER:
+                is_waited_for = self.waited_for[d] > 0
+                distance = FAR if use is None else use - self.position + 1
+                if is_waited_for:
+                    distance = 1
+                weight = self.sizes[d] * distance**self.rule.distance_power
+                score = cost**self.rule.cost_power / weight
+                found.append((self.rule.waits and is_waited_for, score, d))
+        return [d for *_, d in sorted(found)]
+
+    def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
+        """The first of `data`, as many as must go."""
+        for d in data:
+            if self.live_bytes + needed_bytes <= self.budget_bytes:
+                return
+            self._remove(d)
+
+    def _candidates(self) -> Iterator[tuple[int, int | None]]:
+        """Storages that may be dropped here, with the node that reads each next. The forward
+        phase runs nothing again: what it still reads stays, and so do outputs."""
+        in_forward = self.position < self.n_forward
+        for d in sorted(self.alive):
+            if self.sizes[d] == 0 or self.locks[d] > 0 or d in self.stay:
+                continue
+            use = self._next_use(d)
+            if in_forward and (d in self.outputs or (use is not None and use < self.n_forward)):
+                continue
+            yield d, use
+
+    def _next_use(self, d: int) -> int | None:
+        users = self.readers[d]
+        k = bisect_left(users, self.position)
+        return users[k] if k < len(users) else None
+
+    def _again(self, d: int) -> int | None:
+        maker = self.producer.get(d)
+        return maker if maker in self.may_run_again else None

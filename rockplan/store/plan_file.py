@@ -1,0 +1,444 @@
+"""Plans on disk: one JSON document that holds the plans of one model, one for each kind of call.
+
+takes: plans, or the text of a document. returns: the text, or plans that are consistent in
+themselves: their schedule is legal for their graph (`verify`) and needs the bytes and the time
+that they state (`simulate`). guarantees: nothing that is read is executed. What a document holds
+of a graph is its outline: storages and operations with names, sizes, times, reads and writes, but
+no calls of operators. To run a plan, `fit` puts it onto a graph that was captured here.
+docs/plan.md describes the format.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from rockplan.errors import IllegalSchedule, InvalidInput, PlanFormatError, PlanMismatch
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.store import documents
+from rockplan.store.documents import flag, list_of, natural, naturals, text_of
+from rockplan.store.fingerprint import VERSION
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    as_eager,
+    with_takes,
+)
+from rockplan.values.plan import BlockSummary, Certificate, Plan, Status
+from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all
+
+_NUMBERS = (
+    "budget_bytes",
+    "peak_bytes",
+    "saved_bytes",
+    "time_ns",
+    "eager_peak_bytes",
+    "eager_time_ns",
+)
+_TEXTS = ("graph_digest", "profile_digest", "profile_source", "torch_version", "checked")
+
+
+def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
+    """Write a plan, or all plans of a planned module (one for each kind of call it has seen).
+
+    planned: what `solve` or `load` returned, a Plan, or several Plans of one model.
+    The file takes the place of what was at `path` when it is whole. Raises InvalidInput.
+    """
+    # A planned module's state, because the model may have something else of this name.
+    plans = getattr(getattr(planned, "_rockplan", planned), "plans", planned)
+    plans = (plans,) if isinstance(plans, Plan) else plans
+    if not (isinstance(plans, tuple | list) and plans and all(isinstance(p, Plan) for p in plans)):
+        raise InvalidInput(
+            f"a {type(planned).__name__} has no plans to save; pass what rockplan.solve or "
+            "rockplan.plan returned"
+        )
+    if len({p.graph_digest for p in plans}) < len(plans):
+        raise InvalidInput("two of the plans are for the same kind of call; save one of them")
+    write_whole(_path_of(path), dump_plans(plans))
+
+
+def _path_of(path: object) -> Path:
+    """Raises InvalidInput for what names no file."""
+    try:
+        found = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidInput(
+            f"the path of a plan is a str or a pathlib.Path, not a {type(path).__name__}"
+        ) from error
+    if "\0" in found:
+        raise InvalidInput(f"the path {found!r} has a null character, which no file name has")
+    return Path(found)
+
+
+def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
+    """The plans in a file that `save_plan` wrote, for printing and pictures.
+
+    Their graphs are outlines: `rockplan.load` makes a module that runs them.
+    Raises InvalidInput for what is no path, PlanFormatError if the file is not such a file, OSError
+    if it cannot be opened.
+    """
+    found = _path_of(path)
+    try:
+        return parse_plans(documents.read_text(found))
+    except PlanFormatError as error:
+        raise PlanFormatError(
+            f"{found} is no plan of rockplan {VERSION} ({error}); write it again with "
+            "rockplan.save_plan"
+        ) from error
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that at any time `path` holds all of the old or all of the new content, with
+    the permissions that it had. A link stays one; a pipe or a device is written to as it is.
+
+    Raises InvalidInput for a path without a name, OSError (of `path`) if it cannot be written.
+    """
+    if not path.name:
+        raise InvalidInput(f"the path '{path}' names no file; name the file to write")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            target.write_bytes(data)
+        else:
+            _replace(target, data)
+    except OSError as error:
+        # The name that was asked for, not the one beside it.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
+    try:
+        with open(temporary, "xb") as file:
+            if path.is_file():
+                shutil.copymode(path, temporary)
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version: str) -> Plan:
+    """The plan for `graph`, on the prices (sizes, times) of the plan.
+
+    graph: captured here under torch_version. A plan that was made under another version of
+    PyTorch fits if the graph is the same: the schedule is legal for it, and only the prices may
+    differ; that is warned of and recorded as the plan's origin.
+    Raises PlanMismatch if none of `plans` is for this graph, PlanFormatError if the sizes of the
+    one that is cannot be.
+    """
+    plans = tuple(plans)
+    found = next((p for p in plans if p.graph_digest == graph_digest), None)
+    fitted = None if found is None else _onto(graph, found.graph)
+    if found is None or fitted is None or not is_outline_of(found.graph, fitted):
+        raise _mismatch(plans, graph, graph_digest, torch_version)
+    _check_sizes(graph, fitted)
+    origin = f"read from a file, planned with torch {found.torch_version}"
+    if found.torch_version != torch_version:
+        origin += f", captured with torch {torch_version}"
+        warnings.warn(
+            f"the plan was made with torch {found.torch_version}, this is torch {torch_version}: "
+            "the graph is the same, so results are right; predicted bytes and times are those "
+            "of the other version",
+            stacklevel=2,
+        )
+    return replace(found, graph=fitted, origin=origin)
+
+
+def outline(graph: CDGraph) -> CDGraph:
+    """What a document keeps of `graph`: no calls, no values, source lines without folders."""
+    nodes = tuple(
+        replace(n, calls=(), recalls=(), taking=(), source=PurePath(n.source).name)
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=nodes, values=())
+
+
+def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
+    """True if `outlined` is the outline of `graph`, up to what no plan depends on: the line that
+    calls the model, and the bytes behind inputs (a batch may be a part of a larger tensor)."""
+    return _deciding(outlined) == _deciding(outline(graph))
+
+
+def _deciding(graph: CDGraph) -> CDGraph:
+    return replace(
+        graph,
+        data=tuple(replace(d, size_bytes=0) if d.kind.resident else d for d in graph.data),
+        nodes=tuple(replace(n, source="") for n in graph.nodes),
+    )
+
+
+def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
+    """`graph` with the sizes, times and workspaces of `prices`; None if it is not as large."""
+    if len(graph.data) != len(prices.data) or len(graph.nodes) != len(prices.nodes):
+        return None
+    return replace(
+        graph,
+        data=tuple(
+            replace(d, size_bytes=p.size_bytes)
+            for d, p in zip(graph.data, prices.data, strict=True)
+        ),
+        nodes=tuple(
+            replace(with_takes(n, p.takes), time_ns=p.time_ns, workspace_bytes=p.workspace_bytes)
+            for n, p in zip(graph.nodes, prices.nodes, strict=True)
+        ),
+        rng_state_bytes=prices.rng_state_bytes,
+    )
+
+
+def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
+    """Refuse storages smaller than the captured ones; a measured one may be larger, by padding."""
+    for captured, stated in zip(graph.data, fitted.data, strict=True):
+        if not captured.kind.resident and stated.size_bytes < captured.size_bytes:
+            raise PlanFormatError(
+                f"the plan states {stated.size_bytes} bytes for {captured.name}, which has "
+                f"{captured.size_bytes} in this model, so its peak would not be kept; make a plan "
+                "with rockplan.solve"
+            )
+
+
+def _mismatch(
+    plans: tuple[Plan, ...], graph: CDGraph, graph_digest: str, torch_version: str
+) -> PlanMismatch:
+    differences = [_first_difference(p.graph, graph) for p in plans]
+    position, difference = max(differences)
+    versions = " and ".join(sorted({p.torch_version for p in plans}))
+    return PlanMismatch(
+        f"there is no plan for this model and this call: {difference}. The plan holds for "
+        f"the same model, shapes, dtypes, autocast state, training flag and frozen parameters; "
+        f"it was made with torch {versions}, this is torch {torch_version}. Make a plan for this "
+        "call with rockplan.solve",
+        plan_digests=tuple(p.graph_digest for p in plans),
+        graph_digest=graph_digest,
+    )
+
+
+def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
+    """(position of the first operation that differs, words for it)."""
+    for position, (there, here) in enumerate(zip(planned.nodes, graph.nodes, strict=False)):
+        place = (there.name, there.module, there.phase), (here.name, here.module, here.phase)
+        if place[0] != place[1]:
+            return position, (
+                f"operation {position} is {there.name} in '{there.module}' in the plan, "
+                f"{here.name} in '{here.module}' in the model"
+            )
+    if len(planned.nodes) != len(graph.nodes):
+        return len(graph.nodes), (
+            f"the plan has {len(planned.nodes)} operations, the model {len(graph.nodes)}"
+        )
+    return len(graph.nodes), "the operations have other shapes, dtypes or arguments"
+
+
+# The document
+
+
+def dump_plans(plans: Iterable[Plan], key: documents.Key | None = None) -> str:
+    """The document of `plans`."""
+    content = {"rockplan_version": VERSION, "plans": [_plan_row(p) for p in plans]}
+    return documents.dump("plan", content, key)
+
+
+def parse_plans(text: str, key: documents.Key | None = None) -> tuple[Plan, ...]:
+    """The plans of a document. Raises PlanFormatError."""
+    return documents.parse(text, "plan", _read_plans, key)
+
+
+def _plan_row(plan: Plan) -> dict[str, object]:
+    certificate = plan.certificate
+    return {
+        **{name: getattr(plan, name) for name in (*_NUMBERS, *_TEXTS)},
+        "certificate": {
+            "status": certificate.status.value,
+            "objective_ns": certificate.objective_ns,
+            "bound_ns": certificate.bound_ns,
+        },
+        "graph": _graph_row(outline(plan.graph)),
+        "blocks": [[b.name, b.digest, list(b.forward), list(b.backward)] for b in plan.blocks],
+        "forward_length": plan.schedule.forward_length,
+        "events": [
+            ["compute", e.node] if isinstance(e, Compute) else ["free", e.data]
+            for e in plan.schedule.events
+        ],
+    }
+
+
+def _graph_row(graph: CDGraph) -> dict[str, object]:
+    return {
+        "data": [[d.name, d.kind.value, d.size_bytes] for d in graph.data],
+        "nodes": [
+            {
+                "name": n.name,
+                "phase": n.phase.value,
+                "module": n.module,
+                "source": n.source,
+                "reads": list(n.reads),
+                "writes": list(n.writes),
+                "takes": list(n.takes),
+                "time_ns": n.time_ns,
+                "workspace_bytes": n.workspace_bytes,
+                "random": n.random,
+                "recomputable": n.recomputable,
+            }
+            for n in graph.nodes
+        ],
+        "outputs": list(graph.outputs),
+        "held": list(graph.held),
+        "handed": list(graph.handed),
+        "eager_order": list(graph.eager_order),
+        "rng_state_bytes": graph.rng_state_bytes,
+    }
+
+
+def _read_plans(document: dict[str, Any]) -> tuple[Plan, ...]:
+    rows = list_of(document["plans"])
+    if not rows:
+        raise ValueError("no plans")
+    return tuple(map(_read_plan, rows))
+
+
+def _read_plan(row: Mapping[str, Any]) -> Plan:
+    graph = _read_graph(row["graph"])
+    certificate = row["certificate"]
+    facts: dict[str, Any] = {name: natural(row[name]) for name in _NUMBERS}
+    facts |= {name: text_of(row[name]) for name in _TEXTS}
+    plan = Plan(
+        graph=graph,
+        schedule=_read_schedule(row, graph),
+        blocks=tuple(_read_block(block, graph) for block in list_of(row["blocks"])),
+        certificate=Certificate(
+            Status(certificate["status"]),
+            natural(certificate["objective_ns"]),
+            natural(certificate["bound_ns"]),
+        ),
+        **facts,
+    )
+    _check_promises(plan)
+    return plan
+
+
+def _read_graph(row: Mapping[str, Any]) -> CDGraph:
+    data = tuple(
+        DataNode(i, text_of(name), DataKind(kind), natural(size_bytes))
+        for i, (name, kind, size_bytes) in enumerate(list_of(row["data"]))
+    )
+    nodes = tuple(_read_node(i, node, len(data)) for i, node in enumerate(list_of(row["nodes"])))
+    phases = [n.phase for n in nodes]
+    if phases != sorted(phases, key=lambda phase: phase is Phase.BACKWARD):
+        raise ValueError("a forward operation after a backward operation")
+    outputs, held, handed = (_below(row[k], len(data)) for k in ("outputs", "held", "handed"))
+    return CDGraph(
+        data=data,
+        nodes=nodes,
+        outputs=outputs,
+        held=held,
+        handed=handed,
+        rng_state_bytes=natural(row["rng_state_bytes"]),
+        eager_order=_read_order(row, phases),
+    )
+
+
+def _read_order(row: Mapping[str, Any], phases: list[Phase]) -> tuple[int, ...]:
+    """Plans of before operations were reordered have none."""
+    order = naturals(row.get("eager_order", []))
+    if order and sorted(order) != list(range(len(phases))):
+        raise ValueError("the order of eager does not name each operation once")
+    if [phases[i] for i in order] != phases[: len(order)]:
+        raise ValueError("the order of eager has a forward operation after a backward operation")
+    return order
+
+
+def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
+    # Plans of before anything was taken over say nothing of it, and hold as they are.
+    takes = _below(row.get("takes", []), data)
+    if not set(takes).issubset(row["reads"]):
+        raise ValueError("an operation takes over what it does not read")
+    return ComputeNode(
+        index=index,
+        name=text_of(row["name"]),
+        phase=Phase(row["phase"]),
+        reads=_below(row["reads"], data),
+        writes=_below(row["writes"], data),
+        takes=takes,
+        time_ns=natural(row["time_ns"]),
+        workspace_bytes=natural(row["workspace_bytes"]),
+        random=flag(row["random"]),
+        recomputable=flag(row["recomputable"]),
+        module=text_of(row["module"]),
+        source=text_of(row["source"]),
+    )
+
+
+def _read_block(row: object, graph: CDGraph) -> BlockSummary:
+    name, digest, forward, backward = list_of(row)
+    nodes = len(graph.nodes)
+    return BlockSummary(
+        text_of(name), text_of(digest), _below(forward, nodes), _below(backward, nodes)
+    )
+
+
+def _read_schedule(row: Mapping[str, Any], graph: CDGraph) -> Schedule:
+    events = tuple(_read_event(event, graph) for event in list_of(row["events"]))
+    forward_length = natural(row["forward_length"])
+    if forward_length > len(events):
+        raise ValueError("the forward phase is longer than the schedule")
+    return Schedule(events, forward_length)
+
+
+def _read_event(event: object, graph: CDGraph) -> Event:
+    what, index = list_of(event)
+    if what == "compute":
+        return Compute(*_below([index], len(graph.nodes)))
+    if what == "free":
+        return Free(*_below([index], len(graph.data)))
+    raise ValueError(f"an event that is neither 'compute' nor 'free': {repr(what)[:40]}")
+
+
+def _below(values: object, limit: int) -> tuple[int, ...]:
+    """Indices, each less than `limit`."""
+    found = naturals(values)
+    if any(i >= limit for i in found):
+        raise ValueError(f"an index beyond the last of {limit}")
+    return found
+
+
+def _check_promises(plan: Plan) -> None:
+    """Refuse a plan whose schedule is not legal, or needs other bytes or time than it states."""
+    executed = as_eager(plan.graph)
+    try:
+        verify(plan.graph, plan.schedule)
+        verify(executed, keep_all(executed))
+    except IllegalSchedule as error:
+        raise ValueError(f"the schedule is not legal: {error}") from error
+    found = simulate(plan.graph, plan.schedule)
+    everything = simulate(executed, keep_all(executed))
+    needed = (found.peak_bytes, found.saved_bytes, found.time_ns)
+    eager = (everything.peak_bytes, everything.time_ns)
+    if needed != (plan.peak_bytes, plan.saved_bytes, plan.time_ns) or eager != (
+        plan.eager_peak_bytes,
+        plan.eager_time_ns,
+    ):
+        raise ValueError("the schedule needs other bytes or time than the plan states")
+    if plan.peak_bytes > plan.budget_bytes:
+        raise ValueError("the peak is beyond the budget")
+    certificate = plan.certificate
+    if not certificate.bound_ns <= certificate.objective_ns == plan.time_ns:
+        raise ValueError("the certificate does not belong to the schedule")
+    is_met = certificate.bound_ns == plan.time_ns
+    # Where time ended the search for the smallest budget, the plan within it may be the fastest.
+    belongs = {Status.OPTIMAL: is_met, Status.FEASIBLE: not is_met, Status.TIME_LIMIT: True}
+    if not belongs[certificate.status]:
+        raise ValueError("the certificate's status does not belong to its bound")

@@ -1,0 +1,71 @@
+"""Blocks of the chain, and the options that the ILP finds for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rockplan.values.graph import CDGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One link of the chain: a slice of the forward order and a slice of the backward order.
+
+    forward, backward: indices of nodes of the whole graph, in order.
+    input: the separator storage that the block reads (None for the first block); output: the
+    separator that it passes on. Both are indices of data of the whole graph.
+    problem: the block as a graph of its own. problem.nodes[i] stands for
+    (forward + backward)[i]. The input, pinned storages, parameters and the like are resident in
+    it; its output is in `problem.outputs` (free to drop in the backward phase); incoming
+    gradients are tangents, outgoing gradients are `held`. Nothing takes over a storage in it: what
+    the whole graph needs can only be less.
+    digest: equal for blocks whose problems are equal in everything that a solver sees.
+    incoming_gradient_bytes: all gradients that cross from the next block into this one.
+    background_bytes: storages outside the problem that are alive while this block runs forward,
+    backward, or forward again (pinned storages, gradients that cross several blocks).
+    """
+
+    index: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    input: int | None
+    output: int
+    problem: CDGraph
+    digest: str
+    incoming_gradient_bytes: int
+    background_bytes: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOption:
+    """One way to run a block: local node indices of its problem.
+
+    forward: the first execution; backward: backward nodes with re-executions between them.
+    saved_bytes: alive after the forward phase besides the output; output_bytes: the output.
+    forward_peak_bytes, backward_peak_bytes: as `simulate` finds them on the problem.
+    time_ns: forward + backward, recomputation included.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    output_bytes: int
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFamily:
+    """Pareto options of one block class.
+
+    gap_ns: no option within any (peak, save) corner is faster than the best one here by more
+    than this, as the solver proved; None if it has not proved anything for some corner.
+    solves: how many integer programs were solved. is_complete: no time limit cut the search.
+    """
+
+    options: tuple[BlockOption, ...]
+    gap_ns: int | None
+    solves: int
+    is_complete: bool = True

@@ -1,0 +1,293 @@
+"""CDGraph: computations and the storages they make (Rockmate, section 3.2).
+
+The unit of memory is the storage: views and in-place results live in the storage that they
+share, so they are members of one DataNode. The unit of execution is the ComputeNode: all calls
+that must run together because they write one storage. A graph lists forward nodes, then backward
+nodes, the former in the order in which eager PyTorch executes them.
+
+These are values: nothing here imports torch, and no pass changes a graph in place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from rockplan.values.literals import picklable
+
+
+class Phase(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class DataKind(Enum):
+    """Who owns a storage, hence who pays for it (docs/usage.md, The budget)."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    CONSTANT = "constant"
+    TANGENT = "tangent"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+    @property
+    def resident(self) -> bool:
+        """Always alive and never counted: owned by the model or by the caller."""
+        return self in _RESIDENT
+
+
+# A tuple: to find a member is faster than to hash one.
+_RESIDENT = (DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT)
+
+
+@dataclass(frozen=True, slots=True)
+class DataNode:
+    """One storage.
+
+    kind: ACTIVATION is made by a forward node, GRADIENT by a backward node; a TANGENT comes alive
+    when the backward phase starts; the other kinds are resident.
+    """
+
+    index: int
+    name: str
+    kind: DataKind
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Static description of a tensor: shape and strides in elements, dtype and device by name.
+
+    is_conj, is_neg: what is stored is the conjugate, or the negative, of what it stands for, and
+    kernels copy it.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    device: str
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """Reference to `CDGraph.values[index]` inside the arguments of a call."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call: `op` as 'aten.addmm.default'.
+
+    args and kwargs hold literals, ValueRefs and (nested) tuples and lists of them; results are
+    indices of values, None for a result that nobody names.
+    """
+
+    op: str
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
+    results: tuple[int | None, ...]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Call, (self.op, picklable(self.args), picklable(self.kwargs), self.results)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the captured program: a member of the storage `data`.
+
+    view: the call that derives it from another member of the same storage; None for a value
+    that a ComputeNode (or the caller) provides. Views are derived again wherever they are read;
+    they cost no memory.
+    """
+
+    index: int
+    data: int
+    name: str
+    spec: TensorSpec
+    view: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeNode:
+    """Calls that execute as one unit.
+
+    reads, writes: indices of DataNodes, ascending; `writes` are the storages that it allocates.
+    calls: the first execution. recalls: a re-execution (without side effects such as running
+    statistics); equal to `calls` for most nodes.
+    recomputable: False if it may execute only once (its effect or its inputs cannot be had
+    again); then whatever it writes is kept until its last use.
+    random: draws from a generator; a re-execution replays the generator's state.
+    takes: of `reads`, those in whose storage the only result may be written where they die at this
+    node, best first; taking: the call that does so, for each of `takes`.
+    time_ns, workspace_bytes: from the Profile; workspace is the peak of temporaries inside the
+    node, beyond its inputs and `writes`.
+    module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
+    """
+
+    index: int
+    name: str
+    phase: Phase
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    time_ns: int = 0
+    workspace_bytes: int = 0
+    random: bool = False
+    recomputable: bool = True
+    calls: tuple[Call, ...] = ()
+    recalls: tuple[Call, ...] = ()
+    takes: tuple[int, ...] = ()
+    taking: tuple[Call, ...] = ()
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CDGraph:
+    """Forward and backward of one module, or of one block of it.
+
+    data[i].index == i, nodes[i].index == i; forward nodes precede backward nodes.
+    outputs: non-resident data that must be alive when the forward phase ends.
+    held: data that, once made, stay alive to the end (what the caller holds: the module's
+    outputs; for a block also the gradients that it passes on).
+    handed: GRADIENT data that are handed to autograd when they are freed (parameters' gradients).
+    rng_state_bytes: bytes of one saved generator state, alive from the first to the last
+    execution of a random node that executes more than once.
+    dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
+    backward phase: whatever needs them later makes them again.
+    eager_order: all nodes in the order in which eager executes them; empty if it is theirs.
+    """
+
+    data: tuple[DataNode, ...]
+    nodes: tuple[ComputeNode, ...]
+    outputs: tuple[int, ...]
+    held: tuple[int, ...] = ()
+    handed: tuple[int, ...] = ()
+    rng_state_bytes: int = 0
+    values: tuple[Value, ...] = ()
+    dropped: tuple[int, ...] = ()
+    eager_order: tuple[int, ...] = ()
+
+    @property
+    def forward(self) -> tuple[ComputeNode, ...]:
+        return self.nodes[: self._forward_length]
+
+    @property
+    def backward(self) -> tuple[ComputeNode, ...]:
+        return self.nodes[self._forward_length :]
+
+    @property
+    def _forward_length(self) -> int:
+        return bisect_left(self.nodes, True, key=lambda n: n.phase is Phase.BACKWARD)
+
+    @property
+    def time_ns(self) -> int:
+        """Time of one execution of every node: the iteration without recomputation."""
+        return sum(n.time_ns for n in self.nodes)
+
+
+def as_eager(graph: CDGraph) -> CDGraph:
+    """`graph` as eager executes it: in its order, every result in a storage of its own."""
+    return without_takes(in_eager_order(graph))
+
+
+def in_eager_order(graph: CDGraph) -> CDGraph:
+    """`graph` as it was before `graph_builder.reorder`; forward nodes keep their indices."""
+    nodes = [graph.nodes[i] for i in graph.eager_order] or graph.nodes
+    placed = tuple(replace(n, index=i) for i, n in enumerate(nodes))
+    return replace(graph, nodes=placed, eager_order=())
+
+
+def without_takes(graph: CDGraph) -> CDGraph:
+    """`graph` where every result has a storage of its own."""
+    return replace(graph, nodes=tuple(with_takes(n, ()) for n in graph.nodes))
+
+
+def with_takes(node: ComputeNode, allowed: Collection[int]) -> ComputeNode:
+    """`node`, which takes nothing but storages of `allowed`."""
+    if all(d in allowed for d in node.takes):
+        return node
+    # An outline has `takes` only.
+    calls = [c for d, c in zip(node.takes, node.taking, strict=False) if d in allowed]
+    takes = tuple(d for d in node.takes if d in allowed)
+    return replace(node, takes=takes, taking=tuple(calls))
+
+
+_CALLER_GRADIENTS = 4
+
+
+def caller_bytes(graph: CDGraph) -> int:
+    """What the caller's loss needs where the backward phase starts, beyond the outputs: the
+    gradients that come in, and three times as much from which they are computed.
+
+    As measured, a mean of squares needs 4 times their bytes, cross entropy, `mse_loss` and
+    `binary_cross_entropy_with_logits` 3, a sum of products 2, a sum 1.
+    """
+    tangents = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
+    return _CALLER_GRADIENTS * sum(tangents)
+
+
+def may_run_again(graph: CDGraph) -> frozenset[int]:
+    """Nodes that a schedule may execute more than once: autograd would get a gradient twice."""
+    handed = frozenset(graph.handed)
+    return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
+
+
+def added_to(graph: CDGraph) -> frozenset[int]:
+    """Gradients to which autograd may add others, in the order of the nodes that read them: those
+    that it is handed, and those of inputs, which are alive to the end."""
+    held = (d for d in graph.held if graph.data[d].kind is DataKind.GRADIENT)
+    return frozenset((*graph.handed, *held))
+
+
+def movable(graph: CDGraph) -> frozenset[int]:
+    """Backward nodes that may run for the first time sooner or later than by their index, wherever
+    what they read is made before, and what reads them comes after.
+
+    Others draw numbers, act on something outside, make what the caller holds, or what autograd adds
+    to a gradient: all of that in order.
+    """
+    in_order = added_to(graph)
+    held = frozenset(graph.held)
+    return frozenset(
+        n.index
+        for n in graph.backward
+        if n.recomputable
+        and not n.random
+        and n.calls == n.recalls
+        and in_order.isdisjoint(n.reads)
+        and held.isdisjoint(n.writes)
+    )
+
+
+def producers(graph: CDGraph) -> dict[int, int]:
+    """data index -> index of the node that writes it; resident data and tangents have none."""
+    return {d: n.index for n in graph.nodes for d in n.writes}
+
+
+def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
+    """data index -> indices of the nodes that read it, ascending; every data has an entry."""
+    found: dict[int, list[int]] = {d.index: [] for d in graph.data}
+    for node in graph.nodes:
+        for d in node.reads:
+            found[d].append(node.index)
+    return {d: tuple(nodes) for d, nodes in found.items()}
+
+
+def value_refs(arguments: object) -> Iterator[ValueRef]:
+    """Every ValueRef in nested arguments of a call, in order."""
+    if isinstance(arguments, dict):
+        arguments = tuple(arguments.values())
+    for item in arguments if isinstance(arguments, tuple | list) else (arguments,):
+        if isinstance(item, ValueRef):
+            yield item
+        # Most items are literals: no generator for each of them.
+        elif isinstance(item, tuple | list | dict):
+            yield from value_refs(item)

@@ -1,0 +1,167 @@
+"""Interface: how the values of a captured graph meet the module and its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rockplan.values.graph import Call
+
+Incoming = Mapping[int, tuple[int, ...] | None]
+"""Leaf of the result that backward starts from -> strides of its incoming gradient, None: those
+of the leaf."""
+
+
+# Where recurrent layers list their weights, computed ones among them.
+_OF_RECURRENT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+
+
+def computed_attributes(module: Any) -> frozenset[str]:
+    """Attributes of an nn.Module that PyTorch's weight_norm, spectral_norm and pruning compute anew
+    in a hook before each forward; what a forward leaves there is read by nobody."""
+    hooks = module._forward_pre_hooks.values()
+    ours = [vars(h) for h in hooks if type(h).__module__.startswith("torch.nn.utils.")]
+    found = (attributes.get(name) for attributes in ours for name in ("name", "_tensor_name"))
+    names = frozenset(name for name in found if isinstance(name, str))
+    return names.union(_OF_RECURRENT_WEIGHTS) if names else names
+
+
+_TRACKERS = ("torch.", "rockplan.")
+
+
+def is_foreign(tracker: Any) -> bool:
+    """Is a hook or a mode of others than PyTorch and us? Those follow what runs, and change
+    nothing."""
+    return not str(tracker.__module__).startswith(_TRACKERS)
+
+
+def foreign_hooks(*registries: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Hooks on all modules of the process, without those by which PyTorch and we follow which
+    module runs."""
+    return tuple(
+        filter(is_foreign, (hook for registry in registries for hook in registry.values()))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLeaf:
+    """One leaf of the module's result: a tensor (`value`) or a literal.
+
+    first: position of the first leaf that is the same tensor, which is one tensor outside, too; its
+    own if none before it is. made_from: positions of the other leaves that it is computed from: a
+    part of their gradients comes from its own. tangent: value of its incoming gradient, None if it
+    is not differentiated, or not the first. requires_grad: as in eager execution.
+    """
+
+    value: int | None
+    literal: object
+    first: int
+    made_from: tuple[int, ...]
+    tangent: int | None
+    requires_grad: bool
+
+
+class _Absent:
+    """The answer where a tensor has no such attribute; one object, also after pickling."""
+
+    def __reduce__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = _Absent()
+
+
+METHODS = ("is_shared", "is_pinned")
+"""Questions that are asked by calling a method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the forward has asked a tensor of the caller about itself: an attribute, which every
+    later call must find again.
+
+    role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: as
+    `contents.described` has it, `ABSENT` where it has no such attribute.
+    """
+
+    role: str
+    key: str | int
+    attribute: str
+    answer: object
+
+
+Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
+"""How to come to an element of a holder of Python's: ('module', path of a submodule), ('file',
+name of an imported one) or ('class', the class), then attributes and items: ('attribute', name) or
+('item', key or position); ('all', None) for all elements of a list, a queue or a set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What each call leaves at an address, outside of tensors or in a table of constants; `ABSENT`
+    where it leaves nothing. before: what was there when the call was captured; is_overwritten: the
+    forward leaves it whatever was there, and reads nothing of that."""
+
+    address: Address
+    value: object
+    before: object
+    is_overwritten: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that Python read during capture: `calls` compute the arguments of `read` from
+    integer inputs and constants, and every later call of the planned module must find `expected`
+    again.
+
+    Value references are in the numbering of the recorded run; inputs: (value, leaf position),
+    constants: (value, position among the constants).
+    """
+
+    calls: tuple[Call, ...]
+    read: Call
+    expected: object
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, int], ...]
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Values of the graph by their role.
+
+    parameters, buffers: (dotted name, value); inputs: (leaf position of (args, kwargs), value);
+    constants: values, in the order of the tensors kept beside; outputs: leaves of the result;
+    gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
+    contributions, in order, as it does for a tensor that is used several times; none: the result
+    does not depend on it. copies: (value of a buffer, value that holds two copies of what it was),
+    see `graph_builder.copies`. mutated: residents whose memory the run changes.
+    backward_ignores_autocast: the backward pass is the same under autocast as without.
+    """
+
+    parameters: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[int, ...]
+    outputs: tuple[OutputLeaf, ...]
+    gradients: tuple[tuple[int, tuple[int, ...]], ...]
+    copies: tuple[tuple[int, int], ...]
+    mutated: tuple[int, ...]
+    guards: tuple[Guard, ...]
+    questions: tuple[Question, ...]
+    assignments: tuple[Assignment, ...]
+    backward_ignores_autocast: bool
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Positions of the leaves that are tensors, one for each tensor."""
+        leaves = enumerate(self.outputs)
+        return tuple(i for i, leaf in leaves if leaf.value is not None and leaf.first == i)
+
+    @property
+    def residents(self) -> tuple[int, ...]:
+        """Values handed to the generated code, in this order."""
+        named = [v for _, v in (*self.parameters, *self.buffers)]
+        return (*named, *(v for _, v in self.inputs), *self.constants)

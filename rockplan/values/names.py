@@ -1,0 +1,53 @@
+"""Names of operations and storages that a person can read, write down and find again.
+
+takes: a CDGraph. returns: one name for each operation, or for each storage. guarantees: names are
+unique in their graph, and depend on nothing but the module that an operation belongs to, its
+operator, its phase, and how many of the same came before it there. So a name outlives changes of
+shapes, budgets and profiles, changes elsewhere in the model, and the way through a plan file.
+
+    layers.0.attn/softmax        the operation, and the storage that it makes
+    layers.0.attn/softmax#1      the second one in that module
+    layers.0.norm/layer_norm:2   the third of several storages of one operation
+    layers.0.attn/backward/mm    an operation of the backward phase
+    (root)/add                   an operation outside submodules
+    layers.0.attn.weight         what no operation makes: parameters, buffers, inputs, tangents
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from rockplan.values.graph import CDGraph, ComputeNode, Phase
+
+ROOT = "(root)"
+
+
+def operation_names(graph: CDGraph) -> tuple[str, ...]:
+    """The name of each of `graph.nodes`."""
+    seen: Counter[str] = Counter()
+    names = []
+    for node in graph.nodes:
+        stem = _stem(node)
+        names.append(f"{stem}#{seen[stem]}" if seen[stem] else stem)
+        seen[stem] += 1
+    return tuple(names)
+
+
+def activation_names(graph: CDGraph) -> tuple[str, ...]:
+    """The name of each of `graph.data`."""
+    names = [d.name for d in graph.data]
+    for node, name in zip(graph.nodes, operation_names(graph), strict=True):
+        for position, made in enumerate(node.writes):
+            names[made] = name if len(node.writes) == 1 else f"{name}:{position}"
+    return tuple(names)
+
+
+def operator_of(node: ComputeNode) -> str:
+    """'addmm' for the node 'addmm_12'."""
+    return re.sub(r"_\d+$", "", node.name)
+
+
+def _stem(node: ComputeNode) -> str:
+    phase = "backward/" if node.phase is Phase.BACKWARD else ""
+    return f"{node.module or ROOT}/{phase}{operator_of(node)}"

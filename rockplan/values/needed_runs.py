@@ -1,0 +1,65 @@
+"""Which re-executions does a computation order need?
+
+takes: a CDGraph and an order of computations. returns: the order without the re-executions
+whose results nobody reads. guarantees: first executions stay, so a legal order stays legal; no
+storage lives longer, so the peak does not rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rockplan.values.graph import CDGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Node indices in order of execution; `backward` also holds forward nodes that run again."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def drop_dead(
+    graph: CDGraph,
+    order: Order,
+    *,
+    executed: Collection[int] = (),
+    kept: Collection[int] = (),
+) -> Order:
+    """`order` without dead re-executions.
+
+    A re-execution is dead if the node may run only once (what it made is still there), or if
+    every storage that it writes is `kept`, or computed again before it is read.
+    executed: nodes that ran before the order starts. kept: data that stay alive once made.
+    """
+    lasting = {*kept, *graph.held}
+    seen = set(executed)
+    again = [[_visit(seen, n) for n in part] for part in (order.forward, order.backward)]
+    used_next: set[int] = set()
+
+    def scan(part: Sequence[int], is_again: Sequence[bool]) -> tuple[int, ...]:
+        needed: list[int] = []
+        for index, repeated in zip(reversed(part), reversed(is_again), strict=True):
+            node = graph.nodes[index]
+            if repeated and not (
+                node.recomputable and any(d in used_next and d not in lasting for d in node.writes)
+            ):
+                continue
+            needed.append(index)
+            used_next.difference_update(node.writes)
+            used_next.update(node.reads)
+        return tuple(reversed(needed))
+
+    backward = scan(order.backward, again[1])
+    used_next.update(graph.outputs)
+    return Order(scan(order.forward, again[0]), backward)
+
+
+def _visit(seen: set[int], node: int) -> bool:
+    """Whether `node` was seen before; it has been now."""
+    if node in seen:
+        return True
+    seen.add(node)
+    return False

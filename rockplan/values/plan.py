@@ -1,0 +1,202 @@
+"""Plan: the schedule of a whole module with what it promises and why to believe it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from rockplan.errors import InvalidInput
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.names import operator_of
+from rockplan.values.schedule import Compute, Schedule
+
+
+class Status(Enum):
+    """OPTIMAL: the bound is met; FEASIBLE: legal, gap as stated; TIME_LIMIT: the search was cut
+    short, best plan so far, or that for the smallest budget was: then the bound may be met."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    TIME_LIMIT = "time limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """objective_ns: predicted time of the plan; bound_ns: no schedule of this graph under this
+    profile and budget is faster that executes every node for the first time in the order in which
+    the plan does (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss its room
+    (`caller_bytes`);
+    gap: (objective - bound) / objective."""
+
+    status: Status
+    objective_ns: int
+    bound_ns: int
+
+    @property
+    def gap(self) -> float:
+        return (self.objective_ns - self.bound_ns) / max(self.objective_ns, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSummary:
+    """One block of the chain for display: its name, class digest and number of operations."""
+
+    name: str
+    digest: str
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A schedule for `graph` under `budget_bytes`.
+
+    Bytes follow the convention of the ruler: alive during forward and backward beyond
+    parameters, buffers, the caller's inputs and the parameters' `.grad`.
+    eager_peak_bytes, eager_time_ns: predicted for executing every node once and freeing each
+    storage after its last use, every result in a storage of its own; local variables of the
+    original's forward may hold more.
+    torch_version: under which the graph was captured and planned.
+    checked: what a comparison of two steps with eager execution found, '' if there was none.
+    origin: where a plan that was read from a file was made, '' for one that was made here.
+    """
+
+    graph: CDGraph
+    schedule: Schedule
+    blocks: tuple[BlockSummary, ...]
+    budget_bytes: int
+    peak_bytes: int
+    saved_bytes: int
+    time_ns: int
+    eager_peak_bytes: int
+    eager_time_ns: int
+    certificate: Certificate
+    graph_digest: str
+    profile_digest: str
+    profile_source: str
+    torch_version: str
+    checked: str = ""
+    origin: str = ""
+
+    @property
+    def overhead(self) -> float:
+        """Predicted extra time over one execution of every node: 0.05 is 5 %."""
+        return self.time_ns / max(self.eager_time_ns, 1) - 1.0
+
+    def __str__(self) -> str:
+        return "\n".join(_summary_lines(self) + _block_lines(self))
+
+
+def format_bytes(size_bytes: int) -> str:
+    """'1.5 MiB' for 1572864."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def plan_in(planned: object) -> Plan:
+    """`planned`, a Plan, or that of a planned module. Raises InvalidInput."""
+    if isinstance(planned, Plan):
+        return planned
+    # A planned module's state, because the model may have something else of this name.
+    found = getattr(getattr(planned, "_rockplan", None), "plan", None)
+    if isinstance(found, Plan):
+        return found
+    raise InvalidInput(
+        f"a {type(planned).__name__} has no plan; pass what rockplan.solve, rockplan.load or "
+        "rockplan.plan returned"
+    )
+
+
+def kept_data(plan: Plan) -> frozenset[int]:
+    """Storages that are alive between the forward and the backward phase."""
+    alive: set[int] = set()
+    for event in plan.schedule.events[: plan.schedule.forward_length]:
+        if isinstance(event, Compute):
+            alive.update(plan.graph.nodes[event.node].writes)
+        else:
+            alive.discard(event.data)
+    return frozenset(alive)
+
+
+def recomputations(plan: Plan) -> dict[int, int]:
+    """node -> how often it runs again, for the nodes that do."""
+    executions = Counter(plan.schedule.computes)
+    return {node: count - 1 for node, count in sorted(executions.items()) if count > 1}
+
+
+def _summary_lines(plan: Plan) -> list[str]:
+    certificate = plan.certificate
+    share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
+    again = recomputations(plan)
+    return [
+        f"budget          {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes)",
+        f"predicted peak  {format_bytes(plan.peak_bytes)} ({share:.0%} of "
+        f"{format_bytes(plan.eager_peak_bytes)} with everything kept)",
+        f"saved           {format_bytes(plan.saved_bytes)} between forward and backward",
+        f"overhead        {plan.overhead:+.1%} predicted time "
+        f"({len(again)} of {len(plan.graph.forward)} forward operations run again)",
+        f"gap             {certificate.gap:.1%} above the proven bound at most "
+        f"({certificate.status.value})",
+        f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
+        f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
+        f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
+        *([f"origin          {plan.origin}"] if plan.origin else []),
+        *_held_lines(plan),
+        f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",
+        "bytes count what is alive beyond parameters, buffers, inputs and .grad",
+    ]
+
+
+_WORTH = 0.05
+"""Share of the peak from which on results that the caller holds are shown."""
+
+
+def _held_lines(plan: Plan) -> list[str]:
+    """What the caller is taken to hold beside a loss, which is all that backward starts from."""
+    graph = plan.graph
+    kinds = [(graph.data[v.data].kind, v) for v in graph.values]
+    starts = [v for kind, v in kinds if kind is DataKind.TANGENT]
+    if not starts or any(v.spec.shape for v in starts):
+        return []
+    held = (graph.data[d] for d in graph.held)
+    size_bytes = sum(d.size_bytes for d in held if d.kind is DataKind.ACTIVATION)
+    if size_bytes < _WORTH * plan.peak_bytes:
+        return []
+    return [
+        f"results         {format_bytes(size_bytes)} held by the caller until backward is over "
+        "(Options(released=...) where the loss is all that a step keeps)"
+    ]
+
+
+def _block_lines(plan: Plan) -> list[str]:
+    """One line for each block; neighbours that differ only in layer numbers are one line."""
+    kept = kept_data(plan)
+    again = recomputations(plan)
+    rows: dict[tuple[str, str, str], int] = {}
+    for block in plan.blocks:
+        own = [plan.graph.nodes[n] for n in block.forward]
+        kept_here = [(n, d) for n in own for d in n.writes if d in kept]
+        size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
+        names = Counter(operator_of(n) for n, _ in kept_here)
+        repeated = Counter(operator_of(n) for n in own for _ in range(again.get(n.index, 0)))
+        row = (
+            re.sub(r"\d+", "*", block.name) or "(root)",
+            f"{format_bytes(size)}: {_listing(names)}" if kept_here else "nothing",
+            _listing(repeated) or "nothing",
+        )
+        rows[row] = rows.get(row, 0) + 1
+    lines = []
+    for (name, keeps, repeats), count in rows.items():
+        lines += ["", f"{name}" + (f"  x{count}" if count > 1 else "")]
+        lines += [f"    keeps       {keeps}", f"    recomputes  {repeats}"]
+    return lines
+
+
+def _listing(names: Counter[str]) -> str:
+    return ", ".join(f"{n} x{c}" if c > 1 else n for n, c in names.items())

@@ -1,0 +1,61 @@
+"""Released: which leaves of a result a plan counts as held by the caller, who may let them go.
+
+takes: graph and interface of a call. returns: what `Options(released=...)` would name, with its
+bytes, and the advice in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rockplan.values.graph import CDGraph
+from rockplan.values.interface import Interface
+from rockplan.values.plan import format_bytes
+
+WORTH = 0.05
+"""Share of a budget: what is less is not advised of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Releasable:
+    """positions: of leaves of the result, beside a loss that is all that backward starts from;
+    size_bytes: of what they alone hold."""
+
+    positions: tuple[int, ...]
+    size_bytes: int
+
+    def advice(self, used: tuple[int, ...]) -> str:
+        """used: what the options release already."""
+        one = len(self.positions) == 1
+        names = f"leaf {self.positions[0]}" if one else f"leaves {self._listed}"
+        released = tuple(sorted({*self.positions, *used}))
+        return (
+            f"{names} of the result ({format_bytes(self.size_bytes)}; logits, for instance) "
+            f"{'counts' if one else 'count'} as held by the caller until backward is over. Where "
+            f"the loss is all that a step keeps (as in trainers), Options(released={released}) "
+            "leaves that memory to the plan"
+        )
+
+    @property
+    def _listed(self) -> str:
+        return ", ".join(map(str, self.positions))
+
+
+def releasable(
+    graph: CDGraph, interface: Interface, released: tuple[int, ...]
+) -> Releasable | None:
+    """None where backward starts from more than losses, or where nothing else is held."""
+    values, leaves = graph.values, interface.outputs
+    starts = [leaf for leaf in leaves if leaf.tangent is not None]
+    if any(values[leaf.value].spec.shape for leaf in starts if leaf.value is not None):
+        return None
+    needed = {values[leaf.value].data for leaf in starts if leaf.value is not None}
+    held: dict[int, int] = {}
+    for position, leaf in enumerate(leaves):
+        if leaf.value is None or leaf.tangent is not None or position in released:
+            continue
+        data = graph.data[values[leaf.value].data]
+        if not data.kind.resident and data.index not in needed and data.index in graph.held:
+            held[position] = data.index
+    size_bytes = sum(graph.data[d].size_bytes for d in set(held.values()))
+    return Releasable(tuple(held), size_bytes) if held else None

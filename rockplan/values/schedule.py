@@ -1,0 +1,281 @@
+"""Schedule: what is executed and freed, in order.
+
+A schedule is determined by the order of its computations: a storage is alive exactly when the
+next event that concerns it is a use. `with_frees` writes the frees out from that rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Execute `graph.nodes[node]`; a second one for the same node is a recomputation."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the storage `data`; for a gradient in `graph.handed`: hand it to autograd."""
+
+    data: int
+
+
+Event = Compute | Free
+
+# Schedules by the thousand are made of the same events.
+_compute = functools.cache(Compute)
+_free = functools.cache(Free)
+
+
+Waits = tuple[tuple[tuple[int, ...], int], ...]
+"""Contributions to the gradient of a parameter, in order, and that parameter: indices of data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """events[:forward_length] run in the forward phase, the rest in the backward phase."""
+
+    events: tuple[Event, ...]
+    forward_length: int
+
+    @property
+    def computes(self) -> tuple[int, ...]:
+        return tuple(e.node for e in self.events if isinstance(e, Compute))
+
+    @property
+    def phases(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The computations of the forward and of the backward phase."""
+        forward = sum(isinstance(e, Compute) for e in self.events[: self.forward_length])
+        return self.computes[:forward], self.computes[forward:]
+
+
+def first_executions(schedule: Schedule) -> tuple[int, ...]:
+    """All nodes, in the order in which they run for the first time."""
+    return tuple(dict.fromkeys(schedule.computes))
+
+
+def with_numbers(schedule: Schedule, numbers: Sequence[int]) -> Schedule:
+    """`schedule` where each node has another number: that at its place in `numbers`."""
+    events = tuple(
+        replace(event, node=numbers[event.node]) if isinstance(event, Compute) else event
+        for event in schedule.events
+    )
+    return replace(schedule, events=events)
+
+
+def keep_all(graph: CDGraph) -> Schedule:
+    """Every node once, in order: what eager PyTorch does, with the earliest frees.
+
+    What makes storages of `graph.dropped` runs once more where the backward phase first needs
+    them; no legal schedule takes less time.
+    """
+    return with_frees(graph, *keep_all_order(graph))
+
+
+def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The computations of `keep_all`, by phase."""
+    producer = producers(graph)
+    missing = set(graph.dropped)
+
+    def again(reads: Sequence[int]) -> list[int]:
+        """Nodes to run so that `reads` are there; marks what they make as there."""
+        found: set[int] = set()
+        pending = [d for d in reads if d in missing]
+        while pending:
+            node = graph.nodes[producer[pending.pop()]]
+            if node.index not in found:
+                found.add(node.index)
+                missing.difference_update(node.writes)
+                pending += [d for d in node.reads if d in missing]
+        return sorted(found)
+
+    forward = tuple(n.index for n in graph.forward)
+    backward = [i for n in graph.backward for i in (*again(n.reads), n.index)]
+    return forward, tuple(backward)
+
+
+def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
+    """Schedule that executes `forward` then `backward` (node indices) and frees at once.
+
+    A storage is freed directly after the computation at which it is last used before it is
+    computed again or never used; `graph.outputs` live to the end of the forward phase,
+    `graph.held` to the end. A re-execution drops its copy of a storage that is alive.
+    """
+    freed = {d.index for d in graph.data if not d.kind.resident}.difference(graph.held)
+    used_next: set[int] = set()
+
+    def scan(order: Sequence[int]) -> list[list[int]]:
+        """For each computation, last first: the data to free directly after it."""
+        frees: list[list[int]] = []
+        for index in reversed(order):
+            node = graph.nodes[index]
+            unused = [d for d in (*node.reads, *node.writes) if d not in used_next and d in freed]
+            frees.append(sorted({*unused}) if len(unused) > 1 else unused)
+            used_next.difference_update(node.writes)
+            used_next.update(node.reads)
+        return frees[::-1]
+
+    backward_frees = scan(backward)
+    tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
+    unread = sorted((tangents | set(graph.outputs)) - used_next - set(graph.held))
+    used_next.update(graph.outputs)
+    forward_frees = scan(forward)
+
+    events: list[Event] = []
+    for index, frees in zip(forward, forward_frees, strict=True):
+        events += (_compute(index), *map(_free, frees))
+    forward_length = len(events)
+    events += map(_free, unread)
+    for index, frees in zip(backward, backward_frees, strict=True):
+        events += (_compute(index), *map(_free, frees))
+    return Schedule(tuple(events), forward_length)
+
+
+def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
+    """Position of a computation -> the data in whose storage it writes its result.
+
+    The first of the node's `takes` that is freed directly after it, before anything else runs or
+    the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
+    """
+    found: dict[int, int] = {}
+    if not any(node.takes for node in graph.nodes):
+        return found
+    alive: set[int] = set()
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Free):
+            alive.discard(event.data)
+            continue
+        node = graph.nodes[event.node]
+        if node.takes and alive.isdisjoint(node.writes):
+            dying = _freed_after(schedule, position)
+            for d in node.takes:
+                if d in dying and _is_as_large(graph, d, node):
+                    found[position] = d
+                    break
+        alive.update(node.writes)
+    return found
+
+
+def _freed_after(schedule: Schedule, position: int) -> set[int]:
+    """What is freed directly after the computation at `position`, in the same phase."""
+    events, boundary = schedule.events, schedule.forward_length
+    end = boundary if position < boundary else len(events)
+    found: set[int] = set()
+    for following in range(position + 1, end):
+        event = events[following]
+        if isinstance(event, Compute):
+            break
+        found.add(event.data)
+    return found
+
+
+def _is_as_large(graph: CDGraph, data: int, node: ComputeNode) -> bool:
+    return graph.data[data].size_bytes == sum(graph.data[d].size_bytes for d in node.writes)
+
+
+def merge_handovers(
+    graph: CDGraph, schedule: Schedule, during_bytes: Sequence[int], ends: frozenset[int]
+) -> Schedule:
+    """Hand gradients to autograd in groups, where waiting does not raise the peak.
+
+    Each hand-over costs a step of the autograd engine. A gradient waits for the next one unless
+    the bytes that wait would exceed the peak at some event; after each node of `ends` (the last
+    backward nodes of blocks) everything is handed over, so that hooks fire block by block.
+    during_bytes: of each event, as `simulate.timeline` finds them.
+    """
+    limit = max(during_bytes, default=0)
+    handed = set(graph.handed)
+    merged = list(schedule.events[: schedule.forward_length])
+    waiting: list[Event] = []
+    waiting_bytes = 0
+    backward = zip(
+        schedule.events[schedule.forward_length :],
+        during_bytes[schedule.forward_length :],
+        strict=True,
+    )
+    due = False
+    for event, event_bytes in backward:
+        if isinstance(event, Free) and event.data in handed:
+            waiting.append(event)
+            waiting_bytes += graph.data[event.data].size_bytes
+            continue
+        if isinstance(event, Compute) and (due or event_bytes + waiting_bytes > limit):
+            merged += waiting
+            waiting, waiting_bytes, due = [], 0, False
+        merged.append(event)
+        due = due or (isinstance(event, Compute) and event.node in ends)
+    return Schedule((*merged, *waiting), schedule.forward_length)
+
+
+def with_waits(graph: CDGraph, schedule: Schedule, waits: Waits) -> Schedule:
+    """`schedule`, which completes the gradients of `waits` only when nothing that follows reads
+    the parameters that they are of: a hook may change these then.
+
+    A hook runs when the last contribution is handed over, so those before it need not wait.
+    """
+    last_read: dict[int, int] = {}
+    made: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Free):
+            freed[event.data] = position
+            continue
+        node = graph.nodes[event.node]
+        last_read.update(dict.fromkeys(node.reads, position))
+        made.update(dict.fromkeys(node.writes, position))
+    until: dict[int, int] = {}
+    for contributions, parameter in waits:
+        read, complete = last_read.get(parameter, -1), made.get(contributions[-1], -1)
+        for data in set(contributions).intersection(graph.handed):
+            if complete < freed.get(data, -1) < read:
+                until[data] = max(read, until.get(data, read))
+    handed: dict[int, list[Event]] = defaultdict(list)
+    for data, position in sorted(until.items()):
+        handed[position].append(Free(data))
+    events: list[Event] = []
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Compute) or event.data not in until:
+            events.append(event)
+        events += handed[position]
+    return Schedule(tuple(events), schedule.forward_length)
+
+
+def without_idle(
+    graph: CDGraph, forward: Sequence[int], backward: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both orders without re-executions of which nothing is read before it is made again; without
+    these a schedule needs no more of anything."""
+    order = (*forward, *backward)
+    kept = needed(graph, forward, backward)
+    n_forward = bisect_left(kept, len(forward))
+    return tuple(order[p] for p in kept[:n_forward]), tuple(order[p] for p in kept[n_forward:])
+
+
+def needed(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
+    """Positions, in `forward` followed by `backward`, of what `without_idle` keeps."""
+    order = (*forward, *backward)
+    executed: set[int] = set()
+    is_first: list[bool] = []
+    for i in order:
+        is_first.append(i not in executed)
+        executed.add(i)
+    used_next: set[int] = set()
+    kept: list[int] = []
+    for position in reversed(range(len(order))):
+        if position == len(forward) - 1:
+            used_next.update(graph.outputs)
+        node = graph.nodes[order[position]]
+        if is_first[position] or not used_next.isdisjoint(node.writes):
+            kept.append(position)
+            used_next.difference_update(node.writes)
+            used_next.update(node.reads)
+    return kept[::-1]
