@@ -46,6 +46,7 @@ from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search import planning
+from rockplan.search import problem as problems
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph, without_takes
 from rockplan.values.schedule import Schedule, keep_all
@@ -95,7 +96,7 @@ class Problem:
     """One model, captured and priced."""
 
     name: str
-    prepared: planning.Problem
+    prepared: problems.Problem
 
     @property
     def graph(self) -> CDGraph:
@@ -114,7 +115,7 @@ class Problem:
         return simulate(self.graph, keep_all(self.graph)).peak_bytes
 
 
-def with_own_storages(made: planning.Problem) -> planning.Problem:
+def with_own_storages(made: problems.Problem) -> problems.Problem:
     """Published algorithms and the exact program give every result a storage of its own."""
     return replace(
         made, graph=without_takes(made.graph), constrained=without_takes(made.constrained)

@@ -37,6 +37,7 @@ from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_byt
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
+from rockplan.search.problem import Problem
 from rockplan.values.schedule import first_executions, keep_all
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,7 +100,7 @@ class Row:
 Found = dict[tuple[str, str, int], Least | Row]
 
 
-def least(name: str, made: planning.Problem, minimum_bytes: int, seconds: float) -> Least:
+def least(name: str, made: Problem, minimum_bytes: int, seconds: float) -> Least:
     start = time.process_time()
     pebbled_bytes = pebbled_peak_bytes(made.graph, minimum_bytes)
     bound_bytes = max(pebbled_bytes, peak_lower_bound_bytes(made.graph, time_limit_s=60))
@@ -118,7 +119,7 @@ def least(name: str, made: planning.Problem, minimum_bytes: int, seconds: float)
 
 def row(
     name: str,
-    made: planning.Problem,
+    made: Problem,
     index: int,
     size: Least,
     options: Options,
@@ -166,7 +167,7 @@ def row(
     )
 
 
-def smallest_budget(made: planning.Problem, options: Options) -> int:
+def smallest_budget(made: Problem, options: Options) -> int:
     """What InfeasibleBudget says of a budget of one byte."""
     try:
         planning.plan_anew(made, Budget(size_bytes=1), options)

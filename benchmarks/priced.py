@@ -13,7 +13,7 @@ from rockplan.graph_builder.costs.price import roofline
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
-from rockplan.search import planning
+from rockplan.search.problem import Problem, problem_of
 
 BYTES_PER_S, FLOPS_PER_S = 100e9, 2e12
 
@@ -35,15 +35,15 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def prepared(name: str, options: Options) -> planning.Problem:
+def prepared(name: str, options: Options) -> Problem:
     """As `rockplan.plan` prepares it, with roofline prices."""
     torch.manual_seed(0)
     return prepared_case(CASES[name](), options)
 
 
-def prepared_case(case: Case, options: Options) -> planning.Problem:
+def prepared_case(case: Case, options: Options) -> Problem:
     """The same for any case."""
     captured = capture(case.model, case.args, case.kwargs)
     lowered = lower(captured, rng_replay.state_bytes(torch.device("cpu")))
     profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
-    return planning.problem_of(lowered.graph, profile, options)
+    return problem_of(lowered.graph, profile, options)

@@ -7,9 +7,9 @@ takes: rows of benchmarks/results/gap.jsonl. returns: the same with larger bound
 proven. guarantees: no schedule that executes every node for the first time in the order of the
 plan, within the budget, takes less time than the bound.
 
-The search is that of `rockplan.search.needs`, backwards over what is needed, compiled: `proof.cpp`,
-which needs a C++ compiler (`c++`, or $CXX). Two things make it reach graphs of 150 operations. It
-searches a relaxation: storages below SMALL of the budget take no room, and an operation that
+The search is that of `benchmarks.exact_search`, backwards over what is needed, compiled:
+`proof.cpp`, which needs a C++ compiler (`c++`, or $CXX). Two things make it reach graphs of 150
+operations. It searches a relaxation: storages below SMALL of the budget take no room, and what
 writes over its only operand, which nothing else reads, runs again only together with what made
 that operand (`_parts_of` says why no schedule is lost). Second, bounds grow from below: what must
 be spent before each first execution is proven one level after the other, alone and with one more
@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.exact_search import Mask, Step, View, bits, certain
 from benchmarks.gap import Row, add, read, write
 from benchmarks.priced import prepared
 from benchmarks.timing import where
@@ -46,8 +47,6 @@ from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.backward_order import renumbered
 from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.options import Options
-from rockplan.search.needs import certain
-from rockplan.search.windows import Mask, Step, View, bits
 from rockplan.values.graph import CDGraph
 
 SMALL = 0.005

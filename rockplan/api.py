@@ -35,6 +35,8 @@ from rockplan.oracles.verify import verify
 from rockplan.python_state import key_value_cache
 from rockplan.search import planning
 from rockplan.search.adapt import adapted
+from rockplan.search.budget_curve import curve_of
+from rockplan.search.problem import Problem, measured
 from rockplan.store.plan_file import fit, outline, read_plans
 from rockplan.values.curve import Curve
 from rockplan.values.garbage_collection import paused_collection
@@ -123,11 +125,11 @@ def plan_each(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = [in_bytes(budget, model) for budget in parsed]
     problem = _prepared(model, args, kwargs, options)
-    common = planning.common_of(problem, options)
+    least = planning.least_peak_of(problem, options)
     found: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
-            found.append(planning.plan_within(problem, budget, options, common))
+            found.append(planning.plan_within(problem, budget, options, least))
         except InfeasibleBudget as error:
             found.append(error)
     return tuple(found)
@@ -149,7 +151,7 @@ def pareto(
     encoder, 37 to 64 s for the MLP of the examples, on one core.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    return planning.curve_of(_prepared(model, args, kwargs, options), options)
+    return curve_of(_prepared(model, args, kwargs, options), options)
 
 
 def load(
@@ -324,14 +326,14 @@ def _captured(
 
 def _prepared(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> planning.Problem:
+) -> Problem:
     with outside_of_initialization():
         return _problem(_captured(module, args, kwargs, options), options)
 
 
-def _problem(source: _Captured, options: Options) -> planning.Problem:
+def _problem(source: _Captured, options: Options) -> Problem:
     with planned_modules.PLANNING:
-        return planning.measured(source.lowered, options, source.waits)
+        return measured(source.lowered, options, source.waits)
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
@@ -388,22 +390,20 @@ def _shown() -> AbstractContextManager[object]:
     return waiting()
 
 
-def _planned(
-    problem: planning.Problem, budget: Budget, options: Options, is_backward: bool = False
-) -> Plan:
+def _planned(problem: Problem, budget: Budget, options: Options, is_backward: bool = False) -> Plan:
     """The plan within the budget, or what the options say where there is none.
 
     is_backward: of a call whose forward has run: the original is no choice any more."""
     if options.on_infeasible == "error":
         return planning.plan_within(problem, budget, options)
-    common = planning.common_of(problem, options)
+    least = planning.least_peak_of(problem, options)
     try:
-        return planning.plan_within(problem, budget, options, common)
+        return planning.plan_within(problem, budget, options, least)
     except InfeasibleBudget as found:
         if options.on_infeasible == "original" and not is_backward:
             raise
         error = found
-    made = planning.plan_within(problem, Budget(is_minimum=True), options, common)
+    made = planning.plan_within(problem, Budget(is_minimum=True), options, least)
     excess_bytes = made.peak_bytes - error.budget_bytes
     if excess_bytes > 0:
         warnings.warn(

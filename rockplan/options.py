@@ -44,11 +44,13 @@ class Options:
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long integer programs may raise the lower bound that the certificate
-    states, within time_limit_s, beside the search; not where the relaxation is enough.
+    states, within time_limit_s, after the search; not where the relaxation is enough.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
     `rockplan.oracles.constraints`).
+    without: names of stages of the search that do not run (`rockplan.search.pipeline`), for
+    experiments: what each is worth is in benchmarks/results/ablation.md.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -56,11 +58,12 @@ class Options:
     time_limit_s: float = 30.0
     check: bool = False
     cache: bool = True
-    bound_time_limit_s: float = 5.0
+    bound_time_limit_s: float = 1.0
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
     released: tuple[int, ...] = ()
     on_infeasible: Literal["error", "smallest", "original"] = "error"
+    without: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -73,10 +76,11 @@ class Options:
             positions = _positions("differentiated", self.differentiated)
             object.__setattr__(self, "differentiated", positions)
         object.__setattr__(self, "released", _positions("released", self.released))
-        for name in ("keep", "recompute"):
+        for name in ("keep", "recompute", "without"):
             patterns = getattr(self, name)
             if not _is_sequence(patterns) or not all(isinstance(p, str) for p in patterns):
-                raise InvalidInput(f"{name} is {patterns!r}; pass a sequence of patterns")
+                what = "names of stages" if name == "without" else "patterns"
+                raise InvalidInput(f"{name} is {patterns!r}; pass a sequence of {what}")
             object.__setattr__(self, name, tuple(patterns))
         if self.on_mismatch not in ("replan", "original", "error"):
             raise InvalidInput(

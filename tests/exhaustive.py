@@ -14,10 +14,10 @@ from functools import cached_property
 from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
-from rockplan.ilp.blocks.decode import Orders
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, readers
+from rockplan.values.order import Orders
 from rockplan.values.schedule import with_frees, without_idle
 
 

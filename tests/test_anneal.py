@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from rockplan.search.local.prune import pruned
 
 from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
 from rockplan.oracles.simulate import simulate
@@ -14,7 +15,6 @@ from rockplan.oracles.verify import verify
 from rockplan.search.local import exchange
 from rockplan.search.local.exchange import annealed, annealed_again, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
-from rockplan.search.local.prune import pruned
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import stage_schedules

@@ -19,7 +19,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase, producers
-from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.order import Orders, drop_dead
 from rockplan.values.schedule import Compute, keep_all, with_frees
 from tests.exhaustive import Exhaustive
 from tests.graphs import Draft, Ranges, random_chain, repeated_chain
@@ -118,7 +118,7 @@ def test_dropping_dead_runs_keeps_schedules_legal(seed: int) -> None:
     assert_no_dead_runs(graph, dropped)
 
 
-def scattered_order(graph: CDGraph, rng: random.Random) -> Order:
+def scattered_order(graph: CDGraph, rng: random.Random) -> Orders:
     """Every node once, with forward nodes that may run again thrown in after their inputs."""
     forward = [n.index for n in graph.forward]
     both = [*forward, *(n.index for n in graph.backward)]
@@ -128,10 +128,10 @@ def scattered_order(graph: CDGraph, rng: random.Random) -> Order:
             both.insert(rng.randint(both.index(node.index) + 1, len(both)), node.index)
     last = max(i for i, n in enumerate(both) if n in set(forward) and both.index(n) == i)
     split = rng.randint(last + 1, min(i for i, n in enumerate(both) if n not in set(forward)))
-    return Order(tuple(both[:split]), tuple(both[split:]))
+    return Orders(tuple(both[:split]), tuple(both[split:]))
 
 
-def assert_no_dead_runs(graph: CDGraph, order: Order) -> None:
+def assert_no_dead_runs(graph: CDGraph, order: Orders) -> None:
     """The result of every re-execution is read, or ends the forward phase as an output, before
     it is made again."""
     both = (*order.forward, *order.backward)
@@ -164,9 +164,9 @@ def test_held_and_pinned_results_are_not_made_again() -> None:
     draft.add_node(Phase.FORWARD, [held], [other], time_ns=1)
     gradient = draft.add_data(DataKind.GRADIENT, 1)
     draft.add_node(Phase.BACKWARD, [held, other], [gradient], time_ns=1)
-    order = Order((0, 1), (0, 1, 2))
-    assert drop_dead(draft.finish((other,), (held,)), order) == Order((0, 1), (1, 2))
-    assert drop_dead(draft.finish((other,)), order, kept={held}) == Order((0, 1), (1, 2))
+    order = Orders((0, 1), (0, 1, 2))
+    assert drop_dead(draft.finish((other,), (held,)), order) == Orders((0, 1), (1, 2))
+    assert drop_dead(draft.finish((other,)), order, kept={held}) == Orders((0, 1), (1, 2))
     assert drop_dead(draft.finish((other,)), order) == order
 
 
@@ -219,7 +219,7 @@ def test_storages_that_skip_blocks_are_pinned() -> None:
         for k, (f, b) in enumerate(slices)
     ]
     assert pinned_storages(graph, blocks) == {mask}
-    order = Order((0, 1, 2, 3), (0, 1, 4, 0, 1, 5, 0, 1, 6))
+    order = Orders((0, 1, 2, 3), (0, 1, 4, 0, 1, 5, 0, 1, 6))
     dropped = drop_dead(graph, order, kept={mask})
     assert Counter((*dropped.forward, *dropped.backward))[0] == 1
 

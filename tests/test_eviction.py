@@ -6,13 +6,13 @@ import random
 import time
 
 import pytest
+from rockplan.search.local.prune import pruned
 
 from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.exchange import squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
-from rockplan.search.local.prune import pruned
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import Exhaustive

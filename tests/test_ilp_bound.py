@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rockplan.search.local.prune import pruned
 from torch import nn
 
 from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
@@ -25,7 +26,6 @@ from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_byt
 from rockplan.oracles.simulate import simulate
 from rockplan.search import needs
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.search.local.prune import pruned
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
 from tests.exhaustive import Exhaustive

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rockplan.search.improve import improve
 
-from rockplan.ilp.blocks.decode import Orders, keep_all_orders, peak_bytes, price
+from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.highs import TIME_UNIT, SolverStatus, solve
 from rockplan.ilp.whole_graph.pebbles import Pinches
@@ -26,10 +27,10 @@ from rockplan.ilp.whole_graph.program import (
 from rockplan.ilp.whole_graph.refine import looking_closer, refined
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
-from rockplan.search.improve import improve
 from rockplan.search.local.exchange import fitted
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders
 from rockplan.values.schedule import Schedule, with_frees
 from tests.exhaustive import stage_schedules
 from tests.graphs import (

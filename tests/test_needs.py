@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rockplan.search.needs import EFFORT, Search, within
 from torch import nn
 
 from rockplan import Options, examples
@@ -21,7 +22,6 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search import minimum_peak, needs, planning
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.search.needs import EFFORT, Search, within
 from rockplan.values.plan import Status
 from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import Exhaustive

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from rockplan.ilp.blocks.decode import Orders
 from rockplan.ilp.whole_graph.pebbles import Pinches, pebbled_peak_bytes
 from rockplan.ilp.whole_graph.program import Facts, alive_before
 from rockplan.ilp.whole_graph.refine import without_small
@@ -16,6 +15,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search.local.exchange import squeezed
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
+from rockplan.values.order import Orders
 from rockplan.values.schedule import keep_all, with_frees
 from tests.exhaustive import Exhaustive, stage_schedules
 from tests.graphs import (

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from rockplan.search.needs import Search
+from rockplan.search.windows import bits
 
 from benchmarks.proof import NONE, Relaxation, least_ns, proven_ns
 from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.search.needs import Search
-from rockplan.search.windows import bits
 from rockplan.values.graph import CDGraph
 from tests.graphs import random_graph, with_random_takes
 from tests.test_windows import draw, with_room, without_room

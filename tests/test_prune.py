@@ -6,12 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from rockplan.search.local.prune import pruned
 
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local import editable_schedule as planning_draft
 from rockplan.search.local.greedy_eviction import thriftiest, within
-from rockplan.search.local.prune import pruned
 from rockplan.values.graph import CDGraph, DataKind, Phase
 from rockplan.values.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
 from tests.graphs import (

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+from rockplan.search.relief import relieved
 
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search import needs, relief
 from rockplan.search.local.exchange import squeezed
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.search.relief import relieved
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, keep_all
 from tests.graphs import Ranges, constrained_graph, random_chain, random_graph

@@ -7,14 +7,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from rockplan.search.local.prune import pruned
+from rockplan.search.windows import searched
 
 from benchmarks.priced import prepared
 from rockplan import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.search import windows
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.search.local.prune import pruned
-from rockplan.search.windows import searched
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule
 from tests.graphs import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph
-from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.order import Orders, drop_dead
 from rockplan.values.schedule import Schedule, with_frees
 
 
@@ -21,7 +21,7 @@ def checked_schedule(
 
     kept: data that stay alive once made, so that they are not made again.
     """
-    order = drop_dead(graph, Order(tuple(forward), tuple(backward)), kept=kept)
+    order = drop_dead(graph, Orders(tuple(forward), tuple(backward)), kept=kept)
     schedule = with_frees(graph, order.forward, order.backward)
     verify(graph, schedule)
     return schedule

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.dp.stitch import stitch
-from rockplan.ilp.blocks.decode import Orders, keep_all_orders, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
@@ -28,6 +28,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, BlockOption, OptionFamily
 from rockplan.values.graph import CDGraph, Phase
+from rockplan.values.order import Orders
 from rockplan.values.schedule import Schedule, with_frees
 
 GRID = 20

@@ -19,7 +19,7 @@ from enum import Enum
 from rockplan.oracles.simulate import simulate
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase
-from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.order import Orders, drop_dead
 from rockplan.values.schedule import with_frees
 
 
@@ -150,7 +150,7 @@ def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCost
     )
 
 
-def _option_cost(problem: CDGraph, option: int, order: Order, block: Block) -> OptionCost:
+def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> OptionCost:
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
     output_bytes = sum(problem.data[d].size_bytes for d in problem.outputs)
     return OptionCost(
@@ -174,9 +174,11 @@ def _forward_cost(block: Block, role: _Role) -> ForwardCost:
     return ForwardCost(held.forward_peak_bytes, dropped.forward_peak_bytes, held.time_ns)
 
 
-def _order(problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role) -> Order:
+def _order(
+    problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role
+) -> Orders:
     """What a run in `role` executes."""
-    order = Order(tuple(forward), tuple(backward))
+    order = Orders(tuple(forward), tuple(backward))
     if role is _Role.FIRST:
         return order
     return drop_dead(problem, order, executed=_repeatable(problem))

@@ -3,7 +3,7 @@
 takes: the graph, its blocks (every node in exactly one) with their options, and operations that
 run every block forward, and its backward after that of the next block. returns: a Schedule.
 guarantees: the schedule is legal; its forward phase ends where the last block's backward begins;
-no re-execution is dead (`rockplan.values.needed_runs`).
+no re-execution is dead (`rockplan.values.order`).
 source: Rockmate, section 3.5; frees follow from the order (`rockplan.values.schedule`).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, Phase
-from rockplan.values.needed_runs import Order, drop_dead
+from rockplan.values.order import Orders, drop_dead
 from rockplan.values.schedule import Schedule, with_frees
 
 
@@ -32,7 +32,7 @@ def stitch(
         if operation.block == len(blocks) - 1 and _is_backward(operation):
             phase = backward
         phase += _nodes(blocks[operation.block], families[operation.block], operation)
-    order = Order(tuple(forward), tuple(backward))
+    order = Orders(tuple(forward), tuple(backward))
     order = drop_dead(graph, order, kept=pinned_storages(graph, blocks))
     return with_frees(graph, order.forward, order.backward)
 

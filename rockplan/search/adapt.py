@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from rockplan.budget import Budget
 from rockplan.search import planning
+from rockplan.search.problem import Problem
 from rockplan.values.graph import CDGraph, ComputeNode
 from rockplan.values.plan import Plan
 from rockplan.values.schedule import Schedule, with_frees, without_idle
@@ -28,9 +29,7 @@ WORSE = 0.01
 """Share of the iteration time that more may run again than in the plan that is known."""
 
 
-def adapted(
-    known: Iterable[Plan], problem: planning.Problem, budget: Budget
-) -> tuple[Plan, Plan] | None:
+def adapted(known: Iterable[Plan], problem: Problem, budget: Budget) -> tuple[Plan, Plan] | None:
     """(the plan for `problem`, that of `known` which it is made of), within `budget`."""
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     if problem.waits:

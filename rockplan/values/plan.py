@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from rockplan.errors import InvalidInput
@@ -50,6 +50,18 @@ class BlockSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTrace:
+    """What a stage of the search left: time and peak of the incumbent, None without any; the time
+    that is proven of every schedule within the budget; and the seconds that it took."""
+
+    stage: str
+    time_ns: int | None
+    peak_bytes: int | None
+    bound_ns: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A schedule for `graph` under `budget_bytes`.
 
@@ -61,6 +73,7 @@ class Plan:
     torch_version: under which the graph was captured and planned.
     checked: what a comparison of two steps with eager execution found, '' if there was none.
     origin: where a plan that was read from a file was made, '' for one that was made here.
+    trace: of the stages of the search, none where the plan comes from the cache or a file.
     """
 
     graph: CDGraph
@@ -79,6 +92,7 @@ class Plan:
     torch_version: str
     checked: str = ""
     origin: str = ""
+    trace: tuple[StageTrace, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def overhead(self) -> float:

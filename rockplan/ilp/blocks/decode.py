@@ -20,29 +20,8 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders
 from rockplan.values.schedule import keep_all_order, with_frees, without_idle
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """Nodes in order of execution, by phase."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-
-    @property
-    def computations(self) -> tuple[int, ...]:
-        return self.forward + self.backward
-
-    @property
-    def is_first(self) -> list[bool]:
-        """Of each computation: does its node run for the first time?"""
-        executed: set[int] = set()
-        found: list[bool] = []
-        for i in self.computations:
-            found.append(i not in executed)
-            executed.add(i)
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import pulp
 
-from rockplan.ilp.blocks.decode import Orders, Solution, solution
+from rockplan.ilp.blocks.decode import Solution, solution
 from rockplan.ilp.highs import TIME_UNIT, in_own_thread, report
 from rockplan.ilp.scaling import UNLIMITED, Units
 from rockplan.values.graph import ComputeNode, DataKind, producers
+from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
 Expression: TypeAlias = Any

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rockplan.ilp.blocks.decode import Orders, Solution, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import Solution, peak_bytes, price, solve_stages
 from rockplan.ilp.blocks.formulate import StageModel, entries, formulate
 from rockplan.ilp.blocks.full import solve_full
 from rockplan.ilp.blocks.seeds import seed_orders
@@ -30,6 +30,7 @@ from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.scaling import UNLIMITED, Units, in_units
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders
 
 SOLVE_EFFORT = 300
 """What setting up one solve costs, in iterations of the simplex method: 0.03 s against 10,000

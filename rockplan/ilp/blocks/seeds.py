@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Mapping
 
-from rockplan.ilp.blocks.decode import Orders, keep_all_orders
+from rockplan.ilp.blocks.decode import keep_all_orders
 from rockplan.values.graph import CDGraph, DataKind, producers
+from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
 PREFIXES = 16

@@ -38,9 +38,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.ilp.blocks.decode import Orders
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
+from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
 Terms = list[tuple[int, int]]

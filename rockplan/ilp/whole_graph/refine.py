@@ -31,7 +31,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from rockplan.ilp.blocks.decode import Orders, proven_ns
+from rockplan.ilp.blocks.decode import proven_ns
 from rockplan.ilp.highs import TIME_UNIT, SolveReport, SolverStatus, solve
 from rockplan.ilp.whole_graph.pebbles import Pinches
 from rockplan.ilp.whole_graph.program import (
@@ -49,6 +49,7 @@ from rockplan.ilp.whole_graph.program import (
 )
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders
 from rockplan.values.schedule import Compute, keep_all, with_frees
 
 COLUMNS = 4000

@@ -13,14 +13,13 @@ what it makes need not have stayed alive before it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.search.local.gaps import Gaps
 from rockplan.values.graph import CDGraph, DataKind, may_run_again, producers
 
 MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
@@ -34,6 +33,49 @@ EMPTY = -1
 """In place of a node: nothing runs at the position."""
 
 _FORBIDDEN = 1 << 60
+_NOWHERE = -1
+
+
+class _Gaps:
+    """Spans in which a storage is alive and unused, as rows (storage, last use, next read)."""
+
+    def __init__(self) -> None:
+        self._table: NDArray[np.int64] = np.full((3, 0), _NOWHERE)
+        self._rows: dict[int, list[int]] = {}
+        self._free: list[int] = []
+
+    def replace(self, data: int, gaps: Iterable[tuple[int, int]]) -> None:
+        """From now on these (last use, next read) are the gaps of the storage."""
+        old = self._rows.pop(data, [])
+        for row in old:
+            self._table[:, row] = _NOWHERE
+        self._free += old
+        rows = self._rows[data] = []
+        for last_use, next_read in gaps:
+            if not self._free:
+                self._grow()
+            row = self._free.pop()
+            self._table[:, row] = data, last_use, next_read
+            rows.append(row)
+
+    def around(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Storages with a gap strictly around `position`, ascending, and where each is read next;
+        a storage has one gap there at most."""
+        data, last_use, next_read = self._table
+        rows = np.flatnonzero((last_use < position) & (next_read > position))
+        rows = rows[np.argsort(data[rows])]
+        return data[rows], next_read[rows]
+
+    def move(self, moved: NDArray[np.int64]) -> None:
+        """Positions are others: what was at p is at moved[p]."""
+        used = self._table[1] != _NOWHERE
+        self._table[1:, used] = moved[self._table[1:, used]]
+
+    def _grow(self) -> None:
+        size = self._table.shape[1]
+        more = np.full((3, max(size, 64)), _NOWHERE)
+        self._table = np.concatenate([self._table, more], axis=1)
+        self._free += range(size, self._table.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +134,7 @@ class Draft:
         """Storages that can be made again, hence dropped."""
         may_go = frozenset(self.may_go)
         self._uses = [{d for d in (*n.reads, *n.writes) if d in may_go} for n in graph.nodes]
-        self._gaps, self._changed = Gaps(), set(may_go)
+        self._gaps, self._changed = _Gaps(), set(may_go)
         self._changes: list[_Change] = []
         self._lay_out(forward, backward)
 

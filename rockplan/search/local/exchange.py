@@ -1,35 +1,22 @@
-"""Improve a schedule by exchange: what one re-execution makes stays alive, others make room for it.
+"""Exchange: one local search over schedules, whose objective is time or peak.
 
 takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule. guarantees: legal,
-within the budget as `simulate` finds it, no slower; the same on every run: effort is counted, and
-random numbers are drawn from fixed seeds.
+within the budget as `simulate` finds it, no slower; the same on every run unless the deadline
+strikes: effort is counted, and random numbers are drawn from fixed seeds.
 
-A re-execution is left out (`draft`), which costs memory before it. While more is alive at some
-moment than the budget allows, a storage that nothing uses there goes, and is made again directly
-before its next read; what that reads stays alive until then, or goes in turn. Exchanges that gain
-are kept, and by simulated annealing (Kirkpatrick, Gelatt, Vecchi 1983) some that lose. What goes is
-what takes least time to make again, with all that has to be made again for it, per byte and
-distance to its next read, as in `eviction`.
-
-Over one execution of every node, from the chain's and from an evicted schedule (roofline prices,
-half of the effort): 2 layers of GPT-2 with fused attention at 35 % of keep-all's peak +38.4 ->
-+27.0 and +39.1 -> +29.8 %, ResNet-18 at 54 % +14.1 -> +12.0 and +13.5 -> +11.3 %.
-
-Where memory is shortest a search ends where only many exchanges at once lead on. Others then begin
-hotter at the best schedule so far (`annealed_again`); short ones lead further in the same time than
-long ones. Plans at the smallest budgets, over one execution of every node, without and with them
-(`benchmarks.gap`): 2 layers of Llama +85.7 and +76.2 % (for four of six sequences of random numbers
-that were tried), 2+2 layers of T5 +61.7 and +56.8, GPT-2 with fused attention +81.9 and +79.9,
-written out +66.7 and +66.3, BERT +61.0 and +61.0, in twice the time.
-
-With moves, first executions in the backward phase are no longer where the graph has them: one that
-is made again before anything reads it runs later, and one that frees more than it makes runs sooner
-than the moment where too much is alive. Neither takes time. Of the others moves alone did worse at
-Llama's smallest budget (+83.0 %, after searches without them +75.7), so they come last.
+Moves: a re-execution is left out (`Draft.leave_out`), which costs memory before it. While more is
+alive at some moment than the budget allows, a storage that nothing uses there goes and is made
+again directly before its next read; a first execution of the backward phase that frees more than it
+makes is hastened; one whose result nothing reads before it runs again is delayed. What goes takes
+least time to make again, with all that has to be made again for it, per byte and distance to its
+next read, as in `greedy_eviction`. Exchanges that gain are kept, and by simulated annealing
+(Kirkpatrick, Gelatt, Vecchi 1983) some that lose. Where nothing gains any more, other rounds begin
+hotter at the incumbent. What each operator is worth: benchmarks/results/ablation.md.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -41,70 +28,80 @@ import numpy as np
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.editable_schedule import EMPTY, Draft
-from rockplan.search.local.prune import prune
 from rockplan.values.graph import CDGraph, movable
 from rockplan.values.schedule import Schedule, with_frees
 
-EFFORT, SQUEEZING = 600_000, 2_000_000
-"""Work for one schedule, and for a smaller peak, in storages weighed: about a million in a second.
-With a quarter of it for a smaller peak, 2+2 layers of T5 came to 35.1 to 37.1 MiB with five sets of
-times, with all of it to 35.1 with each; two and a half times as much gained nothing there, and up
-to 7 % on an encoder of 250 operations."""
 
-LEAVING_OUT, INSERTING, POSITIONS = 40, 80, 500
-"""In the time in which so many storages are weighed something is inserted, and in half of it it is
-asked whether something can be left out; in that of one the memory at so many positions is looked
-at. (Counted for a quarter, with twice the effort: 2+2 layers of T5 at the smallest budget +57.4 to
-+56.6 % in 20 instead of 18 s, six other plans the same in 1.3 to 2.7 times the time.)"""
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """How much a search by exchange may do, and how it does it.
 
-HOT, COLD = 0.1, 0.001
-"""Temperatures at the start and at the end, of the time for re-executions."""
+    effort: of one round, in storages weighed, about a million in a second; inserting, leaving_out,
+    positions: what an insertion, an attempt to leave something out, and a look at the memory of so
+    many positions count. rounds: in a row that do not gain `gain` of the iteration time, after
+    which no other begins. hot, hotter, cold: temperatures, of the time for re-executions, at the
+    start of the first round and of others, and at the end.
+    moves: first executions of the backward phase are delayed and hastened.
+    distance_powers: of the distance to the next read in the score, one drawn for each exchange;
+    noise: share by which scores are raised at random. depth: storages that must be made again for
+    one another, beyond which none is weighed. patience: exchanges without a gain for each
+    re-execution, after which a round ends. insertions: made at most so that a schedule fits;
+    repeats: of one storage for one node among them: more would take turns for ever.
+    step, attempts, between: of a search for a smaller peak: the share by which it has to get
+    smaller, attempts in a row that fail, and exchanges between two of them; longest: executions of
+    everything, more than which no schedule takes.
+    """
 
-HOTTER = 0.4
-"""At the start of a search from a schedule that another one has found."""
+    effort: int = 600_000
+    inserting: int = 80
+    leaving_out: int = 40
+    positions: int = 500
+    rounds: int = 4
+    gain: float = 5e-4
+    hot: float = 0.1
+    hotter: float = 0.4
+    cold: float = 0.001
+    moves: bool = True
+    distance_powers: tuple[float, ...] = (0.0, 0.5, 1.0)
+    noise: float = 0.5
+    depth: int = 30
+    patience: int = 30
+    insertions: int = 1000
+    repeats: int = 3
+    step: float = 0.003
+    attempts: int = 100
+    between: int = 5
+    longest: int = 4
 
-SEARCHES, GAIN = 8, 5e-4
-"""In a row that do not gain this share of the iteration time, after which no other begins."""
 
-POINT = 0.005
-"""Of the iteration time: for each that might be gained one search may fail, and one besides. With
-eight in any case ordinary budgets took 5 to 7 s more for a tenth or two of a percent; with half as
-many 54 plans of nine models took up to 6 % less time, and one of them was 0.7 % slower."""
-
-DISTANCE_POWERS = (0.0, 0.5, 1.0)
-"""Of the distance to the next read, one drawn for each exchange."""
-
-NOISE = 0.5
-"""Scores are raised at random by up to this share."""
-
-DEPTH = 30
-"""Storages that must be made again for one another, beyond which none is weighed."""
-
-PATIENCE = 30
-"""Exchanges without a gain for each re-execution, after which a search ends: small graphs have been
-seen from all sides by then, large ones seldom come so far."""
-
-ATTEMPTS = 100
-"""At a smaller peak in a row that fail, after which a search for it ends."""
-
-STEP = 0.003
-"""Of the peak, by which it has to get smaller."""
-
-INSERTIONS = 1000
-"""Made at most so that a schedule fits; on 200 layers of GPT-2 up to 300 take 3 to 9 s."""
-
-AGAIN = 3
-"""Insertions of the same storage for the same node in one search for room: more would have what it
-needs take turns for ever."""
-
-LONGEST = 4
-"""Executions of everything, more than which no schedule with a smaller peak takes; and none takes
-one more than that whose peak was smallest before."""
-
-EXCHANGES = 5
-"""Between two attempts at a smaller peak."""
+DEFAULT = ExchangeLimits()
 
 NEVER = float("inf")
+
+
+def exchanged(
+    graph: CDGraph,
+    schedule: Schedule,
+    budget_bytes: int,
+    *,
+    enough_ns: int = 0,
+    deadline: float = NEVER,
+    limits: ExchangeLimits = DEFAULT,
+) -> Schedule:
+    """`schedule` or a faster one within `budget_bytes`, by rounds that each begin at the incumbent.
+    enough_ns: nothing faster than this is looked for; deadline: as of time.monotonic."""
+    best = annealed(graph, schedule, budget_bytes, deadline=deadline, limits=limits)
+    best_ns = simulate(graph, best).time_ns
+    seed = without_gain = 0
+    while without_gain < limits.rounds and best_ns > enough_ns and time.monotonic() < deadline:
+        seed, without_gain = seed + 1, without_gain + 1
+        candidate = annealed(graph, best, budget_bytes, deadline=deadline, limits=limits, seed=seed)
+        candidate_ns = simulate(graph, candidate).time_ns
+        if candidate_ns < best_ns - limits.gain * graph.time_ns:
+            without_gain = 0
+        if candidate_ns < best_ns:
+            best, best_ns = candidate, candidate_ns
+    return best
 
 
 def annealed(
@@ -112,70 +109,30 @@ def annealed(
     schedule: Schedule,
     budget_bytes: int,
     *,
-    deadline: float,
-    effort: int = EFFORT,
-    hot: float = HOT,
+    deadline: float = NEVER,
+    limits: ExchangeLimits = DEFAULT,
     seed: int = 0,
-    moves: bool = False,
 ) -> Schedule:
-    """`schedule` or a faster one within `budget_bytes`; deadline: as of time.monotonic; hot:
-    temperature at the start; seed: of the random numbers; moves: first executions come sooner and
-    later, where that makes room."""
+    """One round: `schedule` or a faster one. seed: of the random numbers; the first round is cold,
+    and first executions stay where they are in it."""
     if time.monotonic() >= deadline:
         return schedule
-    draft = Draft(graph, *schedule.phases, movable(graph) if moves else frozenset())
-    search = _Search(graph, budget_bytes, draft, deadline, seed)
+    may_move = movable(graph) if seed and limits.moves else frozenset()
+    draft = Draft(graph, *schedule.phases, may_move)
+    search = _Search(graph, budget_bytes, draft, deadline, limits, seed)
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
+    hot, effort = limits.hotter if seed else limits.hot, limits.effort
     without_gain = 0
     while search.spent < effort and time.monotonic() < deadline:
-        if without_gain >= PATIENCE * len(search.draft.reruns()):
+        if without_gain >= limits.patience * len(search.draft.reruns()):
             break
-        search.exchange_any(overhead_ns * hot * (COLD / hot) ** (search.spent / effort))
+        search.exchange_any(overhead_ns * hot * (limits.cold / hot) ** (search.spent / effort))
         without_gain += 1
         if search.draft.time_ns < best_ns:
             best_ns, best, without_gain = search.draft.time_ns, search.draft.orders, 0
-    found = with_frees(graph, *best)
-    verify(graph, found)
-    return found
-
-
-def annealed_again(
-    graph: CDGraph,
-    schedule: Schedule,
-    budget_bytes: int,
-    *,
-    enough_ns: int,
-    deadline: float,
-    effort: int = EFFORT,
-    moves: bool = False,
-) -> Schedule:
-    """`schedule`, which a search has found, or a faster one that others find, each from the best so
-    far; enough_ns: nothing faster than this is looked for."""
-    best, best_ns, once_ns = schedule, simulate(graph, schedule).time_ns, graph.time_ns
-    seed = without_gain = 0
-    while time.monotonic() < deadline:
-        hoped_ns = best_ns - enough_ns
-        if hoped_ns <= 0 or without_gain > min(SEARCHES - 1, hoped_ns / (POINT * once_ns)):
-            break
-        seed, without_gain = seed + 1, without_gain + 1
-        found = annealed(
-            graph,
-            best,
-            budget_bytes,
-            deadline=deadline,
-            effort=effort,
-            hot=HOTTER,
-            seed=seed,
-            moves=moves,
-        )
-        found_ns = simulate(graph, found).time_ns
-        if found_ns < best_ns - GAIN * once_ns:
-            without_gain = 0
-        if found_ns < best_ns:
-            best, best_ns = found, found_ns
-    return best
+    return _checked(graph, best)
 
 
 def fitted(
@@ -185,16 +142,15 @@ def fitted(
     budget_bytes: int,
     *,
     deadline: float = NEVER,
+    limits: ExchangeLimits = DEFAULT,
 ) -> Schedule | None:
     """The computations, legal but for the budget, with re-executions that make room; None if none
     are found before the deadline, as of time.monotonic."""
-    search = _Search(graph, budget_bytes, Draft(graph, forward, backward), deadline)
-    if not search.makes_room(LONGEST * graph.time_ns):
+    search = _Search(graph, budget_bytes, Draft(graph, forward, backward), deadline, limits)
+    if not search.makes_room(limits.longest * graph.time_ns):
         return None
     search.prune()
-    found = with_frees(graph, *search.draft.orders)
-    verify(graph, found)
-    return found
+    return _checked(graph, search.draft.orders)
 
 
 def squeezed(
@@ -202,7 +158,7 @@ def squeezed(
     schedule: Schedule,
     *,
     deadline: float = NEVER,
-    effort: int = SQUEEZING,
+    limits: ExchangeLimits = DEFAULT,
     enough_bytes: int = 0,
 ) -> Schedule:
     """`schedule` or one whose peak is smaller, but not than what is enough; deadline: as of
@@ -214,26 +170,63 @@ def squeezed(
     if time.monotonic() >= deadline:
         return schedule
     peak_bytes = simulate(graph, schedule).peak_bytes
-    search = _Search(graph, peak_bytes, Draft(graph, *schedule.phases), deadline)
+    draft = Draft(graph, *schedule.phases)
+    search = _Search(graph, peak_bytes, draft, deadline, limits)
     best_bytes, best = search.budget_bytes, search.draft.orders
     failed = 0
-    while search.spent < effort and best_bytes > enough_bytes and failed < ATTEMPTS:
+    while search.spent < limits.effort and best_bytes > enough_bytes and failed < limits.attempts:
         if time.monotonic() >= deadline:
             break
-        search.budget_bytes = max(int(best_bytes * (1 - STEP)), enough_bytes)
-        if search.makes_room(min(LONGEST * graph.time_ns, search.draft.time_ns + graph.time_ns)):
+        search.budget_bytes = max(int(best_bytes * (1 - limits.step)), enough_bytes)
+        most_ns = min(limits.longest * graph.time_ns, search.draft.time_ns + graph.time_ns)
+        if search.makes_room(most_ns):
             search.prune()
             best_bytes, best, failed = search.draft.worst()[1], search.draft.orders, 0
             continue
         failed += 1
         search.budget_bytes = best_bytes
-        for _ in range(EXCHANGES):
+        for _ in range(limits.between):
             if not search.draft.reruns():
                 break
-            search.exchange_any(HOT * (search.draft.time_ns - graph.time_ns))
-    found = with_frees(graph, *best)
-    verify(graph, found)
-    return found
+            search.exchange_any(limits.hot * (search.draft.time_ns - graph.time_ns))
+    return _checked(graph, best)
+
+
+def pruned(
+    graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float = math.inf
+) -> Schedule:
+    """`schedule` without re-executions that the budget does not ask for, most expensive first: what
+    they make may as well have stayed alive. deadline: as of time.monotonic."""
+    if time.monotonic() >= deadline:
+        return schedule
+    draft = Draft(graph, *schedule.phases)
+    while prune(draft, budget_bytes, deadline):
+        pass
+    return _checked(graph, draft.orders)
+
+
+def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
+    """One attempt to leave out each re-execution; was any, and is there time for another?"""
+    times_ns = [n.time_ns for n in draft.graph.nodes]
+    is_shorter = False
+    for position in sorted(draft.reruns(), key=lambda p: (-times_ns[draft.nodes[p]], p)):
+        if time.monotonic() >= deadline:
+            return False
+        if draft.nodes[position] == EMPTY or not draft.fits_without(position, budget_bytes):
+            continue
+        before = draft.changes
+        draft.leave_out(position)
+        if draft.worst()[1] > budget_bytes:
+            draft.undo(before)
+        else:
+            is_shorter = True
+    return is_shorter
+
+
+def _checked(graph: CDGraph, orders: tuple[Sequence[int], Sequence[int]]) -> Schedule:
+    made = with_frees(graph, *orders)
+    verify(graph, made)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +251,7 @@ class _Search:
         budget_bytes: int,
         draft: Draft,
         deadline: float = NEVER,
+        limits: ExchangeLimits = DEFAULT,
         seed: int = 0,
     ) -> None:
         self.graph = graph
@@ -265,6 +259,7 @@ class _Search:
         self.draft = draft
         self.random = random.Random(seed)
         self.deadline = deadline
+        self.limits = limits
         self.spent = 0
         self.sizes = np.array([d.size_bytes for d in graph.data], dtype=np.float64)
         # What makes it again may only be moved.
@@ -273,7 +268,7 @@ class _Search:
         self.makers = np.array([draft.producer.get(d.index, -1) for d in graph.data])
 
     def prune(self) -> None:
-        self.spent += LEAVING_OUT * len(self.draft.reruns())
+        self.spent += self.limits.leaving_out * len(self.draft.reruns())
         prune(self.draft, self.budget_bytes, self.deadline)
         self.draft.settle()
 
@@ -293,11 +288,11 @@ class _Search:
         """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
         nothing is inserted, if the schedule would take `limit_ns`, nothing helps, or time is up."""
         draft = self.draft
-        rule = _Rule(self.random.choice(DISTANCE_POWERS), never)
+        rule = _Rule(self.random.choice(self.limits.distance_powers), never)
         before = draft.changes
         position, bytes_ = self._worst()
         while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
-            if draft.changes - before == INSERTIONS or time.monotonic() > self.deadline:
+            if draft.changes - before == self.limits.insertions or time.monotonic() > self.deadline:
                 break
             if not (self._hastens(position, rule) or self._makes_again(position, rule)):
                 break
@@ -316,7 +311,7 @@ class _Search:
         first, most_bytes = EMPTY, 0.0
         for read in np.unique(draft.around(position)[1]).tolist():
             self.spent += 1
-            if rule.hastened[draft.nodes[read]] < AGAIN:
+            if rule.hastened[draft.nodes[read]] < self.limits.repeats:
                 bytes_ = draft.hastened_bytes(read, position) * self._noise()
                 if bytes_ > most_bytes:
                     first, most_bytes = read, bytes_
@@ -339,16 +334,16 @@ class _Search:
         return True
 
     def _noise(self) -> float:
-        return 1.0 + NOISE * self.random.random()
+        return 1.0 + self.limits.noise * self.random.random()
 
     def _worst(self) -> tuple[int, int]:
-        self.spent += 1 + self.draft.end // POSITIONS
+        self.spent += 1 + self.draft.end // self.limits.positions
         return self.draft.worst()
 
     def _cheapest(self, position: int, rule: _Rule) -> tuple[int, int] | None:
         """The storage that goes at `position`, and where it is read next."""
         draft = self.draft
-        self.spent += INSERTING
+        self.spent += self.limits.inserting
         data, next_read = draft.around(position)
         makers = self.makers[data]
         weights = self.sizes[data] * (next_read - position) ** rule.distance_power
@@ -361,7 +356,7 @@ class _Search:
             if at_least[k] >= least:
                 break
             d, read = int(data[k]), int(next_read[k])
-            if rule.made[d, draft.nodes[read]] >= AGAIN:
+            if rule.made[d, draft.nodes[read]] >= self.limits.repeats:
                 continue
             maker = draft.producer[d]
             less_ns = self.graph.nodes[maker].time_ns if draft.is_delayed(maker, read) else 0
@@ -380,7 +375,7 @@ class _Search:
         draft = self.draft
         self.spent += 1
         maker = draft.producer.get(d)
-        if maker is None or maker not in draft.may_run_again or depth > DEPTH:
+        if maker is None or maker not in draft.may_run_again or depth > self.limits.depth:
             return NEVER
         cost_ns = 1.0 + self.graph.nodes[maker].time_ns
         for r in draft.reads[maker]:

@@ -26,31 +26,31 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.ilp.whole_graph.program import Facts
-from rockplan.oracles.simulate import Simulation, simulate
+from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
 from rockplan.values.schedule import Schedule, keep_all, with_frees, without_idle
 
-STEPS = (0.3, 0.1, 0.03, 0.01)
-"""Of the least peak: how it is searched, and how finely; `anneal.squeezed` takes smaller ones."""
 
-EXECUTIONS = 8
-"""An attempt fails once it runs this many times as many nodes as the graph has."""
+@dataclass(frozen=True, slots=True)
+class EvictionLimits:
+    """How much evictions may do. effort: storages weighed for one budget; attempt, attempts: for
+    one attempt at the least peak, and what all of them may weigh as a multiple of it; weighed:
+    share of the square of the nodes that one attempt may weigh where that is more. executions: an
+    attempt fails once it runs this many times as many nodes as the graph has; depth: storages that
+    have to be made for one another, beyond which it does. steps: of the least peak, from coarse to
+    fine."""
 
-DEPTH = 600
-"""Storages that have to be made for one another, beyond which an attempt fails."""
+    effort: int = 200_000
+    attempt: int = 150_000
+    attempts: int = 20
+    weighed: float = 1 / 8
+    executions: int = 8
+    depth: int = 600
+    steps: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01)
 
-ATTEMPT, ATTEMPTS = 150_000, 20
-"""Storages weighed for one attempt to find the least peak, and what all of them may weigh as a
-multiple of it, some seconds: one weighs 2,000 to 10,000 on 2 layers of a transformer, 20,000 to
-120,000 on 2+2 layers of T5, 70,000 on 12 layers of GPT-2."""
 
-WEIGHED = 1 / 8
-"""Of the square of the nodes, what an attempt may weigh where that is more: on 48 layers of GPT-2
-one weighs 0.8 to 1.2 million."""
-
-EFFORT = 200_000
-"""Storages weighed for one budget."""
+DEFAULT = EvictionLimits()
 
 NEVER = float("inf")
 
@@ -59,32 +59,17 @@ FAR = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """score = cost ** cost_power / (size * distance ** distance_power); the least one goes.
-
-    loses_first: before all others goes what cannot be made again and no later node reads (it might
-    serve to make others again); else it goes last.
-    waits: after all others goes what waiting nodes read; else they count as the next to read it.
-    """
+class EvictionRule:
+    """score = cost ** cost_power / (size * distance ** distance_power); the least one goes, after
+    what cannot be made again and no later node reads (it might serve to make others again)."""
 
     cost_power: float
     distance_power: float
-    loses_first: bool
-    waits: bool
 
 
-RULES = (
-    _Rule(0.5, 0.5, True, False),
-    _Rule(1.0, 1.0, True, False),
-    _Rule(1.0, 0.5, True, True),
-    _Rule(0.5, 1.0, True, False),
-    _Rule(2.0, 1.0, True, True),
-    _Rule(1.0, 1.0, False, False),
-    _Rule(2.0, 1.0, False, False),
-    _Rule(1.0, 1.0, True, True),
-)
-"""None is best everywhere. For its least peak ResNet-18 needs one that is not loses_first, T5 the
-first, 12 layers of GPT-2 one that waits."""
+RULES = (EvictionRule(0.5, 0.5), EvictionRule(1.0, 1.0))
+"""Neither leads to a schedule everywhere: at 3 % of the way BERT needs the second, ResNet-18 the
+first. Six others that were tried gained nothing once exchanges followed."""
 
 
 class _Failed(Exception):
@@ -108,43 +93,45 @@ class _Effort:
             raise _GaveUp
 
 
-def thriftiest(graph: CDGraph, *, deadline: float = NEVER) -> Schedule:
+@dataclass(frozen=True, slots=True)
+class Thriftiest:
+    """is_exhausted: effort or time ended the search."""
+
+    schedule: Schedule
+    is_exhausted: bool
+
+
+def thriftiest(
+    graph: CDGraph, *, deadline: float = NEVER, limits: EvictionLimits = DEFAULT
+) -> Thriftiest:
     """The schedule with the least peak found, of those with equal ones the fastest; the same on
     every run, so a budget that is too small always is. deadline: as of time.monotonic; if nothing
     is found by then, the first rule is tried all the same, for as long as for one budget."""
-    most_weighed = max(ATTEMPT, int(WEIGHED * len(graph.nodes) ** 2))
-    effort = _Effort(ATTEMPTS * most_weighed, deadline)
-    forced_bytes = max(Facts(graph).forced_bytes, default=0)
+    most_weighed = max(limits.attempt, int(limits.weighed * len(graph.nodes) ** 2))
+    total = limits.attempts * min(most_weighed, limits.attempt)
+    effort = _Effort(max(total, most_weighed), deadline)
     best = everything = keep_all(graph)
     for rule in RULES:
-        best = _thriftiest_by(graph, best, rule, effort, most_weighed, forced_bytes)
-    if best == everything and time.monotonic() >= deadline:
-        return _thriftiest_by(graph, best, RULES[0], _Effort(EFFORT), most_weighed, forced_bytes)
-    while time.monotonic() < deadline:
-        before = simulate(graph, best)
-        found = within(graph, before.peak_bytes)
-        after = None if found is None else simulate(graph, found)
-        if found is None or after is None or not _is_better(after, before):
-            break
-        best = found
-    return best
-
-
-def _is_better(a: Simulation, b: Simulation) -> bool:
-    return (a.peak_bytes, a.time_ns) < (b.peak_bytes, b.time_ns)
+        best = _thriftiest_by(graph, best, rule, effort, most_weighed, limits)
+    is_over = time.monotonic() >= deadline
+    if best == everything and is_over:
+        hasty = _Effort(limits.effort)
+        best = _thriftiest_by(graph, best, RULES[0], hasty, limits.effort, limits)
+    return Thriftiest(best, is_exhausted=is_over or effort.left <= 0)
 
 
 def _thriftiest_by(
     graph: CDGraph,
     best: Schedule,
-    rule: _Rule,
+    rule: EvictionRule,
     effort: _Effort,
     most_weighed: int,
-    forced_bytes: int,
+    limits: EvictionLimits,
 ) -> Schedule:
     """Smaller and smaller peaks: first, in ratios, half-way to what every schedule needs. Where a
     small step fails a larger one may not. most_weighed: by one attempt."""
-    for step in STEPS:
+    forced_bytes = max(Facts(graph).forced_bytes, default=0)
+    for step in limits.steps:
         while effort.left > 0 and time.monotonic() < effort.deadline:
             attempt = _Effort(min(effort.left, most_weighed), effort.deadline)
             effort.left -= attempt.left
@@ -152,21 +139,23 @@ def _thriftiest_by(
             if not most_bytes:
                 return best
             asked_bytes = most_bytes * (1 - step)
-            if step == STEPS[0]:
+            if step == limits.steps[0]:
                 asked_bytes = min(asked_bytes, math.sqrt(most_bytes * forced_bytes))
-            found = _attempt(graph, int(asked_bytes), rule, attempt)
+            lower = _attempt(graph, int(asked_bytes), rule, attempt, limits)
             effort.left += max(attempt.left, 0)
-            if found is None:
+            if lower is None:
                 break
-            best = found
+            best = lower
     return best
 
 
-def within(graph: CDGraph, budget_bytes: int) -> Schedule | None:
+def within(
+    graph: CDGraph, budget_bytes: int, *, limits: EvictionLimits = DEFAULT
+) -> Schedule | None:
     """The fastest schedule found whose peak is within `budget_bytes`; None without any."""
-    effort = _Effort(EFFORT)
-    found = [_attempt(graph, budget_bytes, rule, effort) for rule in RULES]
-    fitting = [schedule for schedule in found if schedule is not None]
+    effort = _Effort(limits.effort)
+    tried = [_attempt(graph, budget_bytes, rule, effort, limits) for rule in RULES]
+    fitting = [schedule for schedule in tried if schedule is not None]
     return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns, default=None)
 
 
@@ -174,13 +163,19 @@ def _sizes(graph: CDGraph) -> list[int]:
     return [0 if d.kind.resident else d.size_bytes for d in graph.data]
 
 
-def _attempt(graph: CDGraph, budget_bytes: int, rule: _Rule, effort: _Effort) -> Schedule | None:
+def _attempt(
+    graph: CDGraph,
+    budget_bytes: int,
+    rule: EvictionRule,
+    effort: _Effort,
+    limits: EvictionLimits,
+) -> Schedule | None:
     """A schedule within the budget by `rule`, if it leads to one."""
-    run = _Run(graph, budget_bytes, rule, effort)
+    run = _Run(graph, budget_bytes, rule, effort, limits)
     try:
         run.execute_all()
     except (_Failed, _GaveUp, RecursionError):
-        # The last one where the caller's own stack is deep: `DEPTH` leaves room for 300 frames.
+        # The last one where the caller's own stack is deep: `depth` leaves room for 300 frames.
         return None
     schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
     if simulate(graph, schedule).peak_bytes > budget_bytes:
@@ -198,8 +193,9 @@ class _Run:
 
     graph: CDGraph
     budget_bytes: int
-    rule: _Rule
+    rule: EvictionRule
     effort: _Effort
+    limits: EvictionLimits
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
     alive: set[int] = field(default_factory=set)
@@ -326,7 +322,7 @@ class _Run:
         maker = self.maker[d]
         if maker is None:
             raise _Failed
-        if len(self._order) >= EXECUTIONS * len(self.graph.nodes):
+        if len(self._order) >= self.limits.executions * len(self.graph.nodes):
             raise _GaveUp
         return maker
 
@@ -342,7 +338,7 @@ class _Run:
         maker = self.maker[d]
         if maker is None:
             return NEVER
-        if depth > DEPTH:
+        if depth > self.limits.depth:
             raise _GaveUp
         operands: list[tuple[float, int]] = []
         for r in self.inputs[maker]:
@@ -368,7 +364,7 @@ class _Run:
         maker = self.maker[d]
         if maker is None:
             cost = NEVER
-        elif depth > DEPTH:
+        elif depth > self.limits.depth:
             raise _GaveUp
         else:
             costs, alive = self.costs, self.alive
@@ -432,27 +428,25 @@ class _Run:
         self.effort.spend(len(candidates))
         # Once they are gone they cannot be made again, as things are.
         lost = [d for d, use in candidates if use is None and self._cost(d) == NEVER]
-        if self.rule.loses_first:
-            self._drop(lost, needed_bytes)
-        self._drop(self._scored(candidates), needed_bytes)
         self._drop(lost, needed_bytes)
+        self._drop(self._scored(candidates), needed_bytes)
         if self.live_bytes + needed_bytes > self.budget_bytes:
             raise _Failed
 
     def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
-        """Those that can be made again, in the order in which they go: last what waiting nodes
-        read, or a network of n residual additions would be made 2 ** n times."""
-        found: list[tuple[bool, float, int]] = []
+        """Those that can be made again, in the order in which they go: what waiting nodes read
+        counts as the next to be read, or a network of n residual additions would be made 2 ** n
+        times."""
+        scores: list[tuple[float, int]] = []
         for d, use in candidates:
             if d in self.alive and (cost := self._cost(d)) < NEVER:
-                is_waited_for = self.waited_for[d] > 0
                 distance = FAR if use is None else use - self.position + 1
-                if is_waited_for:
+                if self.waited_for[d] > 0:
                     distance = 1
                 weight = self.sizes[d] * distance**self.rule.distance_power
                 score = cost**self.rule.cost_power / weight
-                found.append((self.rule.waits and is_waited_for, score, d))
-        return [d for *_, d in sorted(found)]
+                scores.append((score, d))
+        return [d for _, d in sorted(scores)]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
         """The first of `data`, as many as must go."""

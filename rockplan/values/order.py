@@ -1,4 +1,4 @@
-"""Which re-executions does a computation order need?
+"""Orders of computations, and which re-executions in them are needed.
 
 takes: a CDGraph and an order of computations. returns: the order without the re-executions
 whose results nobody reads. guarantees: first executions stay, so a legal order stays legal; no
@@ -14,20 +14,35 @@ from rockplan.values.graph import CDGraph
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Node indices in order of execution; `backward` also holds forward nodes that run again."""
+class Orders:
+    """Node indices in order of execution, by phase; `backward` also holds forward nodes that run
+    again."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
+    @property
+    def computations(self) -> tuple[int, ...]:
+        return self.forward + self.backward
+
+    @property
+    def is_first(self) -> list[bool]:
+        """Of each computation: does its node run for the first time?"""
+        executed: set[int] = set()
+        found: list[bool] = []
+        for i in self.computations:
+            found.append(i not in executed)
+            executed.add(i)
+        return found
+
 
 def drop_dead(
     graph: CDGraph,
-    order: Order,
+    order: Orders,
     *,
     executed: Collection[int] = (),
     kept: Collection[int] = (),
-) -> Order:
+) -> Orders:
     """`order` without dead re-executions.
 
     A re-execution is dead if the node may run only once (what it made is still there), or if
@@ -54,7 +69,7 @@ def drop_dead(
 
     backward = scan(order.backward, again[1])
     used_next.update(graph.outputs)
-    return Order(scan(order.forward, again[0]), backward)
+    return Orders(scan(order.forward, again[0]), backward)
 
 
 def _visit(seen: set[int], node: int) -> bool:

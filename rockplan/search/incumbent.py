@@ -1,0 +1,51 @@
+"""Incumbent: the best schedule so far, what is proven, and which stage did what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rockplan.ilp.whole_graph.refine import Refined
+from rockplan.oracles.simulate import simulate
+from rockplan.search.limits import Limits
+from rockplan.search.problem import Goal
+from rockplan.values.plan import StageTrace
+from rockplan.values.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incumbent:
+    """schedule: legal, within the budget of the goal, of `time_ns` and `peak_bytes`; None at first.
+    bound_ns: no schedule within the budget in the order of the graph is faster. relaxation: the
+    last one that was solved. is_complete: the deadline cut nothing short; is_exhausted: the last
+    construction ended for want of effort. trace: of the stages that ran."""
+
+    bound_ns: int
+    schedule: Schedule | None = None
+    time_ns: int = 0
+    peak_bytes: int = 0
+    relaxation: Refined | None = None
+    is_complete: bool = True
+    is_exhausted: bool = False
+    trace: tuple[StageTrace, ...] = ()
+
+    def improved(self, goal: Goal, schedule: Schedule | None) -> Incumbent:
+        """With `schedule` where it is within the budget and better: faster, or, where the goal is
+        the least peak, smaller."""
+        if schedule is None:
+            return self
+        found = simulate(goal.graph, schedule)
+        if goal.budget_bytes is not None and found.peak_bytes > goal.budget_bytes:
+            return self
+        if self.schedule is not None:
+            is_least = goal.budget_bytes is None
+            new, old = (found.peak_bytes, found.time_ns), (self.peak_bytes, self.time_ns)
+            if (new if is_least else new[::-1]) >= (old if is_least else old[::-1]):
+                return self
+        return replace(self, schedule=schedule, time_ns=found.time_ns, peak_bytes=found.peak_bytes)
+
+    def is_near(self, goal: Goal, limits: Limits) -> bool:
+        """Is no schedule that is faster by more than the nearness of the limits?"""
+        return self.schedule is not None and self.time_ns <= self.enough_ns(goal, limits)
+
+    def enough_ns(self, goal: Goal, limits: Limits) -> int:
+        return self.bound_ns + int(limits.nearness * goal.graph.time_ns)

@@ -1,0 +1,97 @@
+"""Problem: what is planned, before a budget is known; goal: one budget of it.
+
+takes: a captured graph, options. returns: Problem, with the prices of this machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rockplan.graph_builder.costs.price import measure, price, profile_key
+from rockplan.graph_builder.digests import graph_digest, profile_digest
+from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.partition import partition
+from rockplan.options import Options
+from rockplan.oracles.constraints import constrain, with_room_for_loss
+from rockplan.oracles.simulate import Simulation, simulate
+from rockplan.store.cache import Cache, default_folder
+from rockplan.values.block import Block
+from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.profile import Profile
+from rockplan.values.progress import report
+from rockplan.values.schedule import Waits, keep_all
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is planned, before a budget is known.
+
+    graph: with the prices of `profile`; constrained: the same under the constraints of the
+    options and with room for the caller's loss, of which `blocks` are the blocks. The digests are
+    those of graph and profile. unplanned: every node once, as eager does. waits: gradients of
+    parameters that have hooks.
+    """
+
+    graph: CDGraph
+    constrained: CDGraph
+    blocks: tuple[Block, ...]
+    profile: Profile
+    graph_digest: str
+    profile_digest: str
+    unplanned: Simulation
+    waits: Waits = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the stages of a search work on: a graph, its blocks, and the bytes that a schedule may
+    need at most; None: as few as can be. cache: of options of blocks."""
+
+    graph: CDGraph
+    blocks: tuple[Block, ...]
+    budget_bytes: int | None
+    cache: Cache | None = None
+
+
+def measured(lowered: Lowered, options: Options, waits: Waits = ()) -> Problem:
+    """The problem of a captured graph under costs that are measured here, or were."""
+    made = problem_of(lowered.graph, _profile(lowered, cache_of(options)), options)
+    return replace(made, waits=waits)
+
+
+@paused_collection()
+def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
+    """The problem of a graph under a profile of its calls."""
+    report("finding blocks")
+    priced = price(graph, profile)
+    eager = as_eager(priced)
+    unplanned = simulate(eager, keep_all(eager))
+    constrained = constrain(priced, options.keep, options.recompute)
+    constrained = with_room_for_loss(constrained, unplanned.peak_bytes)
+    return Problem(
+        graph=priced,
+        constrained=constrained,
+        blocks=partition(constrained),
+        profile=profile,
+        graph_digest=graph_digest(priced),
+        profile_digest=profile_digest(profile),
+        unplanned=unplanned,
+    )
+
+
+def cache_of(options: Options) -> Cache | None:
+    """None where the options do without."""
+    return Cache(default_folder()) if options.cache else None
+
+
+def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
+    """Measured costs of every call; what is in the cache is not measured again."""
+    key = {"profile": profile_key(lowered.graph)}
+    known = cache.profile(key) if cache else None
+    profile = measure(lowered.graph, lowered.samples, known=known)
+    before = frozenset(known.costs) if known else frozenset()
+    new = tuple(cost for cost in profile.costs if cost not in before)
+    if cache and new:
+        cache.put_profile(key, replace(profile, costs=new))
+    return profile

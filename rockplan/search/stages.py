@@ -1,0 +1,152 @@
+"""Stages of a search: each takes a goal, the incumbent and limits, and returns an incumbent.
+
+What is legal is checked where schedules are made (`verify`), what is within the budget where an
+incumbent takes one (`Incumbent.improved`): a stage can do no harm, and none needs another one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from rockplan.graph_builder.lowering.backward_order import renumbered
+from rockplan.ilp.whole_graph.refine import proved_ns, refined
+from rockplan.oracles.simulate import simulate
+from rockplan.search.block_families import chain_of
+from rockplan.search.incumbent import Incumbent
+from rockplan.search.limits import Limits
+from rockplan.search.local.exchange import exchanged, fitted, pruned, squeezed
+from rockplan.search.local.greedy_eviction import thriftiest, within
+from rockplan.search.problem import Goal
+from rockplan.values.graph import CDGraph
+from rockplan.values.progress import report
+from rockplan.values.schedule import Schedule, first_executions, keep_all
+
+
+def keep_everything(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """Every node once, if that is within the budget: nothing is faster."""
+    return incumbent.improved(goal, keep_all(goal.graph))
+
+
+def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """The relaxation of the whole graph at some moments: a bound, and a first schedule, with room
+    made where it needs more than the budget."""
+    assert goal.budget_bytes is not None
+    report("solving the relaxation")
+    relaxation = refined(goal.graph, goal.budget_bytes, deadline=_half_way(limits))
+    if relaxation is None:
+        return incumbent
+    bound_ns = max(incumbent.bound_ns, relaxation.bound_ns)
+    incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
+    orders = relaxation.orders
+    if orders is None:
+        return incumbent
+    schedule = fitted(
+        goal.graph,
+        orders.forward,
+        orders.backward,
+        goal.budget_bytes,
+        deadline=limits.deadline,
+        limits=limits.exchange,
+    )
+    return incumbent.improved(goal, schedule)
+
+
+def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """A schedule by greedy evictions: within the budget, or with the least peak that they find."""
+    report("evicting storages")
+    if goal.budget_bytes is not None:
+        schedule = within(goal.graph, goal.budget_bytes, limits=limits.eviction)
+        return incumbent.improved(goal, schedule)
+    least = thriftiest(goal.graph, deadline=_half_way(limits), limits=limits.eviction)
+    return replace(incumbent.improved(goal, least.schedule), is_exhausted=least.is_exhausted)
+
+
+def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """Options of each block by integer programs, combined by the dynamic program over the chain."""
+    report("solving blocks")
+    left_s = max(_half_way(limits) - time.monotonic(), 0.0)
+    chain = chain_of(goal.graph, goal.blocks, goal.cache, limits.blocks, left_s)
+    incumbent = replace(incumbent, is_complete=incumbent.is_complete and chain.is_complete)
+    # A table takes 2 to 3.5 s from 100 blocks on, and is nothing before it is filled.
+    until = max(limits.deadline, time.monotonic() + limits.combining_s)
+    if goal.budget_bytes is not None:
+        schedule = chain.solver.best_schedule(goal.budget_bytes, deadline=until)
+        return incumbent.improved(goal, schedule)
+    return incumbent.improved(goal, chain.solver.thriftiest(deadline=until))
+
+
+def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """The local search: from the incumbent to a faster one, or to one with a smaller peak."""
+    assert incumbent.schedule is not None
+    report("exchanging re-executions")
+    if goal.budget_bytes is None:
+        return incumbent.improved(goal, _squeezed(goal.graph, incumbent.schedule, limits))
+    schedule = exchanged(
+        goal.graph,
+        incumbent.schedule,
+        goal.budget_bytes,
+        enough_ns=incumbent.enough_ns(goal, limits),
+        deadline=limits.deadline,
+        limits=limits.exchange,
+    )
+    return incumbent.improved(goal, schedule)
+
+
+def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """From what the first stages for a byte less than the least peak begin with, to a smaller one;
+    then less by twice as much at each step: what is called the smallest budget shall be."""
+    assert incumbent.schedule is not None
+    report("looking below the least peak")
+    less_bytes = 1
+    while less_bytes and not limits.is_over:
+        asked = replace(goal, budget_bytes=incumbent.peak_bytes - less_bytes)
+        start = Incumbent(bound_ns=goal.graph.time_ns)
+        lower = relax(asked, start, limits)
+        if lower.schedule is None and less_bytes == 1 and not limits.is_over:
+            lower = evict(asked, start, limits)
+        if lower.schedule is not None:
+            schedule = _squeezed(goal.graph, lower.schedule, limits)
+            incumbent, less_bytes = incumbent.improved(goal, schedule), 2 * less_bytes
+        else:
+            less_bytes = 1 if less_bytes > 1 else 0
+    return incumbent
+
+
+def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """The bound of schedules in the order of the incumbent, where that is not the graph's; and what
+    integer programs add to it in the time that the limits give them."""
+    assert incumbent.schedule is not None and goal.budget_bytes is not None
+    report("proving a bound")
+    schedule = pruned(goal.graph, incumbent.schedule, goal.budget_bytes, deadline=limits.deadline)
+    incumbent = incumbent.improved(goal, schedule)
+    relaxation = incumbent.relaxation
+    assert incumbent.schedule is not None
+    order = first_executions(incumbent.schedule)
+    if order != tuple(range(len(order))):
+        graph = renumbered(goal.graph, order)
+        relaxation = refined(graph, goal.budget_bytes, deadline=limits.deadline)
+        bound_ns = graph.time_ns if relaxation is None else relaxation.bound_ns
+        incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
+    if relaxation is None or limits.proof_s == 0 or incumbent.is_near(goal, limits):
+        return incumbent
+    until = min(limits.deadline, time.monotonic() + limits.proof_s)
+    return replace(incumbent, bound_ns=proved_ns(relaxation, deadline=until))
+
+
+def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
+    lower = squeezed(graph, schedule, deadline=limits.deadline, limits=limits.squeeze)
+    # Leaving something out may lower the peak as well.
+    while not limits.is_over:
+        peak_bytes = simulate(graph, lower).peak_bytes
+        shorter = pruned(graph, lower, peak_bytes, deadline=limits.deadline)
+        if shorter == lower:
+            break
+        lower = shorter
+    return lower
+
+
+def _half_way(limits: Limits) -> float:
+    """A last stop for one stage, that leaves time for those after it."""
+    now = time.monotonic()
+    return now + max(limits.deadline - now, 0.0) / 2
