@@ -16,7 +16,8 @@ from rockplan.values.schedule import Schedule
 class Incumbent:
     """schedule: legal, within the budget of the goal, of `time_ns` and `peak_bytes`; None at first.
     bound_ns: no schedule within the budget in the order of the graph is faster. relaxation: the
-    last one that was solved. is_complete: the deadline cut nothing short; is_exhausted: the last
+    last one that was solved. starts: schedules from which the least peak may be reached.
+    is_complete: the deadline cut nothing short; is_exhausted: the last
     construction ended for want of effort. trace: of the stages that ran."""
 
     bound_ns: int
@@ -24,6 +25,7 @@ class Incumbent:
     time_ns: int = 0
     peak_bytes: int = 0
     relaxation: Refined | None = None
+    starts: tuple[Schedule, ...] = ()
     is_complete: bool = True
     is_exhausted: bool = False
     trace: tuple[StageTrace, ...] = ()

@@ -28,7 +28,7 @@ class Limits:
     proof_s: float = 0.0
     without: frozenset[str] = frozenset()
     exchange: ExchangeLimits = ExchangeLimits()
-    squeeze: ExchangeLimits = ExchangeLimits(effort=500_000)
+    squeeze: ExchangeLimits = ExchangeLimits(effort=2_000_000)
     eviction: EvictionLimits = EvictionLimits()
     blocks: Settings = Settings()
     combining_s: float = 5.0

@@ -59,7 +59,11 @@ def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
         schedule = within(goal.graph, goal.budget_bytes, limits=limits.eviction)
         return incumbent.improved(goal, schedule)
     least = thriftiest(goal.graph, deadline=_half_way(limits), limits=limits.eviction)
-    return replace(incumbent.improved(goal, least.schedule), is_exhausted=least.is_exhausted)
+    return replace(
+        incumbent.improved(goal, least.schedule),
+        starts=least.schedules,
+        is_exhausted=least.is_exhausted,
+    )
 
 
 def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
@@ -73,7 +77,8 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     if goal.budget_bytes is not None:
         schedule = chain.solver.best_schedule(goal.budget_bytes, deadline=until)
         return incumbent.improved(goal, schedule)
-    return incumbent.improved(goal, chain.solver.thriftiest(deadline=until))
+    schedule = chain.solver.thriftiest(deadline=until)
+    return replace(incumbent.improved(goal, schedule), starts=(*incumbent.starts, schedule))
 
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
@@ -81,7 +86,7 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     assert incumbent.schedule is not None
     report("exchanging re-executions")
     if goal.budget_bytes is None:
-        return incumbent.improved(goal, _squeezed(goal.graph, incumbent.schedule, limits))
+        return _squeeze_all(goal, incumbent, limits)
     schedule = exchanged(
         goal.graph,
         incumbent.schedule,
@@ -132,6 +137,16 @@ def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
         return incumbent
     until = min(limits.deadline, time.monotonic() + limits.proof_s)
     return replace(incumbent, bound_ns=proved_ns(relaxation, deadline=until))
+
+
+def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """From the incumbent and from every other start: which leads further is not known before."""
+    for start in incumbent.starts:
+        incumbent = incumbent.improved(goal, _squeezed(goal.graph, start, limits))
+    if incumbent.schedule is not None and not incumbent.starts:
+        schedule = _squeezed(goal.graph, incumbent.schedule, limits)
+        incumbent = incumbent.improved(goal, schedule)
+    return incumbent
 
 
 def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:

@@ -18,6 +18,7 @@ GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00 (`pebbles`).
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from bisect import bisect_left
@@ -95,29 +96,40 @@ class _Effort:
 
 @dataclass(frozen=True, slots=True)
 class Thriftiest:
-    """is_exhausted: effort or time ended the search."""
+    """schedules: of each rule, the one with the least peak first; is_exhausted: effort or time
+    ended the search."""
 
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
     is_exhausted: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.schedules[0]
 
 
 def thriftiest(
     graph: CDGraph, *, deadline: float = NEVER, limits: EvictionLimits = DEFAULT
 ) -> Thriftiest:
-    """The schedule with the least peak found, of those with equal ones the fastest; the same on
-    every run, so a budget that is too small always is. deadline: as of time.monotonic; if nothing
-    is found by then, the first rule is tried all the same, for as long as for one budget."""
+    """The schedules with the least peaks that the rules lead to, of those with equal ones the
+    fastest first; the same on every run, so a budget that is too small always is. deadline: as of
+    time.monotonic; if nothing is found by then, the first rule is tried all the same, for as long
+    as for one budget."""
     most_weighed = max(limits.attempt, int(limits.weighed * len(graph.nodes) ** 2))
     total = limits.attempts * min(most_weighed, limits.attempt)
     effort = _Effort(max(total, most_weighed), deadline)
-    best = everything = keep_all(graph)
-    for rule in RULES:
-        best = _thriftiest_by(graph, best, rule, effort, most_weighed, limits)
+    everything = keep_all(graph)
+    least = [_thriftiest_by(graph, everything, r, effort, most_weighed, limits) for r in RULES]
     is_over = time.monotonic() >= deadline
-    if best == everything and is_over:
+    if is_over and all(schedule == everything for schedule in least):
         hasty = _Effort(limits.effort)
-        best = _thriftiest_by(graph, best, RULES[0], hasty, limits.effort, limits)
-    return Thriftiest(best, is_exhausted=is_over or effort.left <= 0)
+        least = [_thriftiest_by(graph, everything, RULES[0], hasty, limits.effort, limits)]
+    least.sort(key=functools.partial(_peak_and_time, graph))
+    return Thriftiest(tuple(least), is_exhausted=is_over or effort.left <= 0)
+
+
+def _peak_and_time(graph: CDGraph, schedule: Schedule) -> tuple[int, int]:
+    found = simulate(graph, schedule)
+    return found.peak_bytes, found.time_ns
 
 
 def _thriftiest_by(
