@@ -78,7 +78,8 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
         schedule = chain.solver.best_schedule(goal.budget_bytes, deadline=until)
         return incumbent.improved(goal, schedule)
     schedule = chain.solver.thriftiest(deadline=until)
-    return replace(incumbent.improved(goal, schedule), starts=(*incumbent.starts, schedule))
+    starts = incumbent.starts if schedule is None else (*incumbent.starts, schedule)
+    return replace(incumbent.improved(goal, schedule), starts=starts)
 
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
