@@ -49,7 +49,11 @@ ON_MODULES = (
     state("attribute", "object with a list", "list of numbers", "changed where it is"),
     state("attribute", "array of objects", "activation", "put there and cleared again"),
     state("attribute", "itself", "flag", "in training alone", 1, EVALUATION_FIRST),
+    state("attribute", "cell", "table", "changed by the caller", 1),
+    state("attribute", "cell", "list of numbers", "in evaluation alone", 0, EVALUATION_FIRST),
+    state("attribute", "array of objects", "table", "in training alone", 0, EVALUATION_FIRST),
     state("attribute behind a property", "itself", "table", "set once"),
+    state("attribute behind a property", "set", "float", "popped"),
     state("attribute of a module that is not registered", "itself", "count", "counted"),
     state("local of a thread on the module", "itself", "detached mean", "set once"),
 )
@@ -103,6 +107,7 @@ OF_THE_CALLER = (
     given_case("append of a list", "in further ones"),
     given_case("object counted", "in further ones by keyword", keeps=True),
     given_case("array of array", keeps=True),
+    given_case("set of tensors", keeps=True),
     given_case("random generator", keeps=True),
 )
 
@@ -163,6 +168,7 @@ OTHERWISE = (
     result_case("queue on the module"),
     result_case("weak values"),
     result_case("module added"),
+    result_case("warning once", parts=2),
 )
 
 CASES = (

@@ -225,6 +225,8 @@ class _Reading:
             return type(value), self._elements(value, strict)
         if isinstance(value, _BUFFERS):
             return self._buffer(value)
+        if isinstance(value, types.CellType):
+            return types.CellType, [self.value(_content(value), strict)]
         if isinstance(value, torch.Tensor):
             if self._constants is None or any(value is c for c in self._constants):
                 return _Identity(value)

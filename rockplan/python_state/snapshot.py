@@ -157,13 +157,12 @@ class Snapshot:
 
 
 def _by_key(elements: list[Element]) -> dict[Any, Any]:
-    return {_hashable(key, value): value for key, value in elements}
+    return {_hashable(key): value for key, value in elements}
 
 
-def _hashable(key: Any, value: Any) -> Any:
-    """A key that is equal to itself; members of sets, which have none, are their own."""
-    known = value if key is None and not isinstance(value, str) else key
-    return ("tensor", id(known)) if isinstance(known, torch.Tensor) else known
+def _hashable(key: Any) -> Any:
+    """A key that is equal to itself."""
+    return ("tensor", id(key)) if isinstance(key, torch.Tensor) else key
 
 
 def told(value: Any) -> Any:

@@ -285,9 +285,9 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
                 _refuse_changes(snapshot, first.changes, second.changes)
                 _refuse_another_call(snapshot, first, second)
                 _refuse_fresh_constants(written, another)
-            assignments = assignments_of(snapshot, first.changes, False)
+            assignments = assignments_of(snapshot, first.changes)
             if assignments and _is_overwritten(run, second, Recorder(fake_mode, reader, leftovers)):
-                assignments = assignments_of(snapshot, first.changes, True)
+                assignments = tuple(replace(one, is_overwritten=True) for one in assignments)
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),

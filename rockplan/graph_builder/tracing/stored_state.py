@@ -181,9 +181,7 @@ def _cached(cache: Any) -> Iterator[Any]:
             pending += gc.get_referents(value)
 
 
-def assignments_of(
-    snapshot: Snapshot, changes: Changes, are_overwritten: bool
-) -> tuple[Assignment, ...]:
+def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
     """What each call leaves outside of tensors. Raises UnsupportedModel where a planned call could
     not leave it there."""
     found: list[Assignment] = []
@@ -210,7 +208,7 @@ def assignments_of(
                 "does; keep it outside of the module, or return it",
                 module_path=place.module,
             )
-        found += _assigned(held, keys, now, before, are_overwritten)
+        found += _assigned(held, keys, now, before)
     return tuple(found)
 
 
