@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rockplan
-from benchmarks.python_state import UNCLEAR, description, examine, first_difference
+from benchmarks.python_state import OPTIONS, UNCLEAR, description, examine, first_difference
 from benchmarks.python_state_cases import (
     Case,
     alias_case,
@@ -61,6 +61,7 @@ ON_MODULES = (
 IN_FILES = (
     state("class attribute", "itself", "table", "set once"),
     state("class attribute", "dict by size", "mask by length", "set once if absent"),
+    state("class attribute", "named tuple", "node of autograd", "changed by the caller"),
     state("attribute of a base class", "itself", "float", "changed by the caller"),
     state("attribute of a class of PyTorch", "dict", "detached activation", "set once if absent"),
     state("attribute of another class", "itself", "enum", "counted"),
@@ -169,6 +170,9 @@ OTHERWISE = (
     result_case("weak values"),
     result_case("module added"),
     result_case("warning once", parts=2),
+    result_case("class of the module replaced"),
+    result_case("class of the module replaced", parts=1),
+    result_case("function replaced"),
 )
 
 CASES = (
@@ -203,6 +207,27 @@ def test_is_planned_as_eager_or_refused(case: Case) -> None:
 
 def test_what_keeps_nothing_is_planned() -> None:
     assert examine(plain()).kind == "equal"
+
+
+def test_a_submodule_of_another_class_is_planned_again() -> None:
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    planned = rockplan.solve(model, (x,), "min", options=OPTIONS)
+    planned(x)
+    model[1].__class__ = nn.Tanh
+    assert torch.equal(planned(x), model(x))
+
+
+def test_a_class_attribute_that_is_set_by_a_planned_module_is_that_of_all() -> None:
+    class Net(nn.Linear):
+        scale = 2.0
+
+    model = Net(4, 4)
+    planned = rockplan.solve(model, (torch.ones(2, 4),), "min", options=OPTIONS)
+    type(planned).scale = 3.0
+    assert (Net.scale, model.scale, planned.scale) == (3.0, 3.0, 3.0)
+    del type(planned).scale
+    assert not hasattr(Net, "scale")
 
 
 # --- The oracle sees what it should ---------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.value_reads import ValueReader
-from rockplan.python_state.contents import copied, data_in, is_plain
+from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
 from rockplan.python_state.holders import (
     ATTRIBUTES,
     LIST,
@@ -268,8 +268,10 @@ def _assigned(
 
 
 def _is_opaque(value: Any, former: Any) -> bool:
-    """Is it a function, or an object that is compared by identity alone, in place of another one or
-    of nothing?"""
+    """Is it an object that is compared by identity alone, in place of another one or of nothing, or
+    a function in place of nothing or of the same one?"""
+    if is_other_code(value, former):
+        return False
     told = (ABSENT, None)
     opaque = [
         not (isinstance(v, torch.Tensor) or any(v is t for t in told)) and data_in(v) is None
