@@ -83,6 +83,8 @@ IN_FILES = (
     state("default argument of a function", "deque", "detached activation", "appended and read"),
     state("argument of a partial", "list", "count", "counted"),
     state("local of a thread", "itself", "table", "set once"),
+    state("cell of a closure", "itself", "table", "in training alone", 0, EVALUATION_FIRST),
+    state("context variable", "list", "table", "in training alone", 0, EVALUATION_FIRST),
     state("context variable", "itself", "detached activation", "replaced, read in the next call"),
     state("weak dictionary by submodule", "itself", "table", "set once"),
 )

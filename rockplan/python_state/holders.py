@@ -317,6 +317,34 @@ ARGUMENTS = Kind(_arguments, _write_arguments, _attribute, "attribute")
 TEXT = Kind(_text, _write_text, _itself)
 CONTENT = Kind(_content, _write_content, _itself)
 
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One that no name leads to (a cell, a context variable): copies of what refers to it refer to
+    it as well, and a pickle to nothing."""
+
+    owner: Any
+    kind: Kind
+
+    def __deepcopy__(self, memo: object) -> Holder:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object, ()
+
+    def get(self, key: Any, default: object) -> Any:
+        return dict(self.kind.elements(self.owner)).get(key, default)
+
+    def set(self, elements: dict[Any, Any]) -> None:
+        """These, and what else there is."""
+        self.kind.write(self.owner, [*(dict(self.kind.elements(self.owner)) | elements).items()])
+
+    def pop(self, key: Any) -> None:
+        elements = dict(self.kind.elements(self.owner))
+        elements.pop(key, None)
+        self.kind.write(self.owner, [*elements.items()])
+
+
 # Classes of the standard library and of numpy that keep what users give them.
 _KEEPERS = (
     *(*_ARRAYS, types.CellType, contextvars.ContextVar),

@@ -188,12 +188,10 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
     """Record `call`; where the forward keeps tables of constants that it has made, make them for
     real, let it keep those, and record it again."""
     made: list[Tables] = []
-    is_done = False
     try:
         for _ in range(_RUNS):
             found = _recorded(call, leftovers, made[-1] if made else None)
             if isinstance(found, Capture):
-                is_done = True
                 kept = (one for tables in made for one in tables.assignments)
                 return replace(found, assignments=(*kept, *found.assignments))
             made.append(found)
@@ -201,7 +199,7 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
         raise made[-1].unstable()
     finally:
         for tables in reversed(made):
-            tables.take_back(everything=not is_done)
+            tables.take_back()
 
 
 def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
