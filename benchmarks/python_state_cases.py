@@ -1559,7 +1559,7 @@ GIVEN = {
     "deque rotated": ("collections.deque([1.0, 2.0])", "given.rotate(1)", "caller.given"),
     "set of names": ("{'b'}", "given.add('a')", "sorted(caller.given)"),
     "set emptied": ("{'a', 'b'}", "given.discard('a')", "sorted(caller.given)"),
-    "set of tensors": ("set()", "given.add(h)", "list(caller.given)"),
+    "set of tensors": ("set()", "given.add(h)", "caller.given"),
     "byte array": ("bytearray(b'ab')", "given[0] = 99", "caller.given"),
     "array of array": ("array.array('d', [1.0])", "given.append(2.0)", "list(caller.given)"),
     "array of numpy": ("np.ones(8)", "given[0] = 5.0", "caller.given"),

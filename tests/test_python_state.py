@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rockplan
-from benchmarks.python_state import UNCLEAR, description, examine, first_difference
+from benchmarks.python_state import OPTIONS, UNCLEAR, description, examine, first_difference
 from benchmarks.python_state_cases import (
     Case,
     alias_case,
@@ -49,7 +49,11 @@ ON_MODULES = (
     state("attribute", "object with a list", "list of numbers", "changed where it is"),
     state("attribute", "array of objects", "activation", "put there and cleared again"),
     state("attribute", "itself", "flag", "in training alone", 1, EVALUATION_FIRST),
+    state("attribute", "cell", "table", "changed by the caller", 1),
+    state("attribute", "cell", "list of numbers", "in evaluation alone", 0, EVALUATION_FIRST),
+    state("attribute", "array of objects", "table", "in training alone", 0, EVALUATION_FIRST),
     state("attribute behind a property", "itself", "table", "set once"),
+    state("attribute behind a property", "set", "float", "popped"),
     state("attribute of a module that is not registered", "itself", "count", "counted"),
     state("local of a thread on the module", "itself", "detached mean", "set once"),
 )
@@ -57,6 +61,7 @@ ON_MODULES = (
 IN_FILES = (
     state("class attribute", "itself", "table", "set once"),
     state("class attribute", "dict by size", "mask by length", "set once if absent"),
+    state("class attribute", "named tuple", "node of autograd", "changed by the caller"),
     state("attribute of a base class", "itself", "float", "changed by the caller"),
     state("attribute of a class of PyTorch", "dict", "detached activation", "set once if absent"),
     state("attribute of another class", "itself", "enum", "counted"),
@@ -78,6 +83,8 @@ IN_FILES = (
     state("default argument of a function", "deque", "detached activation", "appended and read"),
     state("argument of a partial", "list", "count", "counted"),
     state("local of a thread", "itself", "table", "set once"),
+    state("cell of a closure", "itself", "table", "in training alone", 0, EVALUATION_FIRST),
+    state("context variable", "list", "table", "in training alone", 0, EVALUATION_FIRST),
     state("context variable", "itself", "detached activation", "replaced, read in the next call"),
     state("weak dictionary by submodule", "itself", "table", "set once"),
 )
@@ -103,6 +110,7 @@ OF_THE_CALLER = (
     given_case("append of a list", "in further ones"),
     given_case("object counted", "in further ones by keyword", keeps=True),
     given_case("array of array", keeps=True),
+    given_case("set of tensors", keeps=True),
     given_case("random generator", keeps=True),
 )
 
@@ -163,6 +171,10 @@ OTHERWISE = (
     result_case("queue on the module"),
     result_case("weak values"),
     result_case("module added"),
+    result_case("warning once", parts=2),
+    result_case("class of the module replaced"),
+    result_case("class of the module replaced", parts=1),
+    result_case("function replaced"),
 )
 
 CASES = (
@@ -197,6 +209,27 @@ def test_is_planned_as_eager_or_refused(case: Case) -> None:
 
 def test_what_keeps_nothing_is_planned() -> None:
     assert examine(plain()).kind == "equal"
+
+
+def test_a_submodule_of_another_class_is_planned_again() -> None:
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    planned = rockplan.solve(model, (x,), "min", options=OPTIONS)
+    planned(x)
+    model[1].__class__ = nn.Tanh
+    assert torch.equal(planned(x), model(x))
+
+
+def test_a_class_attribute_that_is_set_by_a_planned_module_is_that_of_all() -> None:
+    class Net(nn.Linear):
+        scale = 2.0
+
+    model = Net(4, 4)
+    planned = rockplan.solve(model, (torch.ones(2, 4),), "min", options=OPTIONS)
+    type(planned).scale = 3.0
+    assert (Net.scale, model.scale, planned.scale) == (3.0, 3.0, 3.0)
+    del type(planned).scale
+    assert not hasattr(Net, "scale")
 
 
 # --- The oracle sees what it should ---------------------------------------------------------------

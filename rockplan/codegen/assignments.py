@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from rockplan.python_state.contents import copied, is_same
-from rockplan.python_state.holders import write_all
+from rockplan.python_state.holders import Holder, write_all
 from rockplan.values.interface import ABSENT, Address, Assignment
 
 
@@ -38,6 +38,8 @@ def _owner(module: nn.Module, address: Address) -> Any:
         owner = module.get_submodule(root)
     elif kind == "file":
         owner = sys.modules[root]
+    elif kind == "holder":
+        owner = root if steps[0][0] == "element" else root.owner
     for step, key in steps[:-1]:
         owner = getattr(owner, key) if step == "attribute" else owner[key]
     return owner
@@ -53,6 +55,8 @@ def _get(module: nn.Module, address: Address) -> Any:
         owner = _owner(module, address)
         if step == "all":
             return tuple(owner)
+        if isinstance(owner, Holder):
+            return owner.get(key, ABSENT)
         if isinstance(owner, nn.Module):
             return owner.__dict__.get(key, ABSENT)
         return getattr(owner, key, ABSENT) if step == "attribute" else owner[key]
@@ -68,6 +72,12 @@ def _set(module: nn.Module, address: Address, value: object) -> None:
         return
     if step == "all":
         write_all(owner, [copied(v) for v in value])  # type: ignore[attr-defined]
+        return
+    if isinstance(owner, Holder):
+        if value is ABSENT:
+            owner.pop(key)
+        else:
+            owner.set({key: copied(value)})
         return
     items = owner.__dict__ if isinstance(owner, nn.Module) else owner
     is_item = step == "item" or items is not owner

@@ -20,6 +20,7 @@ from rockplan.codegen.guards import (
     autocast_state,
     changed_attribute,
     function_modes,
+    has_other_class,
     module_entries,
 )
 from rockplan.python_state import trees
@@ -198,6 +199,10 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
     root = signature.entries[0].module
     paths = {id(m): path for path, m in root.named_modules()}
     texts = [*_changed_modes(signature, paths), *_changed_tensors(signature, paths)]
+    for entry in filter(has_other_class, signature.entries):
+        kinds = type(entry.module).__qualname__, entry.kind.__qualname__
+        path = paths.get(id(entry.module), "")
+        texts.append(f"class of '{path}': {kinds[0]}, planned {kinds[1]}")
     for entry in signature.entries:
         if tuple(entry.module._modules.items()) != entry.children:
             path = paths.get(id(entry.module), "")

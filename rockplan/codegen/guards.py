@@ -34,9 +34,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True, slots=True)
 class _ModuleEntry:
-    """names, values: of the attributes that not every module has."""
+    """kind: its class; names, values: of the attributes that not every module has."""
 
     module: nn.Module
+    kind: type
     attributes: dict[str, Any]
     names: tuple[str, ...]
     values: tuple[Any, ...]
@@ -106,6 +107,7 @@ def _module_entry(module: nn.Module) -> _ModuleEntry:
     own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
     return _ModuleEntry(
         module=module,
+        kind=type(module),
         attributes=attributes,
         names=tuple(own),
         values=tuple(own.values()),
@@ -188,10 +190,17 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _attributes_hold(entry: _ModuleEntry) -> bool:
     attributes = entry.module.__dict__
+    if has_other_class(entry):
+        return False
     if not (_are_identical(attributes, entry) or _are_same(entry)):
         return False
     modules = attributes["_modules"]
     return not (modules or entry.children) or tuple(modules.items()) == entry.children
+
+
+def has_other_class(entry: _ModuleEntry) -> bool:
+    """Of a submodule. (That of a planned module itself may be derived from ours: fully_shard.)"""
+    return type(entry.module) is not entry.kind and "_rockplan" not in entry.attributes
 
 
 def _entry_holds(entry: _ModuleEntry) -> bool:

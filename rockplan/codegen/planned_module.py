@@ -905,7 +905,8 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     Its forward has the signature of the original's, by which trainers decide what to pass, but
     not `__wrapped__`: accelerate unwraps a forward as far as it can and calls what it finds.
     What is made by calling the class (the slice of a Sequential, `type(self)(...)` in a method) is
-    no drop-in for anything, and so becomes an instance of the original's class.
+    no drop-in for anything, and so becomes an instance of the original's class. What is set as an
+    attribute of the class (`type(self).count = 1`) is set for all modules of the original's.
     """
 
     def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
@@ -927,4 +928,23 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
         "__init__": initialize,
         "forward": forward,
     }
-    return type(original.__name__, (Planned, original), body)
+    made: list[type] = []
+
+    def is_of_all(kind: type, name: str) -> bool:
+        return kind in made and not (name.startswith("__") and name.endswith("__"))
+
+    class Kind(type(original)):  # type: ignore[misc]
+        def __setattr__(cls, name: str, value: object) -> None:
+            if is_of_all(cls, name):
+                setattr(original, name, value)
+            else:
+                super().__setattr__(name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            if is_of_all(cls, name):
+                delattr(original, name)
+            else:
+                super().__delattr__(name)
+
+    made.append(Kind(original.__name__, (Planned, original), body))
+    return made[0]

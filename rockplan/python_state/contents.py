@@ -225,6 +225,8 @@ class _Reading:
             return type(value), self._elements(value, strict)
         if isinstance(value, _BUFFERS):
             return self._buffer(value)
+        if isinstance(value, types.CellType):
+            return types.CellType, [self.value(_content(value), strict)]
         if isinstance(value, torch.Tensor):
             if self._constants is None or any(value is c for c in self._constants):
                 return _Identity(value)
@@ -391,6 +393,22 @@ def _data(frozen: Any) -> Any:
         found = _data(frozen[1])
         return _NOTHING if found is _NOTHING else (frozen[0], found)
     return frozen
+
+
+def is_other_code(value: object, former: object) -> bool:
+    """Is it a class or a function in place of another one? One that is made anew is the same."""
+    found, known = _code(value), _code(former)
+    return found is not None and known is not None and found != known
+
+
+def _code(value: object) -> Any:
+    if isinstance(value, functools.partial):
+        return _code(value.func)
+    if isinstance(value, types.MethodType):
+        return _code(value.__func__)
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    return value if isinstance(value, type | types.BuiltinFunctionType) else None
 
 
 def is_plain(value: object) -> bool:

@@ -113,12 +113,25 @@ def _write_deque(owner: Any, elements: list[Element]) -> None:
 
 
 def _set(owner: Any) -> list[Element]:
-    return [(None, value) for value in set.__iter__(owner)]
+    """Members are their own keys."""
+    return [(value, value) for value in set.__iter__(owner)]
 
 
 def _write_set(owner: Any, elements: list[Element]) -> None:
     set.clear(owner)
+    _rewind(owner, len(elements))
     set.update(owner, [value for _, value in elements])
+
+
+def _rewind(empty: set[Any], length: int) -> None:
+    """`pop` goes on in the table of a set where the last one found something, also after `clear`:
+    from the start again, of tables for up to `length` members."""
+    last = (1 << max(6, (16 * length).bit_length())) - 1
+    set.update(empty, range(last + 1))
+    for other in range(last):
+        set.discard(empty, other)  # which leaves the table as large as it is
+    set.pop(empty)
+    set.clear(empty)
 
 
 def _cell(owner: types.CellType) -> list[Element]:
@@ -202,12 +215,13 @@ def _write_defaults(owner: types.FunctionType, elements: list[Element]) -> None:
 
 
 def _array(owner: Any) -> list[Element]:
-    return [*enumerate(owner.ravel().tolist())]
+    is_row = owner.ndim == 1
+    return [(i[0] if is_row else i, owner[i]) for i in numpy.ndindex(owner.shape)]
 
 
 def _write_array(owner: Any, elements: list[Element]) -> None:
     for position, value in elements:
-        owner.flat[position] = value
+        owner[position] = value
 
 
 def _of_class(owner: Any) -> list[Element]:
@@ -290,7 +304,7 @@ OF_TENSOR = Kind(_items, _write_items, _attribute, "attribute")
 LIST = Kind(_list, _write_list, _key, "all")
 DEQUE = Kind(_deque, _write_deque, _key, "all")
 SET = Kind(_set, _write_set, _itself, "all")
-ARRAY = Kind(_array, _write_array, _key)
+ARRAY = Kind(_array, _write_array, _key, "item")
 CELL = Kind(_cell, _write_cell, _itself)
 SLOTS = Kind(_slots_held, _write_slots, _attribute, "attribute")
 CLASS = Kind(_class, _write_class, _attribute, "attribute")
@@ -302,6 +316,34 @@ OF_CLASS = Kind(_of_class, _write_of_class, _attribute)
 ARGUMENTS = Kind(_arguments, _write_arguments, _attribute, "attribute")
 TEXT = Kind(_text, _write_text, _itself)
 CONTENT = Kind(_content, _write_content, _itself)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One that no name leads to (a cell, a context variable): copies of what refers to it refer to
+    it as well, and a pickle to nothing."""
+
+    owner: Any
+    kind: Kind
+
+    def __deepcopy__(self, memo: object) -> Holder:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object, ()
+
+    def get(self, key: Any, default: object) -> Any:
+        return dict(self.kind.elements(self.owner)).get(key, default)
+
+    def set(self, elements: dict[Any, Any]) -> None:
+        """These, and what else there is."""
+        self.kind.write(self.owner, [*(dict(self.kind.elements(self.owner)) | elements).items()])
+
+    def pop(self, key: Any) -> None:
+        elements = dict(self.kind.elements(self.owner))
+        elements.pop(key, None)
+        self.kind.write(self.owner, [*elements.items()])
+
 
 # Classes of the standard library and of numpy that keep what users give them.
 _KEEPERS = (

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rockplan.python_state.contents import data_in, is_same
+from rockplan.python_state.contents import data_in, is_other_code, is_same
 from rockplan.python_state.holders import (
     OF_TENSOR,
     Element,
@@ -116,10 +116,10 @@ class Snapshot:
                 yield held, _by_key(start), _by_key(now)
 
     def changes(self) -> Changes:
-        """What is other data than at the start. Tensors, functions and what cannot be looked into
-        count as there or not there. A forward that installs hooks (by which transformers collects
-        what submodules return) does so again where it finds none: what it notes of that is no
-        data."""
+        """What is other data than at the start. Tensors and what cannot be looked into count as
+        there or not there; functions and classes as well, where there is no other one instead. A
+        forward that installs hooks (by which transformers collects what submodules return) does so
+        again where it finds none: what it notes of that is no data."""
         found: Changes = {}
         changed = [*self.changed()]
         if any(_HOOKS.search(held.place.text) for held, _, _ in changed):
@@ -128,11 +128,11 @@ class Snapshot:
             if not held.place.is_users:  # libraries, and threads of theirs
                 continue
             for key in {**start, **now}:
-                value = told(now.get(key, ABSENT))
-                if isinstance(now.get(key), FakeTensor):  # `holding` finds it
+                there, former = now.get(key, ABSENT), start.get(key, ABSENT)
+                if isinstance(there, FakeTensor):  # `holding` finds it
                     continue
-                if value != told(start.get(key, ABSENT)):
-                    found[held.identity, key] = value
+                if told(there) != told(former) or is_other_code(there, former):
+                    found[held.identity, key] = told(there)
         return found
 
     def grown_cache(self) -> str | None:
@@ -157,13 +157,12 @@ class Snapshot:
 
 
 def _by_key(elements: list[Element]) -> dict[Any, Any]:
-    return {_hashable(key, value): value for key, value in elements}
+    return {_hashable(key): value for key, value in elements}
 
 
-def _hashable(key: Any, value: Any) -> Any:
-    """A key that is equal to itself; members of sets, which have none, are their own."""
-    known = value if key is None and not isinstance(value, str) else key
-    return ("tensor", id(known)) if isinstance(known, torch.Tensor) else known
+def _hashable(key: Any) -> Any:
+    """A key that is equal to itself."""
+    return ("tensor", id(key)) if isinstance(key, torch.Tensor) else key
 
 
 def told(value: Any) -> Any:

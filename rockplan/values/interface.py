@@ -94,7 +94,8 @@ class Question:
 Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
 """How to come to an element of a holder of Python's: ('module', path of a submodule), ('file',
 name of an imported one) or ('class', the class), then attributes and items: ('attribute', name) or
-('item', key or position); ('all', None) for all elements of a list, a queue or a set."""
+('item', key or position); ('all', None) for all elements of a list, a queue or a set. In this
+process alone: ('holder', a `python_state.holders.Holder`), then ('element', its key)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,12 +188,10 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
     """Record `call`; where the forward keeps tables of constants that it has made, make them for
     real, let it keep those, and record it again."""
     made: list[Tables] = []
-    is_done = False
     try:
         for _ in range(_RUNS):
             found = _recorded(call, leftovers, made[-1] if made else None)
             if isinstance(found, Capture):
-                is_done = True
                 kept = (one for tables in made for one in tables.assignments)
                 return replace(found, assignments=(*kept, *found.assignments))
             made.append(found)
@@ -201,7 +199,7 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
         raise made[-1].unstable()
     finally:
         for tables in reversed(made):
-            tables.take_back(everything=not is_done)
+            tables.take_back()
 
 
 def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
@@ -285,9 +283,9 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
                 _refuse_changes(snapshot, first.changes, second.changes)
                 _refuse_another_call(snapshot, first, second)
                 _refuse_fresh_constants(written, another)
-            assignments = assignments_of(snapshot, first.changes, False)
+            assignments = assignments_of(snapshot, first.changes)
             if assignments and _is_overwritten(run, second, Recorder(fake_mode, reader, leftovers)):
-                assignments = assignments_of(snapshot, first.changes, True)
+                assignments = tuple(replace(one, is_overwritten=True) for one in assignments)
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),

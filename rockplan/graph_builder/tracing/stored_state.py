@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.value_reads import ValueReader
-from rockplan.python_state.contents import copied, data_in, is_plain
+from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
 from rockplan.python_state.holders import (
     ATTRIBUTES,
     LIST,
     Element,
+    Holder,
     is_function_cache,
     kinds_of,
     replaced,
@@ -42,11 +43,10 @@ from rockplan.values.interface import ABSENT, Address, Assignment, computed_attr
 @dataclass(slots=True)
 class Tables:
     """Real tensors for what the forward has stored. contents: what each holder is to hold, and what
-    it holds; stays: holders that are not found again, whose tables are there from now on;
-    assignments: what comes with the first call. essence: what the run did, by `essence.of`."""
+    it holds; assignments: what comes with the first call; essence: what the run did, by
+    `essence.of`."""
 
     contents: list[tuple[Held, list[Element], list[Element]]] = field(default_factory=list)
-    stays: set[Identity] = field(default_factory=set)
     assignments: list[Assignment] = field(default_factory=list)
     essence: object = None
 
@@ -57,11 +57,9 @@ class Tables:
         for held, elements, _ in self.contents:
             held.kind.write(held.owner, elements)
 
-    def take_back(self, everything: bool) -> None:
-        """What comes with the first call, or everything."""
+    def take_back(self) -> None:
         for held, _, before in self.contents:
-            if everything or held.identity not in self.stays:
-                held.kind.write(held.owner, before)
+            held.kind.write(held.owner, before)
 
     @property
     def place(self) -> Place:
@@ -144,11 +142,7 @@ def tables_of(
             tables.contents.append((held, wanted, elements))
             keys, known = [key for key, _ in real], dict(elements)
             is_new = held.kind.step == "item" and all(key not in known for key in keys)
-            assigned = [*_assigned(held, keys, wanted, elements, is_new)]
-            if len(assigned) == (1 if held.kind.step == "all" else len(keys)):
-                tables.assignments += assigned
-            else:
-                tables.stays.add(held.identity)
+            tables.assignments += _assigned(held, keys, wanted, elements, is_new)
     return tables
 
 
@@ -181,9 +175,7 @@ def _cached(cache: Any) -> Iterator[Any]:
             pending += gc.get_referents(value)
 
 
-def assignments_of(
-    snapshot: Snapshot, changes: Changes, are_overwritten: bool
-) -> tuple[Assignment, ...]:
+def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
     """What each call leaves outside of tensors. Raises UnsupportedModel where a planned call could
     not leave it there."""
     found: list[Assignment] = []
@@ -210,7 +202,7 @@ def assignments_of(
                 "does; keep it outside of the module, or return it",
                 module_path=place.module,
             )
-        found += _assigned(held, keys, now, before, are_overwritten)
+        found += _assigned(held, keys, now, before)
     return tuple(found)
 
 
@@ -255,23 +247,26 @@ def _assigned(
 ) -> Iterator[Assignment]:
     """Of elements of a holder, or of all where they are set together."""
     there, known = dict(now), dict(before)
+    holder = Holder(held.owner, held.kind)
     if held.kind.step == "all":
-        if keys and held.place.address is not None:
-            kind, root, steps = held.place.address
+        if keys:
+            nameless: Address = ("holder", holder, ())
+            kind, root, steps = held.place.address or nameless
             whole: Address = (kind, root, (*steps, ("all", None)))
             content, former = (tuple(copied(v) for _, v in e) for e in (now, before))
             yield Assignment(whole, content, former, is_overwritten)
         return
     for key in keys:
-        address = held.element(key).address
-        if address is not None:
-            value, former = there.get(key, ABSENT), known.get(key, ABSENT)
-            yield Assignment(address, copied(value), copied(former), is_overwritten)
+        address = held.element(key).address or ("holder", holder, (("element", key),))
+        value, former = there.get(key, ABSENT), known.get(key, ABSENT)
+        yield Assignment(address, copied(value), copied(former), is_overwritten)
 
 
 def _is_opaque(value: Any, former: Any) -> bool:
-    """Is it a function, or an object that is compared by identity alone, in place of another one or
-    of nothing?"""
+    """Is it an object that is compared by identity alone, in place of another one or of nothing, or
+    a function in place of nothing or of the same one?"""
+    if is_other_code(value, former):
+        return False
     told = (ABSENT, None)
     opaque = [
         not (isinstance(v, torch.Tensor) or any(v is t for t in told)) and data_in(v) is None
