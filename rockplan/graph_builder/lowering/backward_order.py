@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.graph import CDGraph, ComputeNode, added_to, caller_bytes, producers, readers
 from rockplan.values.schedule import Compute, keep_all
@@ -185,10 +186,11 @@ class _Memory:
     """Which storages still have readers, while nodes run and are undone."""
 
     def __init__(self, graph: CDGraph) -> None:
-        self._sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
+        view = GraphView(graph)
+        self._sizes = view.sizes
         first = len(graph.forward)
         self._left = [0] * len(graph.data)
-        for data, nodes in readers(graph).items():
+        for data, nodes in view.readers.items():
             self._left[data] = sum(n >= first for n in nodes) + (data in graph.held)
 
     def run(self, node: ComputeNode) -> None:

@@ -29,6 +29,7 @@ from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.scaling import UNLIMITED, Units, in_units
+from rockplan.oracles.graph_view import GraphView
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 
@@ -258,7 +259,7 @@ def _least(search: Search, axis: int) -> int:
         return search.model.saved.constant_bytes
     if not search.is_small:
         return max(row.constant_bytes for row in search.model.peak)
-    sizes = [0 if d.kind.resident else d.size_bytes for d in search.problem.data]
+    sizes = GraphView(search.problem).sizes
     return max(
         n.workspace_bytes + sum(sizes[d] for d in (*n.reads, *n.writes))
         for n in search.problem.nodes

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rockplan.ilp.blocks.decode import keep_all_orders
+from rockplan.oracles.graph_view import rematerialization
 from rockplan.values.graph import CDGraph, DataKind, producers
 from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
@@ -58,8 +59,8 @@ def _dropping(problem: CDGraph, producer: Mapping[int, int], dropped: frozenset[
     there = _kept(problem, dropped)
     backward: list[int] = []
     for node in problem.backward:
-        again = _missing(problem, producer, there, node.reads)
-        backward += [*sorted(again), node.index]
+        again = _remade(problem, producer, there, node.reads)
+        backward += [*again, node.index]
         there.update(d for i in again for d in problem.nodes[i].writes)
     return _orders(problem, backward)
 
@@ -72,8 +73,8 @@ def _forgetting(
     kept = _kept(problem, dropped)
     backward: list[int] = []
     for node in problem.backward:
-        again = _missing(problem, producer, kept, node.reads)
-        backward += [*sorted(again), node.index]
+        again = _remade(problem, producer, kept, node.reads)
+        backward += [*again, node.index]
         if len(backward) > LONGEST:
             return []
     return [_orders(problem, backward)]
@@ -81,6 +82,14 @@ def _forgetting(
 
 def _orders(problem: CDGraph, backward: list[int]) -> Orders:
     return Orders(*without_idle(problem, keep_all_orders(problem).forward, backward))
+
+
+def _remade(
+    problem: CDGraph, producer: Mapping[int, int], there: set[int], reads: Sequence[int]
+) -> list[int]:
+    """Nodes to run again so that `reads` can be read."""
+    reads_of = [n.reads for n in problem.nodes].__getitem__
+    return rematerialization(reads_of, producer.__getitem__, there.__contains__, reads)
 
 
 def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:
@@ -94,17 +103,3 @@ def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:
         if not node.recomputable:
             kept.update(node.writes)
     return kept | {d.index for d in problem.data if d.index not in made}
-
-
-def _missing(
-    problem: CDGraph, producer: Mapping[int, int], there: set[int], reads: tuple[int, ...]
-) -> set[int]:
-    """Nodes to run again so that `reads` can be read."""
-    again: set[int] = set()
-    pending = [d for d in reads if d not in there]
-    while pending:
-        i = producer[pending.pop()]
-        if i not in again:
-            again.add(i)
-            pending += [d for d in problem.nodes[i].reads if d not in there]
-    return again

@@ -13,10 +13,10 @@ of the solver's time, and no optimum changes: benchmarks/ilp_blocks.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rockplan.ilp.scaling import Units
+from rockplan.oracles.graph_view import closure
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers, readers, without_takes
 from rockplan.values.schedule import Compute, Schedule, with_frees
@@ -104,8 +104,16 @@ def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tup
     starts = [len(graph.forward), *(node + 1 for node in chosen)]
     stages: list[Stage] = []
     wanted: set[int] = set()
+
+    def free_reads(node: int) -> list[int]:
+        return [r for r in graph.nodes[node].reads if r in free]
+
+    def may_run(node: int) -> bool:
+        return graph.nodes[node].recomputable
+
     for start, node in reversed(list(zip(starts, chosen, strict=False))):
-        wanted = _closure(graph, free, producer, wanted | set(reads[node]))
+        seeds = wanted | set(reads[node])
+        wanted = closure(free_reads, producer.__getitem__, may_run, seeds)
         movable = {producer[d] for d in wanted if graph.nodes[producer[d]].recomputable}
         stages.append(
             Stage(
@@ -143,23 +151,6 @@ def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
         for event, step in zip(schedule.events, timeline(graph, schedule), strict=True)
         if isinstance(event, Compute)
     }
-
-
-def _closure(
-    graph: CDGraph, free: frozenset[int], producer: dict[int, int], seeds: Iterable[int]
-) -> set[int]:
-    """`seeds` and every free storage that re-executing their producers may read."""
-    found: set[int] = set()
-    pending = list(seeds)
-    while pending:
-        d = pending.pop()
-        if d in found:
-            continue
-        found.add(d)
-        node = graph.nodes[producer[d]]
-        if node.recomputable:
-            pending += [r for r in node.reads if r in free]
-    return found
 
 
 def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) -> frozenset[int]:

@@ -39,7 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
+from rockplan.oracles.graph_view import GraphView, closure, rematerialization
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind
 from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
@@ -182,15 +183,15 @@ class Facts:
 
     def __init__(self, graph: CDGraph, spent_ns: Mapping[int, int] | None = None) -> None:
         self.graph, self.spent_ns = graph, spent_ns or {}
-        self.again = may_run_again(graph)
+        self.view = GraphView(graph)
+        self.again = self.view.again
         drawn = sorted(i for i in self.again if graph.nodes[i].random and graph.rng_state_bytes)
         self.states = {i: k for k, i in enumerate(drawn, len(graph.data))}
         self.tangents = frozenset(d.index for d in graph.data if d.kind is DataKind.TANGENT)
         once = dict.fromkeys((*self.tangents, *self.states.values()), -1)
-        self.producer = producers(graph) | once
+        self.producer = self.view.producer | once
         self.born = self.producer | {state: i for i, state in self.states.items()}
-        self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
-        self.sizes += [graph.rng_state_bytes] * len(drawn)
+        self.sizes = [*self.view.sizes, *[graph.rng_state_bytes] * len(drawn)]
         held, dropped = set(graph.held), set(graph.dropped)
         kinds = (DataKind.ACTIVATION, DataKind.GRADIENT, DataKind.TANGENT)
         self.is_open = frozenset(
@@ -210,7 +211,7 @@ class Facts:
     def always(self) -> dict[int, tuple[int, int]]:
         """Storage -> first and last node at which it is alive in every schedule: tangents, and
         what is held."""
-        read_by, start = readers(self.graph), len(self.graph.forward)
+        read_by, start = self.view.readers, len(self.graph.forward)
         found = {d: (start, max(read_by[d])) for d in self.tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
         for d in self.graph.held:
@@ -260,16 +261,11 @@ class Facts:
 
     def closure(self, seeds: Iterable[int]) -> set[int]:
         """`seeds`, and every open storage that making them again may read."""
-        closed: set[int] = set()
-        pending = list(seeds)
-        while pending:
-            d = pending.pop()
-            if d not in closed:
-                closed.add(d)
-                maker = self.producer[d]
-                if maker in self.again:
-                    pending += [r for r in self.reads_again(maker) if r in self.is_open]
-        return closed
+
+        def open_reads(node: int) -> list[int]:
+            return [r for r in self.reads_again(node) if r in self.is_open]
+
+        return closure(open_reads, self.producer.__getitem__, self.again.__contains__, seeds)
 
     def intervals(self, moments: Moments) -> list[Interval]:
         start = len(self.graph.forward)
@@ -645,14 +641,8 @@ class _Order:
 
     def _makers(self, wanted: Iterable[int]) -> list[int]:
         """With those of what they need."""
-        again: set[int] = set()
-        pending = [d for d in wanted if d not in self.there]
-        while pending:
-            i = self.facts.producer[pending.pop()]
-            if i not in again:
-                again.add(i)
-                pending += [d for d in self._opened(i) if d not in self.there]
-        return sorted(again)
+        producer = self.facts.producer.__getitem__
+        return rematerialization(self._opened, producer, self.there.__contains__, wanted)
 
     def _run(self, nodes: Sequence[int]) -> None:
         self.backward.extend(nodes)

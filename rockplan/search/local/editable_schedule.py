@@ -20,7 +20,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.values.graph import CDGraph, DataKind, may_run_again, producers
+from rockplan.oracles.graph_view import GraphView
+from rockplan.values.graph import CDGraph, DataKind
 
 MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
 """Positions of the backward phase for each computation of the order that a draft begins with: many,
@@ -113,26 +114,16 @@ class Draft:
         """movable: nodes whose first execution may go where another one is left."""
         self.graph = graph
         self.movable = movable
-        self.sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
-        self.producer = producers(graph)
-        self.may_run_again = may_run_again(graph)
-        self._held = frozenset(graph.held)
-        self._dropped = frozenset(graph.dropped)
-        self.reads = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
-        self._made_bytes = [sum(self.sizes[d] for d in n.writes) for n in graph.nodes]
-        self._takes = [
-            [d for d in n.takes if self.sizes[d] == self._made_bytes[n.index]] for n in graph.nodes
-        ]
+        view = GraphView(graph)
+        self.sizes, self.producer, self.reads = view.sizes, view.producer, view.reads
+        self.may_run_again = view.again
+        self._held, self._dropped = view.held, frozenset(graph.dropped)
+        self._made_bytes = view.made_bytes
+        self._takes = [view.takes(n) for n in graph.nodes]
         self._takers = {d for takes in self._takes for d in takes}
-        self.may_go = [
-            d.index
-            for d in graph.data
-            if self.sizes[d.index] > 0
-            and d.index not in self._held
-            and self.producer.get(d.index) in self.may_run_again
-        ]
+        may_go = view.may_go()
+        self.may_go = sorted(may_go)
         """Storages that can be made again, hence dropped."""
-        may_go = frozenset(self.may_go)
         self._uses = [{d for d in (*n.reads, *n.writes) if d in may_go} for n in graph.nodes]
         self._gaps, self._changed = _Gaps(), set(may_go)
         self._changes: list[_Change] = []

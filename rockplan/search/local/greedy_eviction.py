@@ -27,9 +27,10 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.ilp.whole_graph.program import Facts
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, may_run_again, producers, readers
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind
 from rockplan.values.schedule import Schedule, keep_all, with_frees, without_idle
 
 
@@ -171,10 +172,6 @@ def within(
     return min(fitting, key=lambda schedule: simulate(graph, schedule).time_ns, default=None)
 
 
-def _sizes(graph: CDGraph) -> list[int]:
-    return [0 if d.kind.resident else d.size_bytes for d in graph.data]
-
-
 def _attempt(
     graph: CDGraph,
     budget_bytes: int,
@@ -221,26 +218,22 @@ class _Run:
 
     def __post_init__(self) -> None:
         graph = self.graph
-        self.sizes = _sizes(graph)
+        view = GraphView(graph)
+        self.sizes, self.producer, self.readers = view.sizes, view.producer, view.readers
         self.times_ns = [n.time_ns for n in graph.nodes]
-        self.producer = producers(graph)
-        self.readers = readers(graph)
         self.n_forward = len(graph.forward)
         self.handed = frozenset(graph.handed)
-        self.may_run_again = may_run_again(graph)
         # Of each node: what it reads that can go, and the bytes that it takes beside that.
-        self.inputs = [[d for d in n.reads if not graph.data[d].kind.resident] for n in graph.nodes]
-        self.beside_bytes = [
-            n.workspace_bytes + sum(self.sizes[d] for d in n.writes) for n in graph.nodes
-        ]
+        self.inputs = view.reads
+        self.beside_bytes = [n.workspace_bytes + view.made_bytes[n.index] for n in graph.nodes]
         self.taken_bytes = [max((self.sizes[d] for d in n.takes), default=0) for n in graph.nodes]
         # Of each storage: the node that makes it again, None if none does.
-        self.maker = [self._again(d.index) for d in graph.data]
+        self.maker = [view.maker(d.index) for d in graph.data]
         self.made_of: list[list[int]] = [[] for _ in graph.data]
         for d, maker in enumerate(self.maker):
             for r in () if maker is None else self.inputs[maker]:
                 self.made_of[r].append(d)
-        self.stay = frozenset(graph.held)
+        self.stay = view.held
         self.outputs = frozenset(graph.outputs)
 
     def execute_all(self) -> None:
@@ -483,7 +476,3 @@ class _Run:
         users = self.readers[d]
         k = bisect_left(users, self.position)
         return users[k] if k < len(users) else None
-
-    def _again(self, d: int) -> int | None:
-        maker = self.producer.get(d)
-        return maker if maker in self.may_run_again else None
