@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 import rockplan
 from rockplan import examples
-from rockplan.cli.main import ExitCode, app
+from rockplan.cli.ending import ExitCode
+from rockplan.cli.main import app
 from rockplan.store import documents
 from tests.training import QUICK
 

@@ -5,6 +5,7 @@ takes: plans, curves, entries of the cache. returns: rows, or prints them. Nothi
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -61,6 +62,10 @@ def printable(text: str) -> str:
 
 def milliseconds(time_ns: int) -> str:
     return f"{time_ns / 1e6:.1f} ms"
+
+
+def print_json(document: object) -> None:
+    print(json.dumps(document, indent=2))
 
 
 # Plans
@@ -238,6 +243,3 @@ def show_shares(title: str, shares: Sequence[Share], top: int) -> None:
         ],
         plain_width=WIDTH,
     )
-
-
-# Progress

@@ -1,0 +1,75 @@
+"""Arguments that several commands take, and what is made of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rockplan.cli.factory import Subject
+from rockplan.errors import InvalidInput
+from rockplan.options import Options
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="module:factory or file.py:factory")]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BUDGET",
+        help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, min, or on CUDA auto or auto-4GB; "
+        "may be repeated.",
+    ),
+]
+Source = Annotated[
+    str, typer.Argument(metavar="PLAN|MODEL", help="A file that solve --save wrote, or MODEL.")
+]
+Budget = Annotated[
+    str | None, typer.Option("--budget", "-b", metavar="BUDGET", help="For a MODEL.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Autocast = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="Plan under torch.autocast with this dtype, e.g. bfloat16."),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        min=0.0,
+        help="For each plan, after the model is captured and measured; the best plan found so far "
+        "is used. A curve is made of some 16 plans.",
+    ),
+]
+
+_AUTOCAST_DTYPES = ("bfloat16", "float16")
+
+
+def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManager[object]:
+    if dtype is None:
+        return nullcontext()
+    if dtype not in _AUTOCAST_DTYPES:
+        raise InvalidInput(f"--autocast {dtype}: write {' or '.join(_AUTOCAST_DTYPES)}")
+    import torch
+
+    kind = next((p.device.type for p in subject.model.parameters()), "cpu")
+    return torch.autocast(kind, dtype=getattr(torch, dtype))
+
+
+def planning_options(no_cache: bool, time_limit: float | None, check: bool = False) -> Options:
+    options = Options(cache=not no_cache, check=check)
+    if time_limit is None:
+        return options
+    return Options(cache=not no_cache, check=check, time_limit_s=time_limit)
+
+
+def is_plan_file(source: str, for_model: bool) -> bool:
+    """Whether PLAN|MODEL is a plan; for_model: arguments are there that a MODEL alone takes."""
+    if ":" in source and not Path(source).is_file():
+        return False
+    if for_model:
+        raise InvalidInput("--budget and --code are for a MODEL, not for a plan file")
+    return True

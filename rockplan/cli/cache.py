@@ -1,0 +1,147 @@
+"""`rockplan cache`: list, show, clear and verify what is kept on disk."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+import rockplan
+from rockplan.cli import display
+from rockplan.cli.arguments import Json
+from rockplan.cli.ending import ExitCode, ending
+from rockplan.errors import InvalidInput
+from rockplan.store.cache import KINDS, Cache, Entry, default_folder
+from rockplan.values.plan import format_bytes
+
+app = typer.Typer(
+    help="Look after profiles, options and plans that are kept on disk "
+    "(ROCKPLAN_CACHE_DIR, else the platform's cache folder).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+Kinds = Annotated[
+    list[str] | None, typer.Argument(metavar="[KIND]...", help=f"Any of {', '.join(KINDS)}.")
+]
+
+
+@app.command("list", epilog="Example: rockplan cache list plan")
+def list_entries(kinds: Kinds = None, as_json: Json = False) -> None:
+    """What is kept: kind, name, size, age, and what it was made for."""
+    with ending(as_json):
+        entries = _entries(kinds)
+    if as_json:
+        display.print_json(
+            {"folder": str(default_folder()), "entries": list(map(_entry_row, entries))}
+        )
+        return
+    print(
+        f"{default_folder()}: {len(entries)} entries, "
+        f"{format_bytes(sum(e.size_bytes for e in entries))}"
+    )
+    if entries:
+        rows = [
+            [e.name[:16], e.kind, format_bytes(e.size_bytes), _age(e), e.problem or _for(e)]
+            for e in entries
+        ]
+        display.show_table(["name", "kind", "size", "age", "made for"], rows, words=(0, 1, 4))
+
+
+@app.command("show", epilog="Example: rockplan cache show all")
+def show_entries(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The beginning of a name of cache list, or all.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """What an entry depends on, and the plan if it is one."""
+    with ending(as_json):
+        entries = [e for e in _entries(None) if name == "all" or e.name.startswith(name)]
+        if not entries and name != "all":
+            raise InvalidInput(f"no entry of {default_folder()} begins with {name!r}")
+    if as_json:
+        display.print_json({"entries": list(map(_entry_row, entries))})
+        return
+    if not entries:
+        print(f"{default_folder()}: 0 entries")
+    for entry in entries:
+        print(display.printable(f"{entry.kind} {entry.name}\n  file  {entry.path}"))
+        for fact, value in entry.key.items():
+            print(display.printable(f"  {fact}  {value}"))
+        if entry.problem:
+            print(display.printable(f"  cannot be used: {entry.problem}"))
+        elif entry.kind == "plan":
+            print(display.printable(f"\n{rockplan.read_plans(entry.path)[0]}"))
+        print()
+
+
+@app.command("clear", epilog="Example: rockplan cache clear plan options")
+def clear_entries(kinds: Kinds = None, as_json: Json = False) -> None:
+    """Delete entries, of all kinds or of some. Files that are not the cache's own stay."""
+    with ending(as_json):
+        count, size_bytes = Cache(default_folder()).clear(_checked_kinds(kinds))
+    if as_json:
+        display.print_json({"deleted": count, "bytes": size_bytes})
+    else:
+        print(f"deleted {count} files, {format_bytes(size_bytes)}, from {default_folder()}")
+
+
+@app.command("verify", epilog="Example: rockplan cache verify")
+def verify_entries(as_json: Json = False) -> None:
+    """Read and check every entry; name those that cannot be used."""
+    with ending(as_json):
+        entries = _entries(None)
+    damaged = [e for e in entries if e.problem]
+    if as_json:
+        display.print_json({"entries": len(entries), "damaged": list(map(_entry_row, damaged))})
+    else:
+        for entry in damaged:
+            print(display.printable(f"{entry.path}: {entry.problem}"))
+        print(f"{len(entries) - len(damaged)} entries are good, {len(damaged)} are not")
+    if damaged:
+        raise typer.Exit(ExitCode.FILE)
+
+
+def _checked_kinds(kinds: list[str] | None) -> tuple[str, ...]:
+    unknown = set(kinds or ()) - set(KINDS)
+    if unknown:
+        raise InvalidInput(
+            f"no kind of entry: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}"
+        )
+    return tuple(kinds or KINDS)
+
+
+def _entries(kinds: list[str] | None) -> list[Entry]:
+    wanted = _checked_kinds(kinds)
+    return [e for e in Cache(default_folder()).entries() if e.kind in wanted]
+
+
+def _entry_row(entry: Entry) -> display.Row:
+    return {
+        "kind": entry.kind,
+        "name": entry.name,
+        "path": str(entry.path),
+        "size_bytes": entry.size_bytes,
+        "modified_ns": entry.modified_ns,
+        "key": dict(entry.key),
+        "problem": entry.problem,
+    }
+
+
+def _age(entry: Entry) -> str:
+    hours = (time.time_ns() - entry.modified_ns) / 3.6e12
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
+def _for(entry: Entry) -> str:
+    """The facts of a key that tell entries of one kind apart at a glance."""
+    facts = {"profile": ("profile",), "options": ("block",), "plan": ("graph", "budget")}
+    return ", ".join(f"{n} {_short(entry.key.get(n, '?'))}" for n in facts[entry.kind])
+
+
+def _short(fact: str) -> str:
+    """Digests by their beginning, as plans print them."""
+    return fact[:12] if len(fact) == 64 else fact

@@ -1,0 +1,62 @@
+"""`rockplan compare`: a measured step of a model, as it is and planned in several ways."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import rockplan
+from rockplan.cli import display
+from rockplan.cli.arguments import (
+    Autocast,
+    Budgets,
+    Json,
+    Model,
+    NoCache,
+    TimeLimit,
+    planning_options,
+    under_autocast,
+)
+from rockplan.cli.ending import ExitCode, ending
+from rockplan.cli.factory import make_subject
+from rockplan.reports.progress_bars import waiting
+
+EXAMPLE = "Example: rockplan compare rockplan.examples:mlp -b 50% --rounds 3"
+
+
+def compare(
+    model: Model,
+    budget: Budgets = None,
+    compile_budget: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="RATIO",
+            min=0.0,
+            max=1.0,
+            help="Also torch.compile with this activation_memory_budget; may be repeated.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 7,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    time_limit: TimeLimit = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
+    with ending(as_json), waiting():
+        subject = make_subject(model)
+        with under_autocast(subject, autocast):
+            comparison = rockplan.compare(
+                subject.model,
+                subject.sample_input,
+                *([budget] if budget else []),
+                sample_kwargs=subject.sample_kwargs,
+                compile_budgets=compile_budget or (),
+                rounds=rounds,
+                options=planning_options(no_cache, time_limit),
+            )
+    print(comparison.to_json() if as_json else display.printable(str(comparison)))
+    is_planned = any(row.budget_bytes is not None for row in comparison.rows)
+    if not is_planned and any(row.minimum_bytes is not None for row in comparison.rows):
+        raise typer.Exit(ExitCode.INFEASIBLE)

@@ -1,0 +1,127 @@
+"""How a command ends: a result, or a message with an exit code.
+
+What the user's code prints inside of `ending` goes to stderr, as warnings and errors do; stdout is
+for the result.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from enum import IntEnum
+from typing import Any
+
+import typer
+
+from rockplan.cli.display import print_json, printable
+from rockplan.errors import (
+    CaptureError,
+    CheckFailed,
+    InfeasibleBudget,
+    InvalidInput,
+    MissingLibrary,
+    PlanFormatError,
+    RockplanError,
+)
+
+
+class ExitCode(IntEnum):
+    """How a command ends; 0 is success, 1 a bug of rockplan (with a traceback)."""
+
+    USAGE = 2
+    INFEASIBLE = 3
+    MODEL = 4
+    FILE = 5
+    FAILED = 6
+    INTERRUPTED = 130
+
+
+EXIT_CODES = """
+Exit codes: 0 done; 1 a bug of rockplan; 2 the command, the budget or the factory cannot be used;
+3 a budget (of compare: every budget) is below the minimum, which is printed; 4 the model cannot be
+planned; 5 a plan file or a cache entry is damaged or of another version; 6 a check failed; 130
+interrupted.
+"""
+
+# Seconds after which an interrupt is raised again that Python dropped, as it does in a destructor
+# or in an import that is only tried.
+_RAISE_AGAIN_S = 0.5
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """An interrupt ends what runs inside, even if it is dropped where it strikes, or turned into
+    another error there (Python before 3.12 does that in the body of a class)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    struck = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal struck
+        struck = True
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S)
+        raise KeyboardInterrupt
+
+    kinds = [k for k in (signal.SIGINT, getattr(signal, "SIGALRM", None)) if k is not None]
+    before = {kind: signal.signal(kind, interrupt) for kind in kinds}
+    try:
+        yield
+    except Exception as error:
+        if struck:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        # Ignored first, so that none strikes while the handlers of before are put back.
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_IGN)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind, handler in before.items():
+            # None: it was not set by Python, which cannot put it back.
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def ending(as_json: bool) -> Iterator[None]:
+    """Turns what may go wrong into a message, a JSON document if wanted, and an exit code.
+
+    What is printed inside, by the user's own code, goes to stderr: stdout is for the result.
+    """
+    try:
+        with _interruptible(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.showwarning = _show_warning
+            yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted; nothing was left half-written", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except (RockplanError, OSError) as error:
+        code = _exit_code(error)
+        typer.echo(printable(f"rockplan: {error}"), err=True)
+        if as_json:
+            print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+        raise typer.Exit(code) from None
+
+
+def _exit_code(error: Exception) -> ExitCode:
+    match error:
+        case InfeasibleBudget():
+            return ExitCode.INFEASIBLE
+        case PlanFormatError():
+            return ExitCode.FILE
+        case CaptureError():
+            return ExitCode.MODEL
+        case CheckFailed():
+            return ExitCode.FAILED
+        case InvalidInput() | MissingLibrary() | OSError():
+            return ExitCode.USAGE
+    raise error
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(printable(f"warning: {message}"), err=True)

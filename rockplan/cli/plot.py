@@ -1,0 +1,189 @@
+"""`rockplan plot`: a report or a picture of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import rockplan
+from rockplan.cli.arguments import (
+    Autocast,
+    Budget,
+    NoCache,
+    Source,
+    TimeLimit,
+    is_plan_file,
+    planning_options,
+    under_autocast,
+)
+from rockplan.cli.ending import ending
+from rockplan.cli.factory import Subject, make_subject
+from rockplan.errors import InvalidInput
+from rockplan.options import Options
+from rockplan.reports import html, pictures, timeline
+from rockplan.reports.progress_bars import waiting
+from rockplan.store.plan_file import write_whole
+from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.plan import Plan
+
+EXAMPLE = "Example: rockplan plot rockplan.examples:mlp -b 50% --time-limit 2"
+
+
+class PictureKind(StrEnum):
+    """What a picture shows."""
+
+    MEMORY = "memory"
+    CURVE = "curve"
+    SCHEDULE = "schedule"
+    GRAPH = "graph"
+
+
+def plot(
+    source: Source,
+    budget: Budget = None,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help=".html: a report in one file; .svg, .png: a picture; .json: a timeline for "
+            "Perfetto; .dot: the graph for Graphviz.",
+        ),
+    ] = "rockplan.html",
+    picture: Annotated[
+        PictureKind | None,
+        typer.Option(help="For .svg and .png, which have one; memory by default."),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            help="Also run a MODEL, as it is, planned and with PyTorch's checkpointing, and draw "
+            "what was measured; not for a model that does not fit."
+        ),
+    ] = True,
+    autocast: Autocast = None,
+    time_limit: TimeLimit = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Draw a plan; of a MODEL, beside what a step was measured to need, and every other budget."""
+    with ending(as_json=False), waiting():
+        suffix = Path(output).suffix.lower()
+        if suffix not in _ENDINGS or not Path(output).parent.is_dir():
+            raise InvalidInput(
+                f"--output {output}: name a file in a folder that exists, with one "
+                f"of the endings {', '.join(_ENDINGS)}"
+            )
+        if picture is not None and suffix not in _PICTURE_ENDINGS:
+            raise InvalidInput(
+                f"--picture is for {' and '.join(_PICTURE_ENDINGS)}; "
+                f"a {suffix} file always holds the same"
+            )
+        chosen = picture or PictureKind.MEMORY
+        if is_plan_file(source, for_model=budget is not None):
+            drawing = _Drawing(rockplan.read_plans(source)[0])
+        elif budget is None:
+            raise InvalidInput("a MODEL needs a --budget")
+        else:
+            subject = make_subject(source)
+            with under_autocast(subject, autocast):
+                shown = _shown(suffix, chosen)
+                options = planning_options(no_cache, time_limit)
+                drawing = _drawn(subject, budget, shown, measure, options)
+        path, note = _draw(drawing, Path(output), chosen)
+    print(f"written: {path}{note and f' ({note})'}")
+
+
+_PICTURE_ENDINGS = (".svg", ".png")
+"""Endings of files that hold one picture."""
+
+_ENDINGS = (".html", *_PICTURE_ENDINGS, ".json", ".dot")
+
+_ROUNDS = 5
+"""Of the comparison on the curve: a mark in a picture needs less than a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A plan, and what is drawn beside it."""
+
+    plan: Plan
+    series: tuple[pictures.Series, ...] = ()
+    measured: MeasuredTimeline | None = None
+    eager_measured: MeasuredTimeline | None = None
+
+
+def _shown(suffix: str, picture: PictureKind) -> frozenset[PictureKind]:
+    """What a file of that ending has of the memory over time and the curve."""
+    match suffix:
+        case ".html":
+            return frozenset({PictureKind.MEMORY, PictureKind.CURVE})
+        case ".json":
+            return frozenset({PictureKind.MEMORY})
+        case ".dot":
+            return frozenset()
+    return frozenset({picture})
+
+
+def _drawn(
+    subject: Subject, budget: str, shown: frozenset[PictureKind], measure: bool, options: Options
+) -> _Drawing:
+    """The plan of a model with the other budgets and what was measured, as far as it is shown."""
+    from rockplan.comparison import measured_series, measured_timelines
+
+    model, sample = subject.model, subject.sample_input
+    kwargs = subject.sample_kwargs
+    planned = rockplan.solve(model, sample, budget, sample_kwargs=kwargs, options=options)
+    series: tuple[pictures.Series, ...] = ()
+    eager_measured = measured = None
+    if PictureKind.CURVE in shown:
+        curve = rockplan.pareto(model, sample, sample_kwargs=kwargs, options=options)
+        series += (pictures.curve_series(curve),)
+    if PictureKind.CURVE in shown and measure:
+        comparison = rockplan.compare(
+            model, sample, [budget], sample_kwargs=kwargs, rounds=_ROUNDS, options=options
+        )
+        series += measured_series(comparison)
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if PictureKind.MEMORY in shown and measure and on_cpu:
+        eager_measured, measured = measured_timelines(model, planned, sample, sample_kwargs=kwargs)
+    return _Drawing(rockplan.plan_of(planned), series, measured, eager_measured)
+
+
+def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, str]:
+    """Write a drawing; returns its file, and what to know about how it was made."""
+    lines = {"measured": drawing.measured, "eager_measured": drawing.eager_measured}
+    note = ""
+    content: str | bytes
+    match path.suffix.lower():
+        case ".html":
+            title, series = path.stem, drawing.series
+            content = html.html_report(drawing.plan, title=title, series=series, **lines)
+        case ".json":
+            content = timeline.plan_trace(drawing.plan, **lines)
+        case ".dot":
+            content = pictures.graph_dot(drawing.plan)
+        case suffix:
+            drawn = _picture(drawing, picture, "png" if suffix == ".png" else "svg")
+            content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
+    write_whole(path, content)
+    return path, note
+
+
+def _picture(drawing: _Drawing, picture: PictureKind, kind: pictures.Format) -> pictures.Picture:
+    plan = drawing.plan
+    match picture:
+        case PictureKind.MEMORY:
+            lines = {"measured": drawing.measured, "eager_measured": drawing.eager_measured}
+            data = pictures.draw_memory(plan, **lines, format=kind)
+        case PictureKind.CURVE:
+            data = pictures.draw_curve([*drawing.series, pictures.plan_series(plan)], format=kind)
+        case PictureKind.SCHEDULE:
+            data = pictures.draw_schedule(plan, format=kind)
+        case PictureKind.GRAPH:
+            return pictures.draw_graph(plan, format=kind)
+    return pictures.Picture(data, f".{kind}")

@@ -1,0 +1,67 @@
+"""`rockplan profile`: who owns the peak of a model, and what is kept for its backward pass."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import rockplan
+from rockplan.cli import display
+from rockplan.cli.arguments import Autocast, Json, Model, NoCache, planning_options, under_autocast
+from rockplan.cli.ending import ending
+from rockplan.cli.factory import make_subject
+from rockplan.reports.explain import wrapped
+from rockplan.reports.progress_bars import waiting
+from rockplan.values.plan import format_bytes
+
+EXAMPLE = "Example: rockplan profile rockplan.examples:transformer"
+
+
+def profile(
+    model: Model,
+    top: Annotated[int, typer.Option(metavar="ROWS", min=1, help="Of each table.")] = 12,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Who owns the peak of MODEL, what is kept for its backward pass, and what that costs."""
+    with ending(as_json), waiting():
+        subject = make_subject(model)
+        with under_autocast(subject, autocast):
+            plan = rockplan.plan(
+                subject.model,
+                subject.sample_input,
+                "100%",
+                sample_kwargs=subject.sample_kwargs,
+                options=planning_options(no_cache, None),
+            )
+        explanation = rockplan.explain(plan, unplanned=True)
+        plan = display.kept_whole(plan)
+    modules, operators = display.shares_by_module(plan), display.shares_by_operator(plan)
+    if as_json:
+        row = display.plan_row("100%", plan)
+        facts = ("eager_peak_bytes", "eager_time_ns", "saved_bytes", "operations")
+        sources = ("graph_digest", "profile_digest", "profile_source", "torch_version")
+        display.print_json(
+            {
+                "model": model,
+                **{name: row[name] for name in (*facts, *sources)},
+                "modules": [display.share_row(s) for s in modules],
+                "operators": [display.share_row(s) for s in operators],
+                "explanation": explanation.as_json(),
+            }
+        )
+        return
+    facts_text = (
+        f"{len(plan.graph.nodes)} operations, {display.milliseconds(plan.eager_time_ns)} "
+        f"forward and backward, peak {format_bytes(plan.eager_peak_bytes)}, of which "
+        f"{format_bytes(plan.saved_bytes)} are kept between forward and backward"
+    )
+    counted = "bytes beyond parameters, buffers, inputs and .grad"
+    source = [*wrapped(plan.profile_source), counted]
+    lines = [*wrapped(facts_text), *source, "", str(explanation), ""]
+    print(display.printable("\n".join(lines)))
+    display.show_shares("module", modules, top)
+    print()
+    display.show_shares("operator", operators, top)

@@ -1,0 +1,75 @@
+"""`rockplan show`: a plan, its explanation, or the code that it runs as."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import rockplan
+from rockplan.cli import display
+from rockplan.cli.arguments import (
+    Autocast,
+    Budget,
+    Json,
+    NoCache,
+    Source,
+    is_plan_file,
+    planning_options,
+    under_autocast,
+)
+from rockplan.cli.ending import ending
+from rockplan.cli.factory import make_subject
+from rockplan.errors import InvalidInput
+from rockplan.reports.progress_bars import waiting
+from rockplan.values.plan import Plan
+
+EXAMPLE = "Example: rockplan show rockplan.examples:mlp -b min --code"
+
+
+def show(
+    source: Source,
+    budget: Budget = None,
+    code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Who owns the peak, and what each recomputation buys."),
+    ] = False,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Print a plan: what is kept, what is recomputed, at what cost."""
+    with ending(as_json), waiting():
+        if is_plan_file(source, for_model=budget is not None or code):
+            plans, text = rockplan.read_plans(source), ""
+        else:
+            plans, text = _planned(source, budget, code, autocast, no_cache)
+        explanations = [rockplan.explain(p) for p in plans] if explain else []
+    if as_json:
+        rows = [display.plan_row(f"{p.budget_bytes}", p) for p in plans]
+        for row, explanation in zip(rows, explanations, strict=False):
+            row["explanation"] = explanation.as_json()
+        display.print_json({"source": source, "plans": rows, **({"code": text} if code else {})})
+    else:
+        shown = [text] if code else map(str, explanations or plans)
+        print(display.printable("\n\n".join(shown)))
+
+
+def _planned(
+    model: str, budget: str | None, code: bool, autocast: str | None, no_cache: bool
+) -> tuple[tuple[Plan, ...], str]:
+    """The plan of a model, and its generated code if that is wanted."""
+    if budget is None:
+        raise InvalidInput("a MODEL needs a --budget")
+    subject = make_subject(model)
+    make = rockplan.solve if code else rockplan.plan
+    with under_autocast(subject, autocast):
+        made: Any = make(
+            subject.model,
+            subject.sample_input,
+            budget,
+            sample_kwargs=subject.sample_kwargs,
+            options=planning_options(no_cache, None),
+        )
+    return ((rockplan.plan_of(made),), rockplan.code_of(made)) if code else ((made,), "")

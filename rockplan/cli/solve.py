@@ -1,0 +1,186 @@
+"""`rockplan solve`: a plan for each budget, or the curve of all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import rockplan
+from rockplan.cli import display
+from rockplan.cli.arguments import (
+    Autocast,
+    Budgets,
+    Json,
+    Model,
+    NoCache,
+    TimeLimit,
+    planning_options,
+    under_autocast,
+)
+from rockplan.cli.ending import ExitCode, ending
+from rockplan.cli.factory import Subject, make_subject
+from rockplan.errors import InfeasibleBudget, InvalidInput
+from rockplan.options import Options
+from rockplan.reports.progress_bars import waiting
+from rockplan.store.plan_file import write_whole
+from rockplan.values.curve import Curve
+from rockplan.values.plan import Plan
+
+EXAMPLE = "Example: rockplan solve rockplan.examples:transformer -b 40% -b min"
+
+
+def solve(
+    model: Model,
+    budget: Budgets = None,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for the plan, which rockplan.load reads; for several budgets a name "
+            "with {budget} in it.",
+        ),
+    ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for the plan as torch.utils.checkpoint code that needs no rockplan; its "
+            "head says what is lost.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(help="Run a step of both modules, compare bit for bit, refuse a difference."),
+    ] = False,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    time_limit: TimeLimit = None,
+    no_cache: NoCache = False,
+) -> None:
+    """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
+    with ending(as_json), waiting():
+        _check_save("--save", save, budget or [])
+        _check_save("--export", export, budget or [])
+        subject = make_subject(model)
+        options = planning_options(no_cache, time_limit, check)
+        with under_autocast(subject, autocast):
+            curve = None if budget else _curve(subject, options)
+            plans = _plans(subject, budget, options) if budget else ()
+        pairs = tuple(zip(budget or (), plans, strict=True))
+        files = [_save(save, asked, plan) for asked, plan in pairs]
+        exported = [_export(export, asked, plan, subject) for asked, plan in pairs]
+    if curve is not None:
+        _show_curve(model, curve, as_json)
+        return
+    _show_solved(model, [asked for asked, _ in pairs], plans, files, exported, as_json)
+    errors = [plan for plan in plans if isinstance(plan, InfeasibleBudget)]
+    for error in errors:
+        typer.echo(f"rockplan: {error}", err=True)
+    if errors:
+        raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+def _plans(
+    subject: Subject, budgets: list[str], options: Options
+) -> tuple[Plan | InfeasibleBudget, ...]:
+    from rockplan.api import plan_each
+
+    sample, kwargs = subject.sample_input, subject.sample_kwargs
+    plans = plan_each(subject.model, sample, budgets, sample_kwargs=kwargs, options=options)
+    return tuple(
+        _checked(subject, asked, options) if options.check and isinstance(plan, Plan) else plan
+        for asked, plan in zip(budgets, plans, strict=True)
+    )
+
+
+def _checked(subject: Subject, budget: str, options: Options) -> Plan:
+    """The plan with the record of its check."""
+    planned = rockplan.solve(
+        subject.model,
+        subject.sample_input,
+        budget,
+        sample_kwargs=subject.sample_kwargs,
+        options=options,
+    )
+    return rockplan.plan_of(planned)
+
+
+def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
+    if name is None:
+        return
+    if not budgets:
+        raise InvalidInput(f"{option} needs a --budget to make a plan for")
+    if len(budgets) > 1 and "{budget}" not in name:
+        raise InvalidInput(
+            f"{option} {name} would be written {len(budgets)} times; put {{budget}} into the name"
+        )
+    if not Path(name).name or Path(name).is_dir():
+        raise InvalidInput(f"{option} '{name}' names no file; name the file to write")
+    if not Path(name).parent.is_dir():
+        raise InvalidInput(f"there is no folder {Path(name).parent} for {option} {name}")
+
+
+def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | None:
+    if save is None or isinstance(plan, InfeasibleBudget):
+        return None
+    path = _file_name(save, asked)
+    rockplan.save_plan(plan, path)
+    return path
+
+
+def _export(
+    export: str | None, asked: str, plan: Plan | InfeasibleBudget, subject: Subject
+) -> str | None:
+    if export is None or isinstance(plan, InfeasibleBudget):
+        return None
+    path = _file_name(export, asked)
+    write_whole(Path(path), rockplan.as_checkpoint_code(subject.model, plan))
+    return path
+
+
+def _file_name(name: str, asked: str) -> str:
+    return name.replace("{budget}", asked.replace("%", "pct"))
+
+
+def _curve(subject: Subject, options: Options) -> Curve:
+    return rockplan.pareto(
+        subject.model,
+        subject.sample_input,
+        sample_kwargs=subject.sample_kwargs,
+        options=options,
+    )
+
+
+def _show_curve(model: str, curve: Curve, as_json: bool) -> None:
+    if as_json:
+        display.print_json({"model": model, "curve": display.curve_row(curve)})
+    else:
+        print(display.printable(str(curve)))
+
+
+def _show_solved(
+    model: str,
+    budgets: list[str],
+    plans: tuple[Plan | InfeasibleBudget, ...],
+    files: list[str | None],
+    exported: list[str | None],
+    as_json: bool,
+) -> None:
+    if as_json:
+        rows = [
+            display.infeasible_row(asked, plan)
+            if isinstance(plan, InfeasibleBudget)
+            else {**display.plan_row(asked, plan), "file": file, "exported": code}
+            for asked, plan, file, code in zip(budgets, plans, files, exported, strict=True)
+        ]
+        display.print_json({"model": model, "plans": rows})
+        return
+    if len(plans) == 1 and isinstance(plans[0], Plan):
+        print(display.printable(str(plans[0])))
+    else:
+        display.show_plans(budgets, plans)
+    for file in (*files, *exported):
+        if file is not None:
+            typer.echo(f"written: {file}", err=True)
