@@ -30,7 +30,7 @@ from benchmarks.models import Case
 from benchmarks.priced import CASES
 from benchmarks.timing import machine, mebibytes
 from rockplan.codegen import planned_module as planned_modules
-from rockplan.codegen.planned_module import Program
+from rockplan.codegen.planned_module import PlannedProgram
 from rockplan.graph_builder.lowering.backward_order import predecessors
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.graph import (
@@ -82,7 +82,7 @@ def measure(name: str) -> Row:
     planned = rockplan.solve(
         case.model, case.args, "100%", sample_kwargs=case.kwargs, options=options
     )
-    program: Program = planned._rockplan.latest
+    program: PlannedProgram = planned._rockplan.latest
     plan = program.plan
     own, taking = as_eager(plan.graph), in_eager_order(plan.graph)
 

@@ -348,7 +348,7 @@ def _program_in_training(
     incoming: Incoming | None,
     *,
     make: planned_modules.MakeProgram,
-) -> planned_modules.Program:
+) -> planned_modules.PlannedProgram:
     """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
     the call as it leaves one of the original, with all that the forward has done before; what
     operators raise is RuntimeError in either case, and ours says more."""
@@ -425,7 +425,7 @@ def _program(
     *,
     budget: Budget,
     options: Options,
-) -> planned_modules.Program:
+) -> planned_modules.PlannedProgram:
     source = _captured(module, args, kwargs, options, incoming)
     known = tuple(
         program.plan
@@ -444,7 +444,7 @@ def _program(
     return _built(module, made, source, args, kwargs, options)
 
 
-def _advise(program: planned_modules.Program, options: Options) -> None:
+def _advise(program: planned_modules.PlannedProgram, options: Options) -> None:
     """Log what a plan that runs operations again could have, if the caller let it go."""
     plan = program.plan
     found = releasable(plan.graph, program.interface, options.released)
@@ -489,7 +489,7 @@ def _stored_program(
     plans: tuple[Plan, ...],
     budget: Budget | None,
     options: Options,
-) -> planned_modules.Program:
+) -> planned_modules.PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
     plan for `budget`, or PlanMismatch without one."""
     source = _captured(module, args, kwargs, options, incoming)
@@ -513,7 +513,7 @@ def _built(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-) -> planned_modules.Program:
+) -> planned_modules.PlannedProgram:
     report("writing the code")
     constants = tuple(t for _, t in source.captured.constants)
     program = planned_modules.build_program(
@@ -529,10 +529,10 @@ def _built(
 
 def _checked(
     module: nn.Module,
-    program: planned_modules.Program,
+    program: planned_modules.PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> planned_modules.Program:
+) -> planned_modules.PlannedProgram:
     """`program`, whose plan records what two steps compared with eager execution showed."""
     outputs = program.interface.outputs
     with key_value_cache.switched_off(module):

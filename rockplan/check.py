@@ -41,7 +41,7 @@ _STANDS_STILL = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepResult:
     """Named results of one step: outputs, gradients, tensors of the caller, generator states; and
     what it has changed outside of tensors: (name, what is there now)."""
 
@@ -125,7 +125,7 @@ def check(
     """
     given = _Given.of(module, original, args, kwargs)
 
-    def steps(forward: Callable[..., Any]) -> tuple[_Step, ...]:
+    def steps(forward: Callable[..., Any]) -> tuple[_StepResult, ...]:
         with given.restored(), _without_hooks(module), eager_paths.without_compiling():
             given.snapshot.begin()
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
@@ -210,7 +210,7 @@ def _run(
     starts: Mapping[int, tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> _Step:
+) -> _StepResult:
     arguments = with_stand_ins(given.forward, args, kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
     leaves = trees.tree_leaves((args, kwargs))
@@ -246,7 +246,7 @@ def _run(
     data = tuple(
         (str(given.snapshot.place_of(change)), v) for change, v in changes if not _is_tensor(v)
     )
-    return _Step(tuple(named), data)
+    return _StepResult(tuple(named), data)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -261,7 +261,7 @@ def _ones(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return ones.as_strided(like.shape, strides)
 
 
-def _first_difference(found: Sequence[_Step], expected: Sequence[_Step]) -> str | None:
+def _first_difference(found: Sequence[_StepResult], expected: Sequence[_StepResult]) -> str | None:
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         difference = _difference(one, other)
         if difference is not None:
@@ -269,7 +269,7 @@ def _first_difference(found: Sequence[_Step], expected: Sequence[_Step]) -> str 
     return None
 
 
-def _difference(found: _Step, expected: _Step) -> str | None:
+def _difference(found: _StepResult, expected: _StepResult) -> str | None:
     for (name, a), (_, b) in zip(found.tensors, expected.tensors, strict=True):
         if a is None or b is None:
             if a is not b:

@@ -136,7 +136,7 @@ def compare(
         step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
-        expected: _State | None = None
+        expected: _StepOutcome | None = None
         for name, make in zip(names, makers, strict=True):
             report(f"measuring {name}")
             try:
@@ -291,20 +291,20 @@ def _untouched(model: nn.Module, *call: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _StepOutcome:
     """What a step left behind."""
 
     gradients: tuple[torch.Tensor | None, ...]
     buffers: tuple[torch.Tensor, ...]
 
 
-def _state_after(model: nn.Module, module: nn.Module, run: Callable[[], object]) -> _State:
+def _state_after(model: nn.Module, module: nn.Module, run: Callable[[], object]) -> _StepOutcome:
     """Of one step from a fixed seed; the gradients stay in `.grad` for the ruler."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)
     run()
-    return _State(
+    return _StepOutcome(
         tuple(None if p.grad is None else p.grad.clone() for p in model.parameters()),
         tuple(b.clone() for b in module.buffers()),
     )
@@ -331,7 +331,9 @@ def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _row(name: str, module: nn.Module, peak_bytes: int, found: _State, expected: _State) -> Row:
+def _row(
+    name: str, module: nn.Module, peak_bytes: int, found: _StepOutcome, expected: _StepOutcome
+) -> Row:
     row = Row(
         name,
         peak_bytes=peak_bytes,

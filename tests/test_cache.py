@@ -90,7 +90,7 @@ def test_the_least_peak_that_was_found_is_not_looked_for_again(
 ) -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as first:
         make_plan("1KB")
-    monkeypatch.setattr("rockplan.search.planning.eviction.thriftiest", forbidden)
+    monkeypatch.setattr("rockplan.search.local.greedy_eviction.thriftiest", forbidden)
     with pytest.raises(rockplan.InfeasibleBudget) as second:
         make_plan("2KB")
     assert second.value.minimum_bytes == first.value.minimum_bytes

@@ -505,7 +505,11 @@ def test_an_interrupt_leaves_nothing_half_written(
         raise KeyboardInterrupt
 
     words = ("solve", MLP, "-b", "50%", "--save", "plan.json")
-    for place in ("ilp.options.option_family", "smallest.refined", "plan_file.os.replace"):
+    for place in (
+        "ilp.blocks.families.option_family",
+        "search.minimum_peak.refined",
+        "store.plan_file.os.replace",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(f"rockplan.{place}", interrupt)
             assert "interrupted" in errors(*words, code=ExitCode.INTERRUPTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,15 @@ def layers() -> dict[str, int]:
 
 
 def imports(path: Path) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def part_of(path: Path) -> str:
@@ -74,3 +75,19 @@ def test_libraries_stay_in_their_folders(path: Path) -> None:
         library = name.split(".")[0]
         if library in LIBRARIES:
             assert own in LIBRARIES[library], f"{own} imports {library}"
+
+
+# Their classes are renamed with the search; then this goes.
+_NAMED_LATER = {"search", "ilp", "dp"}
+
+
+def test_no_class_name_is_used_twice() -> None:
+    """A leading underscore makes no other name."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if part_of(path) in _NAMED_LATER:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: at for name, at in places.items() if len(at) > 1} == {}

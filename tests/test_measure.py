@@ -406,10 +406,10 @@ def test_autocast_does_not_reach_the_operators() -> None:
 def test_known_costs_are_not_measured_again() -> None:
     graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
     first = measure(graph, {})
-    seen: list[progress.Step] = []
+    seen: list[progress.StageProgress] = []
     with progress.listening(seen.append):
         assert measure(graph, {}, known=first) == first
-    assert seen == [progress.Step("measuring times", 0, 0)]
+    assert seen == [progress.StageProgress("measuring times", 0, 0)]
     for other in (
         replace(first, torch_version="1.0"),
         replace(first, device="another"),
@@ -420,8 +420,8 @@ def test_known_costs_are_not_measured_again() -> None:
         with progress.listening(seen.append):
             measure(graph, {}, known=other)
         assert [s for s in seen if s.stage == "measuring times"] == [
-            progress.Step("measuring times", 0, 1),
-            progress.Step("measuring times", 1, 1),
+            progress.StageProgress("measuring times", 0, 1),
+            progress.StageProgress("measuring times", 1, 1),
         ]
 
 

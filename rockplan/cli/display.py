@@ -157,7 +157,7 @@ def curve_row(curve: Curve) -> list[Row]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CostShare:
     """What operations of one place or of one kind cost with everything kept.
 
     time_ns: forward and backward; kept_bytes: of their results between forward and backward.
@@ -177,19 +177,19 @@ def kept_whole(plan: Plan) -> Plan:
     return replace(plan, graph=graph, schedule=schedule, saved_bytes=saved_bytes)
 
 
-def shares_by_module(plan: Plan) -> list[Share]:
+def shares_by_module(plan: Plan) -> list[CostShare]:
     """Places in the model, layers of one stack together, those that keep most first."""
     names = {n.index: re.sub(r"\d+", "*", n.module) or "(root)" for n in plan.graph.nodes}
     return _shares(plan, names)
 
 
-def shares_by_operator(plan: Plan) -> list[Share]:
+def shares_by_operator(plan: Plan) -> list[CostShare]:
     """Kinds of operations, those that keep most first."""
     names = {n.index: operator_of(n) for n in plan.graph.nodes}
     return _shares(plan, names)
 
 
-def _shares(plan: Plan, names: dict[int, str]) -> list[Share]:
+def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
     kept = kept_data(plan)
     operations: Tally = {}
     times: Tally = {}
@@ -200,11 +200,11 @@ def _shares(plan: Plan, names: dict[int, str]) -> list[Share]:
         operations[name] = operations.get(name, 0) + 1
         times[name] = times.get(name, 0) + node.time_ns
         sizes[name] = sizes.get(name, 0) + size_bytes
-    found = [Share(name, operations[name], times[name], sizes[name]) for name in operations]
+    found = [CostShare(name, operations[name], times[name], sizes[name]) for name in operations]
     return sorted(found, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
 
 
-def share_row(share: Share) -> Row:
+def share_row(share: CostShare) -> Row:
     return {
         "name": share.name,
         "operations": share.operations,
@@ -213,7 +213,7 @@ def share_row(share: Share) -> Row:
     }
 
 
-def show_shares(title: str, shares: Sequence[Share], top: int) -> None:
+def show_shares(title: str, shares: Sequence[CostShare], top: int) -> None:
     """A table of the largest shares; the rest is summed up in a last line."""
     time_ns = max(sum(s.time_ns for s in shares), 1)
     kept_bytes = max(sum(s.kept_bytes for s in shares), 1)
@@ -221,7 +221,7 @@ def show_shares(title: str, shares: Sequence[Share], top: int) -> None:
     if shares[top:]:
         rest = shares[top:]
         shown.append(
-            Share(
+            CostShare(
                 f"({len(rest)} more)",
                 sum(s.operations for s in rest),
                 sum(s.time_ns for s in rest),

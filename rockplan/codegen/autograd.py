@@ -3,8 +3,8 @@
 One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
 results, and a `_Result` for each of several: the engine runs the slices in order and hands the
 gradients of each slice on at once. Activations and inner gradients never travel through autograd:
-they hang on one saved tensor of zero elements (`Kept`), so several calls can be in flight, and
-dropping the outputs frees everything. See docs/model.md, Execution.
+they hang on one saved tensor of zero elements (`SavedForBackward`), so several calls can be in
+flight, and dropping the outputs frees everything. See docs/model.md, Execution.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rockplan.codegen.backward_pass import Call, Kept, Replan
+from rockplan.codegen.backward_pass import PlannedCall, Replan, SavedForBackward
 from rockplan.codegen.executable import Executable
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
@@ -24,7 +24,7 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, number: int, token: torch.Tensor | None, *targets: torch.Tensor
+        ctx: Any, call: PlannedCall, number: int, token: torch.Tensor | None, *targets: torch.Tensor
     ) -> torch.Tensor:
         ctx.call = call
         ctx.number = number
@@ -46,7 +46,7 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, position: int, result: torch.Tensor, *inner: torch.Tensor
+        ctx: Any, call: PlannedCall, position: int, result: torch.Tensor, *inner: torch.Tensor
     ) -> torch.Tensor:
         ctx.call = call
         ctx.position = position
@@ -68,7 +68,11 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, kept: Kept, tensors: tuple[torch.Tensor, ...], token: torch.Tensor
+        ctx: Any,
+        call: PlannedCall,
+        kept: SavedForBackward,
+        tensors: tuple[torch.Tensor, ...],
+        token: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.device = token.device
@@ -94,14 +98,14 @@ class _Outputs(torch.autograd.Function):
                 "(is_grads_batched=True, jacobian(vectorize=True)); call backward for each, or use "
                 "the original module"
             )
-        call: Call = ctx.call
+        call: PlannedCall = ctx.call
         _check_autocast(call.executable)
         call.returned.check_memory(gradients)
         call.begin_backward(ctx.kept or saved[0].kept, gradients)
         return None, None, None, torch.empty(0, device=ctx.device)
 
 
-def _hang(ctx: Any, kept: Kept) -> None:
+def _hang(ctx: Any, kept: SavedForBackward) -> None:
     """Have autograd save `kept`, on a tensor of zero elements.
 
     Hooks on saved tensors that replace them would lose it, so that it hangs on the node under
@@ -138,7 +142,7 @@ def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward phase and hang the backward slices into autograd."""
-    made, kept = Call(executable), Kept(executable, residents, replan)
+    made, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None
     for number in reversed(range(len(executable.targets))):

@@ -1,8 +1,8 @@
-"""Call: one call of a planned module, from its forward to its last backward.
+"""PlannedCall: one call of a planned module, from its forward to its last backward.
 
-What the forward keeps (`Kept`) hangs on a tensor that autograd saves, and on nothing else: so it
-goes when autograd lets saved tensors go, after the backward pass or by an activation checkpoint
-around the module, which brings that of a forward that it ran again.
+What the forward keeps (`SavedForBackward`) hangs on a tensor that autograd saves, and on nothing
+else: so it goes when autograd lets saved tensors go, after the backward pass or by an activation
+checkpoint around the module, which brings that of a forward that it ran again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Replan = Callable[[Pattern], Executable]
 """The plan of the same call for incoming gradients of another pattern."""
 
 
-class Call:
+class PlannedCall:
     """One call; several can be in flight.
 
     executable: its plan; returned: its results, of which the caller may do what the gradients do
-    not tell. What its forward keeps is no part of it but of autograd's graph (`Kept`), and what a
-    backward pass needs goes when that is over.
+    not tell. What its forward keeps is no part of it but of autograd's graph (`SavedForBackward`),
+    and what a backward pass needs goes when that is over.
     """
 
     returned: Returned
@@ -37,7 +37,9 @@ class Call:
         self.executable = executable
         self._backward: _Backward | None = None
 
-    def begin_backward(self, kept: Kept, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def begin_backward(
+        self, kept: SavedForBackward, gradients: tuple[torch.Tensor | None, ...]
+    ) -> None:
         """Take in the incoming gradients of the outputs.
 
         Raises BackwardError where what the backward pass needs was modified since the forward, or
@@ -56,7 +58,7 @@ class Call:
         return found
 
 
-class Kept:
+class SavedForBackward:
     """What the forward of a call keeps for its backward passes.
 
     A first backward whose incoming gradients have the pattern of the plan continues from what
@@ -98,7 +100,7 @@ class Kept:
     ) -> tuple[Executable, Frame]:
         """(the plan whose slices are to run, with what). planned: the plan of the call.
 
-        Raises BackwardError as `Call.begin_backward`."""
+        Raises BackwardError as `PlannedCall.begin_backward`."""
         if torch.get_default_dtype() != self._default_dtype:
             raise BackwardError(
                 f"the default dtype was {self._default_dtype} in the forward pass, and what runs "
@@ -167,7 +169,9 @@ class Kept:
 class _Backward:
     """One backward pass: the slices of `running`, for those of the plan of the call."""
 
-    def __init__(self, planned: Executable, running: Executable, frame: Frame, kept: Kept) -> None:
+    def __init__(
+        self, planned: Executable, running: Executable, frame: Frame, kept: SavedForBackward
+    ) -> None:
         self._planned = planned
         self._running = running
         self._frame = frame

@@ -101,7 +101,7 @@ _OWN_REGISTRIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class PlannedProgram:
     """One plan with what it takes to run it on one kind of call.
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
@@ -119,7 +119,7 @@ class Program:
     call: DescribedCall = NOTHING_SAID
     adapted_from: str = ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedProgram:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,13 +135,15 @@ def build_program(
     output_spec: trees.TreeSpec,
     hooked: frozenset[str] = frozenset(),
     call: DescribedCall = NOTHING_SAID,
-) -> Program:
+) -> PlannedProgram:
     """Generate the code of `plan`, whose values meet the caller as `interface` says."""
     executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
-    return Program(plan, interface, executable, constants, output_spec, hooked, call)
+    return PlannedProgram(plan, interface, executable, constants, output_spec, hooked, call)
 
 
-MakeProgram = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], Program]
+MakeProgram = Callable[
+    [nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], PlannedProgram
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class _Bound:
     of while it still reads them, since they had no hooks.
     """
 
-    program: Program
+    program: PlannedProgram
     signature: ModuleSignature
     tensors: tuple[torch.Tensor, ...]
     sharing: Sharing
@@ -217,7 +219,7 @@ _SHARED = (
 )
 
 
-def _read_differences(program: Program, leaves: Sequence[Any]) -> Iterator[Difference]:
+def _read_differences(program: PlannedProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
     """Of values of tensors that Python reads in the forward."""
     checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
     for check, guard in checks:
@@ -241,7 +243,7 @@ def _short(value: object) -> str:
 
 
 @dataclass(slots=True)
-class _State:
+class _PlannedState:
     """What a planned module carries besides the original's attributes.
 
     infeasible: calls for which no plan fits the budget, as the module was, and which therefore run
@@ -255,7 +257,7 @@ class _State:
     on_infeasible: str
     outputs_chosen: bool
     programs: dict[Any, list[_Bound]] = field(default_factory=dict)
-    latest: Program | None = None
+    latest: PlannedProgram | None = None
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     count: int = 1
     watch: Watch = field(default_factory=Watch)
@@ -310,7 +312,7 @@ _OF_STATE = ("plan", "plans", "code")
 class Planned:
     """Mixed in before the original's class; see the module's docstring."""
 
-    _rockplan: _State
+    _rockplan: _PlannedState
 
     def __getattr__(self, name: str) -> Any:
         """What the original has comes first: `plan`, `plans` and `code` are those of the state
@@ -358,7 +360,9 @@ class Planned:
                 for bound in bounds
                 if signature_holds(bound.signature)
             ]
-            own = _State(state.original, *_settings(state), latest=state.latest, count=state.count)
+            own = _PlannedState(
+                state.original, *_settings(state), latest=state.latest, count=state.count
+            )
             _begin(copied, own, programs)
         return copied
 
@@ -475,7 +479,7 @@ def _made(
     kwargs: dict[str, Any],
     incoming: Incoming | None,
     changes: Differences,
-) -> Program:
+) -> PlannedProgram:
     """A program for one more kind of call, which takes time that the training waits for: from the
     third one on that is said, with what would keep it from happening again."""
     state = planned._rockplan
@@ -574,7 +578,7 @@ class _Situation:
         bounds.insert(len(bounds) if self._is_preferred(pattern) else 0, found)
         return found.program.executable
 
-    def _program(self, pattern: Pattern) -> Program:
+    def _program(self, pattern: Pattern) -> PlannedProgram:
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
         if state.on_mismatch != "replan":
@@ -610,14 +614,14 @@ def code_of(planned: object) -> str:
     return _state_of(planned).code
 
 
-def programs_of(module: nn.Module) -> tuple[Program, ...]:
+def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
     """Of a planned module, those of all kinds of call that it has seen."""
     if not isinstance(module, Planned):
         return ()
     return tuple(b.program for kind in module._rockplan.programs.values() for b in kind)
 
 
-def _state_of(planned: object) -> _State:
+def _state_of(planned: object) -> _PlannedState:
     if not isinstance(planned, Planned):
         raise InvalidInput(
             f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "
@@ -675,7 +679,7 @@ def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return original_forward(planned)(*args, **kwargs)
 
 
-def bound_forward(module: nn.Module, program: Program) -> Callable[..., Any]:
+def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., Any]:
     """A function that runs `program` on the tensors that `module` has now."""
     bound = _bind(module, program)
 
@@ -786,7 +790,7 @@ def _bind_again(module: nn.Module, programs: dict[Any, list[_Bound]]) -> None:
                 bounds[position] = _bind(module, bound.program)
 
 
-def _guards_hold(program: Program, leaves: Sequence[Any]) -> bool:
+def _guards_hold(program: PlannedProgram, leaves: Sequence[Any]) -> bool:
     checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
     # NaN is what it was, too.
     return all(is_same(check(leaves, program.constants), guard.expected) for check, guard in checks)
@@ -803,7 +807,7 @@ def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
     return trees.tree_unflatten(leaves, program.output_spec)
 
 
-def _bind(module: nn.Module, program: Program) -> _Bound:
+def _bind(module: nn.Module, program: PlannedProgram) -> _Bound:
     interface = program.interface
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -818,7 +822,7 @@ def _bind(module: nn.Module, program: Program) -> _Bound:
     return _Bound(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
 
 
-def _sharing(program: Program, first_input: int) -> Sharing:
+def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
     """Among the residents, as it was when `program` was captured."""
     interface, values = program.interface, program.plan.graph.values
     residents = interface.residents
@@ -832,7 +836,7 @@ def _sharing(program: Program, first_input: int) -> Sharing:
 
 def planned_module(
     module: nn.Module,
-    program: Program,
+    program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -850,7 +854,7 @@ def planned_module(
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
     settings = (make_program, on_mismatch, on_infeasible, outputs_chosen)
-    state = _State(type(module), attributes.pop("forward", None), *settings)
+    state = _PlannedState(type(module), attributes.pop("forward", None), *settings)
     planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
     leaves, input_spec = trees.tree_flatten((args, kwargs))
@@ -869,7 +873,7 @@ def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
 _Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool]
 
 
-def _settings(state: _State) -> _Settings:
+def _settings(state: _PlannedState) -> _Settings:
     """What copies have from the start."""
     options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen)
     return (state.instance_forward, state.make_program, *options)
@@ -879,18 +883,20 @@ def _rebuild(
     original: type[nn.Module],
     attributes: dict[str, Any],
     settings: _Settings,
-    programs: Sequence[tuple[Any, Program]],
-    latest: Program | None,
+    programs: Sequence[tuple[Any, PlannedProgram]],
+    latest: PlannedProgram | None,
     count: int = 1,
 ) -> nn.Module:
     """Unpickle a planned module."""
     planned = nn.Module.__new__(_planned_class(original))  # type: ignore[arg-type]
     planned.__dict__.update(attributes)
-    _begin(planned, _State(original, *settings, latest=latest, count=count), programs)
+    _begin(planned, _PlannedState(original, *settings, latest=latest, count=count), programs)
     return planned
 
 
-def _begin(copied: Any, state: _State, programs: Sequence[tuple[Any, Program]]) -> None:
+def _begin(
+    copied: Any, state: _PlannedState, programs: Sequence[tuple[Any, PlannedProgram]]
+) -> None:
     """Give a copy of a planned module a state of its own, with `programs` by kind of call."""
     copied.__dict__["_rockplan"] = state
     for key, program in programs:

@@ -32,7 +32,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EventCost:
     """Memory at one event: `during_bytes` while it runs (for a free: up to it), `after_bytes` when
     it is done."""
 
@@ -56,12 +56,12 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
     )
 
 
-def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[Step]:
-    """One Step for each event of `schedule`."""
+def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
+    """One EventCost for each event of `schedule`."""
     steps = zip(schedule.events, *_replayed(graph, schedule), strict=True)
     for event, during_bytes, after_bytes in steps:
         time_ns = graph.nodes[event.node].time_ns if isinstance(event, Compute) else 0
-        yield Step(during_bytes, after_bytes, time_ns)
+        yield EventCost(during_bytes, after_bytes, time_ns)
 
 
 def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]:

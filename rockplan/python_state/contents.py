@@ -73,13 +73,13 @@ class _Identity:
         return id(self.object)
 
 
-class _Held(_Identity):
+class _OfCaller(_Identity):
     """Of the caller's: a copy of a planned module is called with the same, and a pickle of one
     with something else."""
 
     __slots__ = ()
 
-    def __deepcopy__(self, memo: object) -> _Held:
+    def __deepcopy__(self, memo: object) -> _OfCaller:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ def described(argument: object) -> Any:
         found = _hashable(_Reading(None).value(argument, strict=False))
         hash(found)  # a class of the user's may define == alone
     except _ERRORS:
-        return _Held(argument)
+        return _OfCaller(argument)
     return found
 
 
@@ -127,7 +127,7 @@ def _hashable(frozen: Any) -> Any:
         return type(frozen), tuple(map(_hashable, frozen))
     if isinstance(frozen, set):
         return frozenset(frozen)
-    return _Held(frozen.object) if isinstance(frozen, _Identity) else frozen
+    return _OfCaller(frozen.object) if isinstance(frozen, _Identity) else frozen
 
 
 def is_same(a: object, b: object) -> bool:

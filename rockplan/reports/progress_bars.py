@@ -38,7 +38,7 @@ def waiting() -> Iterator[None]:
     )
     stages: dict[str, TaskID] = {}
 
-    def show(step: progress.Step) -> None:
+    def show(step: progress.StageProgress) -> None:
         for stage, task in stages.items():
             bars.update(task, visible=stage == step.stage)
         if step.stage not in stages:

@@ -23,7 +23,7 @@ class _Named:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _FunctionResult:
     """What a function of torch makes of arguments; a pickle holds both."""
 
     function: str
@@ -33,7 +33,7 @@ class _Made:
         return pkgutil.resolve_name(self.function), self.arguments
 
 
-_LEAF = _Made("torch.utils._pytree:tree_structure", (0,))
+_LEAF = _FunctionResult("torch.utils._pytree:tree_structure", (0,))
 
 
 def picklable(argument: Any) -> Any:
@@ -48,7 +48,7 @@ def picklable(argument: Any) -> Any:
             return _LEAF
         children = [picklable(child) for child in argument.children()]
         made = (argument.type, argument.context, children)
-        return _Made("torch.utils._pytree:TreeSpec", made)
+        return _FunctionResult("torch.utils._pytree:TreeSpec", made)
     if type(argument).__name__ == "memory_format":
         return _Named(repr(argument).replace(".", ":", 1))
     if type(argument) is tuple:

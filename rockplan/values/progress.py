@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StageProgress:
     """`done` of `total` parts of `stage` are finished; total is None where it is not known."""
 
     stage: str
@@ -21,7 +21,7 @@ class Step:
     total: int | None
 
 
-Listener = Callable[[Step], None]
+Listener = Callable[[StageProgress], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("rockplan progress", default=None)
 
@@ -30,7 +30,7 @@ def report(stage: str, done: int = 0, total: int | None = None) -> None:
     """Tell the listener of this context, if there is one."""
     listener = _listener.get()
     if listener is not None:
-        listener(Step(stage, done, total))
+        listener(StageProgress(stage, done, total))
 
 
 def is_heard() -> bool:

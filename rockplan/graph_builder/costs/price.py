@@ -273,7 +273,7 @@ def price(graph: CDGraph, profile: Profile) -> CDGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _CallReplay:
     """One call of a node: its cost, the storages it allocates, the bytes of results that nobody
     names, and the storages that it touches."""
 
@@ -283,7 +283,7 @@ class _Step:
     touched: frozenset[int]
 
 
-def _step(graph: CDGraph, call: Call, costs: Mapping[str, OpCost]) -> _Step:
+def _step(graph: CDGraph, call: Call, costs: Mapping[str, OpCost]) -> _CallReplay:
     cost = costs.get(call_key(graph, call))
     if cost is None or len(cost.result_bytes) != len(call.results):
         raise PlanFormatError(
@@ -302,10 +302,10 @@ def _step(graph: CDGraph, call: Call, costs: Mapping[str, OpCost]) -> _Step:
     named = (ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs])))
     results = (v for v in call.results if v is not None)
     touched = frozenset(graph.values[v].data for v in (*named, *results))
-    return _Step(cost, made, unnamed_bytes, touched)
+    return _CallReplay(cost, made, unnamed_bytes, touched)
 
 
-def _replay(node: ComputeNode, steps: list[_Step]) -> int:
+def _replay(node: ComputeNode, steps: list[_CallReplay]) -> int:
     """Peak of bytes alive inside the node beyond its inputs; its `writes` live to the end."""
     last_touch = {d: i for i, step in enumerate(steps) for d in step.touched}
     alive: dict[int, int] = {}
@@ -602,12 +602,12 @@ def _results(result: object) -> list[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class _CallMemory:
     workspace_bytes: int
     result_bytes: tuple[int, ...]
 
 
-def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Memory]:
+def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _CallMemory]:
     """Workspace and result sizes of every call that runs.
 
     Each runs once before it is measured: what an operator allocates once and keeps (primitive
@@ -616,14 +616,14 @@ def _measure_memory(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Me
     if inputs.is_on_cuda:
         return _measure_memory_cuda(inputs, calls)
     waiting = list(calls.items())
-    found: dict[str, _Memory] = {}
+    found: dict[str, _CallMemory] = {}
     for first in range(0, len(waiting), _SESSION_CALLS):
         report("measuring sizes", first, len(waiting))
         found |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS])
     return found
 
 
-def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, _Memory]:
+def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, _CallMemory]:
     """As `_measure_memory`, of as many calls as one session of the profiler may hold."""
     sizes: dict[str, tuple[int, ...]] = {}
     with profiled() as session:
@@ -639,12 +639,12 @@ def _measure_session(inputs: _Inputs, calls: Sequence[tuple[str, Call]]) -> dict
     return {key: _memory(*seen[key], found) for key, found in sizes.items()}
 
 
-def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> _Memory:
+def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> _CallMemory:
     """What is not left at the end was workspace. Results may have been allocated outside of
     PyTorch (numpy, a library), all of them or some: these no event shows, and they count as they
     would have there."""
     seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
-    return _Memory(peak_bytes - seen_bytes, result_bytes)
+    return _CallMemory(peak_bytes - seen_bytes, result_bytes)
 
 
 # An operator that says so fails whatever the values.
@@ -719,9 +719,9 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
     return seen
 
 
-def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _Memory]:
+def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str, _CallMemory]:
     device = _device(inputs.graph)
-    found: dict[str, _Memory] = {}
+    found: dict[str, _CallMemory] = {}
     for done, (key, call) in enumerate(calls.items()):
         report("measuring sizes", done, len(calls))
         with _else_estimated(inputs, call):
@@ -733,7 +733,7 @@ def _measure_memory_cuda(inputs: _Inputs, calls: Mapping[str, Call]) -> dict[str
             after = torch.cuda.memory_stats_as_nested_dict(device)
             sizes = _result_bytes(execution, result, "cuda")
             peak_bytes = _peak_between(before, after)
-            found[key] = _Memory(max(0, peak_bytes - sum(sizes)), sizes)
+            found[key] = _CallMemory(max(0, peak_bytes - sum(sizes)), sizes)
             del result, execution
     return found
 
@@ -780,7 +780,7 @@ def _allocated(size_bytes: int, device_type: str) -> int:
 
 
 def _measure_time(
-    inputs: _Inputs, call: Call, memory: _Memory, scratch: torch.Tensor, box_ns: int
+    inputs: _Inputs, call: Call, memory: _CallMemory, scratch: torch.Tensor, box_ns: int
 ) -> OpCost:
     """Median time of one call with cold caches, the freeing of its results included.
 

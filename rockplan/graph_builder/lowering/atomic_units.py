@@ -1,4 +1,4 @@
-"""Units: which recorded calls run together, and what they change outside.
+"""AtomicUnits: which recorded calls run together, and what they change outside.
 
 takes: Capture. returns: Storages, views, live calls, units in execution order. guarantees: the
 allocation of a storage and all its mutations are one unit, with whatever reads an intermediate
@@ -33,7 +33,7 @@ class Storages:
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class AtomicUnits:
     """units: positions of calls that run together, in execution order, calls in program order;
     views: recorded value -> position of the call that derives it as a view."""
 
@@ -42,14 +42,14 @@ class Units:
     units: tuple[tuple[int, ...], ...]
 
 
-def divided(capture: Capture, gradients: Iterable[int]) -> Units:
+def divided(capture: Capture, gradients: Iterable[int]) -> AtomicUnits:
     """The units of `capture`. gradients: the values that backward hands over."""
     storages = _classify(capture)
     views = _views(capture, storages)
     roots = [o.value for o in capture.outputs if o.value is not None]
     roots += [*gradients, *(copy for _, copy in capture.copies)]
     live = _live_calls(capture, storages, views, roots)
-    return Units(storages, views, _units(capture, storages, live))
+    return AtomicUnits(storages, views, _units(capture, storages, live))
 
 
 def _classify(capture: Capture) -> Storages:

@@ -133,7 +133,7 @@ class _Spans:
 def _backward_order(graph: CDGraph) -> list[int]:
     """Indices of the backward nodes, each put where it costs least among those before it."""
     after = predecessors(graph)
-    memory = _Memory(graph)
+    memory = _Liveness(graph)
     fixed = _beside_the_loss(graph)
     order = [n.index for n in graph.backward[:fixed]]
     for node in graph.backward[:fixed]:
@@ -182,7 +182,7 @@ class _Effect:
     net: int
 
 
-class _Memory:
+class _Liveness:
     """Which storages still have readers, while nodes run and are undone."""
 
     def __init__(self, graph: CDGraph) -> None:
@@ -212,7 +212,7 @@ class _Memory:
 
 
 def _place(
-    graph: CDGraph, memory: _Memory, after: set[int], order: Sequence[int], node: ComputeNode
+    graph: CDGraph, memory: _Liveness, after: set[int], order: Sequence[int], node: ComputeNode
 ) -> int:
     """Where in `order` to put `node`: as far to the front as is worth it. `memory` is as after all
     of `order`, before and after the call.

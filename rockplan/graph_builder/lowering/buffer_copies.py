@@ -20,8 +20,8 @@ import torch
 from torch._prims_common import make_contiguous_strides_for
 
 from rockplan.graph_builder.lowering.atomic_units import (
+    AtomicUnits,
     Storages,
-    Units,
     reads_mutated,
     touched_outside,
 )
@@ -33,7 +33,7 @@ SHARE = 1 / 64
 LEAST_BYTES = 1 << 16
 
 
-def with_copies(capture: Capture, parts: Units) -> Capture:
+def with_copies(capture: Capture, parts: AtomicUnits) -> Capture:
     """`capture` with copies of the buffers that need them; itself where there are none, where they
     would take too much, or where the forward changes something else together with them."""
     buffers = _copied(capture, parts)
@@ -63,7 +63,7 @@ def _copying(buffer: int, copy: int, place: RecordedCall) -> RecordedCall:
     return RecordedCall(call, Phase.FORWARD, reads, (), False, place.module, place.source)
 
 
-def _copied(capture: Capture, parts: Units) -> list[int]:
+def _copied(capture: Capture, parts: AtomicUnits) -> list[int]:
     """Buffers that are changed and of which something is computed that is not only put back; with
     all that is changed together with them."""
     storages = parts.storages

@@ -15,8 +15,8 @@ import torch
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.lowering.atomic_units import (
+    AtomicUnits,
     Storages,
-    Units,
     check_mutation,
     divided,
     mutates_outside,
@@ -124,7 +124,7 @@ def _refs(call: Call) -> list[ValueRef]:
 class _Numbering:
     """Recorded storages and values -> indices of the graph, in order of first appearance."""
 
-    def __init__(self, capture: Capture, parts: Units) -> None:
+    def __init__(self, capture: Capture, parts: AtomicUnits) -> None:
         self._capture = capture
         self._storages = parts.storages
         self._views = parts.views
@@ -206,7 +206,7 @@ class _Numbering:
 
 def _assemble(
     capture: Capture,
-    parts: Units,
+    parts: AtomicUnits,
     gradients: Gradients,
     rng_state_bytes: int,
     released: Sequence[int],

@@ -23,7 +23,7 @@ from rockplan.graph_builder.operators import facts
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _MadeTensor:
     """One tensor of a result. source: the argument (its place among the tensors) whose storage it
     shares; None: it has a storage of its own."""
 
@@ -42,7 +42,7 @@ class _Same:
     place: int
 
 
-_Leaf = _Made | _Same | None
+_Leaf = _MadeTensor | _Same | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,9 @@ def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
             return None
         made = _leaf(leaf, given)
         storage = leaf.untyped_storage()._cdata
-        if made is None or (isinstance(made, _Made) and made.source is None and storage in seen):
+        if made is None or (
+            isinstance(made, _MadeTensor) and made.source is None and storage in seen
+        ):
             return None
         found.append(made)
         seen.append(storage)
@@ -182,7 +184,7 @@ def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
     source = shared.index(True) if any(shared) else None
     if source is None and (leaf.storage_offset() or storage.nbytes() != _bytes(leaf)):
         return None
-    return _Made(
+    return _MadeTensor(
         tuple(leaf.shape),
         leaf.stride(),
         int(leaf.storage_offset()),

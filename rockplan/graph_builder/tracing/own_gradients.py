@@ -19,7 +19,7 @@ from rockplan.errors import NothingToDifferentiate, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AutogradState:
     """What autograd kept of a tensor, which a message calls `name`, before the run: does it get a
     gradient, and which one has it got? (Where that is added to in place, its version says so.)"""
 
@@ -30,18 +30,18 @@ class Kept:
     version: int
 
 
-def kept(named: Mapping[str, torch.Tensor]) -> tuple[Kept, ...]:
+def kept(named: Mapping[str, torch.Tensor]) -> tuple[AutogradState, ...]:
     """Of tensors by name, before a run."""
     return tuple(_kept(name, tensor) for name, tensor in named.items())
 
 
-def _kept(name: str, tensor: torch.Tensor) -> Kept:
+def _kept(name: str, tensor: torch.Tensor) -> AutogradState:
     gradient = tensor.grad
     version = -1 if gradient is None else gradient._version
-    return Kept(name, tensor, tensor.requires_grad, gradient, version)
+    return AutogradState(name, tensor, tensor.requires_grad, gradient, version)
 
 
-def refuse_changes(before: Iterable[Kept]) -> None:
+def refuse_changes(before: Iterable[AutogradState]) -> None:
     """Raise where the run has changed what autograd keeps of a leaf."""
     for one in before:
         if not one.tensor.is_leaf:

@@ -118,7 +118,7 @@ def tables_of(
     a fake tensor -> what it stands for. Raises UnsupportedModel for other tensors."""
     before = {h.identity: (h, b, dict(s)) for h, b, s in _known(snapshot)}
     computed = _computed(found)
-    made = _Made(recorder, reader, stand_ins)
+    made = _RunTensors(recorder, reader, stand_ins)
     tables = Tables()
     stored: dict[Identity, list[Found]] = {}
     for one in holding(found, made.is_ours):
@@ -146,7 +146,7 @@ def tables_of(
     return tables
 
 
-def _refuse_cached(found: Reached, made: _Made) -> None:
+def _refuse_cached(found: Reached, made: _RunTensors) -> None:
     """Raise where a cache of a function has a tensor that is no table: eager would find it at the
     next call, a plan would make it anew."""
     for place, value in found.objects:
@@ -349,7 +349,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _RunTensors:
     """Tensors of the run, for real where nothing but constants decides them."""
 
     recorder: Recorder

@@ -51,7 +51,7 @@ _FILLS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _Maker:
     """Who has made memory, and where."""
 
     by: str
@@ -63,7 +63,7 @@ class Unwritten:
     """Memory that no call has written to: what `torch.empty` has made. Storages are ordinals."""
 
     def __init__(self) -> None:
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, _Maker] = {}
 
     def __bool__(self) -> bool:
         return bool(self._made)
@@ -73,7 +73,7 @@ class Unwritten:
     ) -> None:
         """`operator` has made new memory."""
         if str(operator).startswith(_MAKES_EMPTY):
-            self._made |= dict.fromkeys(storages, _Made(maker(), module, source))
+            self._made |= dict.fromkeys(storages, _Maker(maker(), module, source))
 
     def written(self, storages: Iterable[int]) -> None:
         """A call has written to them, to a part at least."""
