@@ -36,8 +36,8 @@ from rockplan.oracles.simulate import simulate
 from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
+from tests.families import gpt_problems, join
 from tests.graphs import attention_block, mlp_block
-from tests.test_dp_families import gpt_problems, join
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -8,12 +8,22 @@ algorithm and reaches classes that are too large to list.
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
+from rockplan.ilp.blocks.decode import (
+    peak_bytes,
+    price,
+    solve_stages,
+)
+from rockplan.ilp.blocks.formulate import StageModel, formulate
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.highs import SolverStatus
+from rockplan.ilp.scaling import UNLIMITED, in_units
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, readers
@@ -215,3 +225,60 @@ class Exhaustive:
     @staticmethod
     def _has_effect(node: ComputeNode) -> bool:
         return node.random or not node.recomputable
+
+
+Point = tuple[int, int, int]
+
+
+def exact_model(graph: CDGraph) -> StageModel | None:
+    """Nothing is tiny; None without stages."""
+    stages = find_stages(in_units(graph, tiny_share=0.0))
+    return formulate(stages) if stages.stages else None
+
+
+def listed(graph: CDGraph) -> list[Point]:
+    """Peak, saved bytes and time of every schedule of the class."""
+    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    return [
+        (
+            found.peak_bytes,
+            found.saved_bytes - output_bytes,
+            found.time_ns,
+        )
+        for _, found in stage_schedules(graph)
+    ]
+
+
+def corners(points: list[Point], rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
+    """Corners at and just below what schedules need, the smallest peak first."""
+    peaks = sorted({p for p, _, _ in points})
+    saved = sorted({s for _, s, _ in points})
+    yield peaks[0], UNLIMITED
+    yield peaks[0] - 1, UNLIMITED
+    for _ in range(count - 2):
+        yield rng.choice(peaks) - rng.choice((0, 0, 1)), rng.choice(saved) - rng.choice((0, 0, 1))
+
+
+def assert_agrees(graph: CDGraph, rng: random.Random, count: int = 6) -> None:
+    """The solver finds the optimum of the listing, or proves that there is none."""
+    model = exact_model(graph)
+    assert model is not None
+    points = listed(graph)
+    for peak, saved in corners(points, rng, count):
+        expected = min((t for p, s, t in points if p <= peak and s <= saved), default=None)
+        found = solve_stages(model, peak, saved, time_limit_s=60, gap=0.0)
+        if expected is None:
+            assert found.status is SolverStatus.INFEASIBLE
+            continue
+        assert found.status is SolverStatus.OPTIMAL
+        assert found.orders is not None
+        option = price(graph, found.orders)
+        assert peak_bytes(option) <= peak
+        assert option.saved_bytes <= saved
+        assert option.time_ns == found.bound_ns == expected
+
+
+def listing_bits(graph: CDGraph) -> int:
+    """The listing has two to this power schedules; 0 if the class has one only."""
+    stages = find_stages(in_units(graph, tiny_share=0.0)).stages
+    return len(stages) * sum(n.recomputable for n in graph.forward)

@@ -13,11 +13,25 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
+from rockplan.errors import IllegalSchedule
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase, readers
-from rockplan.values.schedule import Schedule, keep_all_order, merge_handovers, with_frees
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    DataNode,
+    Phase,
+    readers,
+)
+from rockplan.values.schedule import (
+    Schedule,
+    keep_all,
+    keep_all_order,
+    merge_handovers,
+    with_frees,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -617,3 +631,83 @@ def random_schedule(rng: random.Random, graph: CDGraph) -> Schedule:
         schedule = merge_handovers(graph, schedule, during, ends)
     verify(graph, schedule)
     return schedule
+
+
+def graph_or_block(seed: int, ranges: Ranges, forward_nodes: int = 4) -> CDGraph:
+    rng = random.Random(seed)
+    size = rng.randint(2, forward_nodes)
+    if seed % 2:
+        return random_graph(rng, size, ranges)
+    return random_block(rng, size, ranges).problem
+
+
+BRANCHED = Ranges(handed_percent=60, two_step_backward_percent=50)
+
+
+def branched(rng: random.Random, size: int) -> CDGraph:
+    """A random graph with gradients of weights: nodes that read what some backward node reads,
+    anywhere after it has been made. Some of them are random or run only once."""
+    graph = random_graph(rng, size, BRANCHED)
+    data, handed, order = list(graph.data), list(graph.handed), list(graph.nodes)
+    for node in graph.backward:
+        if not node.reads or rng.random() < 0.4:
+            continue
+        data.append(DataNode(len(data), f"w{len(data)}", DataKind.GRADIENT, rng.randint(1, 12)))
+        handed.append(data[-1].index)
+        weight = replace(
+            node,
+            name=f"weight{len(data)}",
+            reads=tuple(sorted(rng.sample(node.reads, rng.randint(1, len(node.reads))))),
+            writes=(data[-1].index,),
+            workspace_bytes=rng.randint(0, 5),
+            random=rng.random() < 0.1,
+            recomputable=rng.random() < 0.9,
+        )
+        order.insert(rng.randint(order.index(node), len(order)), weight)
+    nodes = tuple(replace(n, index=i) for i, n in enumerate(order))
+    return replace(graph, data=tuple(data), nodes=nodes, handed=tuple(handed))
+
+
+WITH_DRAWS = Ranges(random_percent=40, max_rng_state_bytes=5)
+
+
+def small_graph(seed: int) -> CDGraph:
+    rng = random.Random(seed)
+    match seed % 4:
+        case 0:
+            return with_more_held(rng, random_graph(rng, rng.randint(2, 4), WITH_DRAWS))
+        case 1:
+            return with_random_takes(rng, random_graph(rng, rng.randint(2, 4)))
+        case 2:
+            return random_block(rng, rng.randint(2, 3), WITH_DRAWS).problem
+        case _:
+            return constrained_graph(rng)
+
+
+def without_room(graph: CDGraph) -> CDGraph:
+    """Without a caller's loss, of which exhaustive search knows nothing."""
+    return with_room(graph, 0)
+
+
+def with_room(graph: CDGraph, room_bytes: int) -> CDGraph:
+    last = len(graph.forward) - 1
+    nodes = [replace(n, workspace_bytes=room_bytes) if n.index == last else n for n in graph.nodes]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def random_recomputations(graph: CDGraph, rng: random.Random) -> Schedule:
+    """A legal schedule with recomputations, where the graph allows some."""
+    forward = [n.index for n in graph.forward]
+    backward = [n.index for n in graph.backward]
+    best = keep_all(graph)
+    for _ in range(12):
+        node = rng.choice(graph.forward).index
+        tried = list(backward)
+        tried.insert(rng.randrange(len(tried) + 1), node)
+        schedule = with_frees(graph, forward, tried)
+        try:
+            verify(graph, schedule)
+        except IllegalSchedule:
+            continue
+        backward, best = tried, schedule
+    return best

@@ -16,15 +16,15 @@ from benchmarks.models import ResNet, UNet
 from rockplan.budget import Budget
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.comparison import Comparison, Row, measured_series, measured_timelines
-from tests.test_constraints import Model
 from tests.training import QUICK
+from tests.usage import StackWithCount
 
 
 @pytest.fixture(scope="module")
 def found() -> rockplan.Comparison:
     torch.manual_seed(0)
     return rockplan.compare(
-        Model(layers=2), torch.randn(256, 32), ["90%", "1B"], rounds=2, options=QUICK
+        StackWithCount(layers=2), torch.randn(256, 32), ["90%", "1B"], rounds=2, options=QUICK
     )
 
 
@@ -47,10 +47,10 @@ def test_budgets_are_read_before_anything_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "_makers", lambda *args: made.append(args[3]) or 1 / 0)
     for budgets in ("much", ["50%", "much"], ["auto"], 0.5, None):
         with pytest.raises(rockplan.InvalidBudget):
-            rockplan.compare(Model(layers=1), torch.randn(8, 32), budgets)
+            rockplan.compare(StackWithCount(layers=1), torch.randn(8, 32), budgets)
     for budgets in ("50%", 2000, Budget(is_minimum=True)):
         with pytest.raises(ZeroDivisionError):
-            rockplan.compare(Model(layers=1), torch.randn(8, 32), budgets)
+            rockplan.compare(StackWithCount(layers=1), torch.randn(8, 32), budgets)
         assert made.pop() == (budgets,)
 
 
@@ -65,7 +65,7 @@ def test_what_does_not_apply_is_said(found: rockplan.Comparison) -> None:
 
 def test_a_planned_module_is_compared_with_its_original(found: rockplan.Comparison) -> None:
     torch.manual_seed(0)
-    model, x = Model(layers=2), torch.randn(256, 32)
+    model, x = StackWithCount(layers=2), torch.randn(256, 32)
     planned = rockplan.solve(model, x, "min", options=QUICK)
     again = rockplan.compare(planned, x, ["90%"], rounds=1, options=QUICK)
     assert [r.peak_bytes for r in again.rows] == [r.peak_bytes for r in found.rows[:-1]]
@@ -93,7 +93,7 @@ def test_what_was_measured_is_drawn(found: rockplan.Comparison) -> None:
 
 def test_memory_over_time_is_that_of_both_steps(found: rockplan.Comparison) -> None:
     torch.manual_seed(0)
-    model, x = Model(layers=2), torch.randn(256, 32)
+    model, x = StackWithCount(layers=2), torch.randn(256, 32)
     planned = rockplan.solve(model, x, "90%", options=QUICK)
     followed = measured_timelines(model, planned, x)
     rows = {row.name: row.peak_bytes for row in found.rows}
@@ -234,7 +234,7 @@ def test_a_compiler_that_fails_has_a_row_that_says_so(monkeypatch: pytest.Monkey
 
 def test_the_model_is_left_as_it_was() -> None:
     torch.manual_seed(0)
-    model, x = Model(layers=2), torch.randn(256, 32)
+    model, x = StackWithCount(layers=2), torch.randn(256, 32)
     before = {n: b.clone() for n, b in model.named_buffers()}
     state = torch.get_rng_state()
     rockplan.compare(model, x, [], rounds=1, options=QUICK)
@@ -244,7 +244,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_repeated_blocks() -> None:
-    assert repeated_blocks(Model(layers=2)) == ("layers.0", "layers.1")
+    assert repeated_blocks(StackWithCount(layers=2)) == ("layers.0", "layers.1")
     stages = repeated_blocks(ResNet((2, 1), 4, 2))
     assert stages == ("stages.0.0", "stages.0.1")
     assert repeated_blocks(UNet(1, 4)) == ("down.0", "down.1")

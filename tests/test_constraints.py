@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import rockplan
 from benchmarks.models import Case
@@ -25,9 +24,10 @@ from rockplan.values.graph import CDGraph, DataKind, producers
 from rockplan.values.names import activation_names
 from rockplan.values.plan import kept_data, recomputations
 from rockplan.values.schedule import keep_all, with_frees
-from tests.graphs import DEFAULT, Ranges, random_chain
-from tests.test_ilp_stages import assert_agrees, draw, listing_bits
+from tests.exhaustive import assert_agrees, listing_bits
+from tests.graphs import DEFAULT, Ranges, graph_or_block, random_chain
 from tests.training import solve_case, train_side_by_side, twin
+from tests.usage import StackWithCount
 
 
 def droppable(graph: CDGraph) -> list[int]:
@@ -53,7 +53,7 @@ def with_dropped(graph: CDGraph, rng: random.Random) -> CDGraph:
 def test_verify_judges_what_is_kept() -> None:
     read_in_backward = 0
     for seed in range(40):
-        graph = draw(seed, ranges_of(seed))
+        graph = graph_or_block(seed, ranges_of(seed))
         read = {d for n in graph.backward for d in n.reads}
         for d in droppable(graph):
             constrained = replace(graph, dropped=(d,))
@@ -72,7 +72,7 @@ def ranges_of(seed: int) -> Ranges:
 @pytest.mark.parametrize("seed", range(24))
 def test_stage_formulation_is_optimal_under_constraints(seed: int) -> None:
     rng = random.Random(seed)
-    graph = with_dropped(draw(seed, ranges_of(seed)), rng)
+    graph = with_dropped(graph_or_block(seed, ranges_of(seed)), rng)
     if 0 < listing_bits(graph) <= 12:
         assert_agrees(graph, rng)
 
@@ -96,7 +96,7 @@ def test_chain_obeys(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_keep_all_is_the_fastest_that_obeys(seed: int) -> None:
     """Leaving out any re-execution of keep_all makes it illegal."""
-    graph = with_dropped(draw(seed, ranges_of(seed)), random.Random(seed))
+    graph = with_dropped(graph_or_block(seed, ranges_of(seed)), random.Random(seed))
     schedule = keep_all(graph)
     order = schedule.computes
     forward, backward = order[: len(graph.forward)], order[len(graph.forward) :]
@@ -108,7 +108,7 @@ def test_keep_all_is_the_fastest_that_obeys(seed: int) -> None:
 
 
 def test_equal_blocks_with_different_constraints_are_different() -> None:
-    graph = draw(1, ranges_of(1))
+    graph = graph_or_block(1, ranges_of(1))
     digests = {problem_digest(replace(graph, dropped=(d,))) for d in droppable(graph)}
     assert problem_digest(graph) not in digests
     assert len(digests) == len(droppable(graph))
@@ -117,43 +117,13 @@ def test_equal_blocks_with_different_constraints_are_different() -> None:
 # Patterns
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.first = nn.Linear(width, 2 * width)
-        self.act = nn.GELU()
-        self.second = nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.second(self.act(self.first(self.norm(x)))))
-
-
-class Model(nn.Module):
-    """Layers that end in a scalar; statistics that change once."""
-
-    def __init__(self, layers: int = 2, width: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.bn = nn.BatchNorm1d(width)
-        self.steps: torch.Tensor
-        self.register_buffer("steps", torch.zeros(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        self.steps.add_(1)
-        return (self.bn(x) * self.steps).square().mean()
-
-
 QUICK = {"time_limit_s": 3.0, "bound_time_limit_s": 0.2}
 
 
 def plan(budget: Any = "60%", **options: Any) -> rockplan.Plan:
     torch.manual_seed(0)
     x = torch.randn(256, 32)
-    return rockplan.plan(Model(), x, budget, options=rockplan.Options(**QUICK, **options))
+    return rockplan.plan(StackWithCount(), x, budget, options=rockplan.Options(**QUICK, **options))
 
 
 def kept_names(plan: rockplan.Plan) -> set[str]:
@@ -205,7 +175,7 @@ def test_both_with_operators_and_occurrences() -> None:
 
 def test_constrained_plan_trains_like_eager() -> None:
     torch.manual_seed(0)
-    case = Case("model", Model(), (torch.randn(256, 32),), {}, lambda result: result)
+    case = Case("model", StackWithCount(), (torch.randn(256, 32),), {}, lambda result: result)
     options = rockplan.Options(**QUICK, keep=["layers.0.act"], recompute=["layers.1", "*.norm"])
     eager = twin(case)
     planned = solve_case(case, "90%", options=options)

@@ -27,11 +27,9 @@ from benchmarks.zoo_cases import loss_of
 from rockplan.graph_builder.lowering.backward_order import gathered
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import first_executions
-from tests.test_measure import Counting
-from tests.test_orders import plan_in, topological
-from tests.test_returned import classifier
+from tests.orders import plan_in, topological
 from tests.training import generator_states, solve_case, train_side_by_side, twin
-from tests.usage import mean_square
+from tests.usage import LookupByCount, classifier, mean_square
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -162,7 +160,7 @@ def test_convolutions_of_cudnn(budget: str) -> None:
 def test_made_up_indices_out_of_range_leave_the_device_alone() -> None:
     torch.manual_seed(0)
     sample = torch.rand(8, 32, device="cuda")
-    check(Case("counting", Counting().cuda(), (sample,), {}, loss_of), "100%")
+    check(Case("counting", LookupByCount().cuda(), (sample,), {}, loss_of), "100%")
 
 
 def test_recurrent_layers_of_cudnn_are_refused() -> None:

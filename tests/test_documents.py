@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from rockplan import read_plans
 from rockplan.cli.main import app
 from rockplan.store.plan_file import dump_plans, parse_plans
-from tests.test_distributed import LEAVE, torchrun
+from tests.processes import LEAVE, torchrun
 
 ROOT = Path(__file__).parent.parent
 

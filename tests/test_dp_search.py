@@ -22,8 +22,8 @@ from rockplan.values.graph import CDGraph, DataKind, Phase, producers
 from rockplan.values.order import Orders, drop_dead
 from rockplan.values.schedule import Compute, keep_all, with_frees
 from tests.exhaustive import Exhaustive
+from tests.families import enumerated_family, families, gpt_problems, join
 from tests.graphs import Draft, Ranges, random_chain, repeated_chain
-from tests.test_dp_families import enumerated_family, families, gpt_problems, join
 
 Chain = tuple[CDGraph, tuple[Block, ...], tuple[OptionFamily, ...]]
 

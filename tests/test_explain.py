@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.errors import IllegalSchedule
 from rockplan.oracles.lifetimes import alive_at, lifetimes
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
@@ -18,26 +17,8 @@ from rockplan.reports.explain import Explanation, explain_schedule
 from rockplan.values.graph import CDGraph, Phase, as_eager, without_takes
 from rockplan.values.names import activation_names, operation_names
 from rockplan.values.schedule import Schedule, keep_all, with_frees
-from tests.graphs import random_graph
-from tests.test_reorder import wide
-
-
-def random_schedule(graph: CDGraph, rng: random.Random) -> Schedule:
-    """A legal schedule with recomputations, where the graph allows some."""
-    forward = [n.index for n in graph.forward]
-    backward = [n.index for n in graph.backward]
-    best = keep_all(graph)
-    for _ in range(12):
-        node = rng.choice(graph.forward).index
-        tried = list(backward)
-        tried.insert(rng.randrange(len(tried) + 1), node)
-        schedule = with_frees(graph, forward, tried)
-        try:
-            verify(graph, schedule)
-        except IllegalSchedule:
-            continue
-        backward, best = tried, schedule
-    return best
+from tests.graphs import random_graph, random_recomputations
+from tests.usage import wide
 
 
 def cases(count: int = 60) -> list[tuple[CDGraph, Schedule]]:
@@ -45,7 +26,7 @@ def cases(count: int = 60) -> list[tuple[CDGraph, Schedule]]:
     for seed in range(count):
         rng = random.Random(seed)
         graph = random_graph(rng, forward_nodes=rng.randrange(2, 7))
-        found.append((graph, random_schedule(graph, rng)))
+        found.append((graph, random_recomputations(graph, rng)))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,93 +15,30 @@ from rockplan.ilp.blocks.decode import (
     price,
     solve_stages,
 )
-from rockplan.ilp.blocks.formulate import StageModel, formulate
+from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.stages import find_stages
-from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.scaling import UNLIMITED, in_units
 from rockplan.values.graph import CDGraph, DataKind, DataNode
 from rockplan.values.schedule import without_idle
-from tests.exhaustive import stage_schedules
+from tests.exhaustive import assert_agrees, exact_model, listing_bits
 from tests.graphs import (
     Ranges,
     attention_block,
     block_graphs,
     cd_graphs,
+    graph_or_block,
     mlp_block,
-    random_block,
     random_graph,
 )
 
 RANDOM_RANGES = Ranges(random_percent=60, max_rng_state_bytes=6, pinned_percent=15)
 
-Point = tuple[int, int, int]
-
-
-def exact_model(graph: CDGraph) -> StageModel | None:
-    """Nothing is tiny; None without stages."""
-    stages = find_stages(in_units(graph, tiny_share=0.0))
-    return formulate(stages) if stages.stages else None
-
-
-def listed(graph: CDGraph) -> list[Point]:
-    """Peak, saved bytes and time of every schedule of the class."""
-    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
-    return [
-        (
-            found.peak_bytes,
-            found.saved_bytes - output_bytes,
-            found.time_ns,
-        )
-        for _, found in stage_schedules(graph)
-    ]
-
-
-def corners(points: list[Point], rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
-    """Corners at and just below what schedules need, the smallest peak first."""
-    peaks = sorted({p for p, _, _ in points})
-    saved = sorted({s for _, s, _ in points})
-    yield peaks[0], UNLIMITED
-    yield peaks[0] - 1, UNLIMITED
-    for _ in range(count - 2):
-        yield rng.choice(peaks) - rng.choice((0, 0, 1)), rng.choice(saved) - rng.choice((0, 0, 1))
-
-
-def assert_agrees(graph: CDGraph, rng: random.Random, count: int = 6) -> None:
-    """The solver finds the optimum of the listing, or proves that there is none."""
-    model = exact_model(graph)
-    assert model is not None
-    points = listed(graph)
-    for peak, saved in corners(points, rng, count):
-        expected = min((t for p, s, t in points if p <= peak and s <= saved), default=None)
-        found = solve_stages(model, peak, saved, time_limit_s=60, gap=0.0)
-        if expected is None:
-            assert found.status is SolverStatus.INFEASIBLE
-            continue
-        assert found.status is SolverStatus.OPTIMAL
-        assert found.orders is not None
-        option = price(graph, found.orders)
-        assert peak_bytes(option) <= peak
-        assert option.saved_bytes <= saved
-        assert option.time_ns == found.bound_ns == expected
-
-
-def draw(seed: int, ranges: Ranges, forward_nodes: int = 4) -> CDGraph:
-    rng = random.Random(seed)
-    size = rng.randint(2, forward_nodes)
-    if seed % 2:
-        return random_graph(rng, size, ranges)
-    return random_block(rng, size, ranges).problem
-
-
-def listing_bits(graph: CDGraph) -> int:
-    """The listing has two to this power schedules; 0 if the class has one only."""
-    stages = find_stages(in_units(graph, tiny_share=0.0)).stages
-    return len(stages) * sum(n.recomputable for n in graph.forward)
-
 
 @pytest.mark.parametrize("ranges", [Ranges(), RANDOM_RANGES], ids=["default", "random"])
 def test_optimum_is_that_of_the_listing(ranges: Ranges) -> None:
-    graphs = [g for g in (draw(seed, ranges) for seed in range(90)) if 0 < listing_bits(g) <= 9]
+    graphs = [
+        g for g in (graph_or_block(seed, ranges) for seed in range(90)) if 0 < listing_bits(g) <= 9
+    ]
     assert len(graphs) >= 40
     for seed, graph in enumerate(graphs):
         assert_agrees(graph, random.Random(seed))
@@ -112,7 +48,7 @@ def test_transient_storages_cost_nothing() -> None:
     """The listing may keep them, the program may not; the optimum is the same."""
     graphs = []
     for seed in range(500):
-        graph = draw(seed, Ranges(multi_output_percent=0), 6)
+        graph = graph_or_block(seed, Ranges(multi_output_percent=0), 6)
         if 8 <= listing_bits(graph) <= 12 and find_stages(in_units(graph, 0.0)).transient:
             graphs.append(graph)
     assert len(graphs) >= 10

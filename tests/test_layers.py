@@ -91,3 +91,11 @@ def test_no_class_name_is_used_twice() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert {name: at for name, at in places.items() if len(at) > 1} == {}
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_nothing_imports_a_test_file(folder: str) -> None:
+    """What several share is in helper modules (graphs, usage, training and others)."""
+    for path in (ROOT / folder).rglob("*.py"):
+        borrowed = [name for name in imports(path) if name.startswith("tests.test_")]
+        assert not borrowed, f"{path.relative_to(ROOT)} imports {borrowed}"

@@ -41,6 +41,7 @@ from rockplan.values.graph import (
 )
 from rockplan.values.profile import Profile
 from rockplan.values.schedule import keep_all
+from tests.usage import LookupByCount
 
 FLOAT = torch.float32.itemsize
 
@@ -576,22 +577,9 @@ def test_what_is_empty_until_computed_values_are_written_is_no_sample() -> None:
     assert measure(lowered.graph, lowered.samples).source == "measured"
 
 
-class Counting(nn.Module):
-    """Looks up rows by a count: in range for its sample, not for made-up values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.table = nn.Linear(32, 32), nn.Embedding(2, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = (self.scale(x) - 1e3 > 0.5).sum(-1)
-        rows: torch.Tensor = self.table(count)
-        return rows.tanh()
-
-
 def test_no_call_on_a_device_gets_an_index_that_is_out_of_range() -> None:
     """The backward operator of the embedding would write beyond its table without a word."""
-    lowered = lower(capture(Counting(), (torch.rand(8, 32),), {}), 0)
+    lowered = lower(capture(LookupByCount(), (torch.rand(8, 32),), {}), 0)
     inputs = replace(measuring._inputs(lowered.graph, lowered.samples), is_on_cuda=True)
     calls = [c for n in lowered.graph.nodes for c in n.calls if "embedding" in c.op]
     assert [c.op for c in calls] == [

@@ -25,13 +25,13 @@ from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.plan import Status
 from rockplan.values.schedule import Schedule, keep_all
 from tests.exhaustive import Exhaustive
-from tests.test_windows import draw, with_room, without_room
+from tests.graphs import small_graph, with_room, without_room
 
 
 def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
     costly = impossible = 0
     for seed in range(120):
-        graph = without_room(draw(seed))
+        graph = without_room(small_graph(seed))
         if len(graph.nodes) > 12:
             continue
         least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
@@ -58,7 +58,7 @@ def test_what_must_be_spent_before_changes_no_optimum(
     monkeypatch.setattr(needs, "OF_LEVEL", of_level)
     learned = impossible = 0
     for seed in range(120):
-        graph = draw(seed)
+        graph = small_graph(seed)
         graph = with_room(graph, 20) if seed % 3 == 0 else without_room(graph)
         least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
         budget_bytes = max(least_bytes + random.Random(seed).choice((-1, 0, 1, 3)), 0)
@@ -83,7 +83,7 @@ def test_what_must_be_spent_before_changes_no_optimum(
 
 def test_nothing_is_found_that_is_no_faster_than_what_is_known() -> None:
     costly = 0
-    for graph in map(draw, range(60)):
+    for graph in map(small_graph, range(60)):
         budget_bytes = simulate(graph, thriftiest(graph)).peak_bytes
         best = Search(graph, budget_bytes).fastest(EFFORT, deadline=math.inf)
         if best is None:
@@ -119,7 +119,7 @@ def test_what_must_be_spent_before_is_looked_for_within_the_time_limit() -> None
 @pytest.mark.parametrize("effort", [1, 10, 30])
 def test_what_is_given_up_proves_no_more_than_is_true_and_goes_on(effort: int) -> None:
     given_up = 0
-    for graph in map(draw, range(60)):
+    for graph in map(small_graph, range(60)):
         least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
         best = Search(graph, least_bytes).fastest(EFFORT, deadline=math.inf)
         if best is None:
@@ -138,7 +138,7 @@ def test_what_is_given_up_proves_no_more_than_is_true_and_goes_on(effort: int) -
 
 def test_a_small_graph_has_a_schedule_down_to_its_least_peak() -> None:
     gains = 0
-    for graph in map(without_room, map(draw, range(60))):
+    for graph in map(without_room, map(small_graph, range(60))):
         start = thriftiest(graph)
         peak_bytes = simulate(graph, start).peak_bytes
         least_bytes = peak_bytes
@@ -154,7 +154,7 @@ def test_a_small_graph_has_a_schedule_down_to_its_least_peak() -> None:
 
 def test_the_least_peak_is_found_from_below_with_the_proof() -> None:
     below_keep_all = given_up = 0
-    for seed, graph in enumerate(map(without_room, map(draw, range(60)))):
+    for seed, graph in enumerate(map(without_room, map(small_graph, range(60)))):
         if len(graph.nodes) > 10:
             continue
         least = needs.thriftiest(graph)
@@ -239,7 +239,7 @@ def test_a_deep_uniform_network_is_planned_at_the_proven_optimum_of_its_least_pe
 def test_what_runs_again_before_the_turn_leaves_the_loss_its_room(seed: int) -> None:
     """Where the room counts only in the last forward node, the fastest schedule uses it here."""
     room_bytes = 30
-    graph = with_room(draw(seed), room_bytes)
+    graph = with_room(small_graph(seed), room_bytes)
     budget_bytes = simulate(graph, thriftiest(graph)).peak_bytes
     found = Search(graph, budget_bytes).fastest(EFFORT, deadline=math.inf)
     assert found is not None and simulate(graph, found).time_ns > graph.time_ns

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ from rockplan.search.local import greedy_eviction
 from rockplan.search.local.exchange import annealed_again
 from rockplan.values.graph import CDGraph, producers, readers
 from rockplan.values.schedule import Schedule, first_executions, keep_all
-from tests.graphs import with_random_takes
-from tests.test_reorder import branched
+from tests.graphs import branched, with_random_takes
+from tests.orders import plan_in, topological
 from tests.training import QUICK, solve_case, train_side_by_side, twin
 from tests.usage import mean_square
 
@@ -205,30 +204,6 @@ def test_a_plan_is_certified_in_the_order_to_which_its_first_executions_move(
     assert order not in (tuple(range(len(order))), gathered(graph))
     assert plan.certificate.bound_ns == bounds[renumbered(graph, order)]
     assert plan.peak_bytes <= 330_000
-
-
-def topological(rng: random.Random, graph: CDGraph) -> tuple[int, ...]:
-    """Nodes in a random order in which they may run for the first time."""
-    before = predecessors(graph)
-    order = list(range(len(graph.forward)))
-    left = [n.index for n in graph.backward]
-    while left:
-        ready = [n for n in left if before[n].issubset(order)]
-        order.append(rng.choice(ready))
-        left.remove(order[-1])
-    return tuple(order)
-
-
-def plan_in(order_of: Callable[[CDGraph], tuple[int, ...]], monkeypatch: Any) -> None:
-    """Has plans be made in another order than the graph's alone."""
-    common_of = planning.common_of
-
-    def in_other(problem: planning.Problem, *args: Any) -> planning.Common:
-        common = common_of(problem, *args)
-        first = common.in_order(order_of(problem.constrained))
-        return replace(common, first=first, others=lambda: ())
-
-    monkeypatch.setattr(planning, "common_of", in_other)
 
 
 @pytest.fixture(params=["gathered", "random"])

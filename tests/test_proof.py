@@ -18,8 +18,7 @@ from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
-from tests.graphs import random_graph, with_random_takes
-from tests.test_windows import draw, with_room, without_room
+from tests.graphs import random_graph, small_graph, with_random_takes, with_room, without_room
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler"
@@ -32,7 +31,7 @@ def graphs(seeds: range) -> Iterator[CDGraph]:
     """Small ones; of some many operations take the same time, or none."""
     for seed in seeds:
         rng = random.Random(seed)
-        graph = draw(seed)
+        graph = small_graph(seed)
         if seed % 3 == 0:
             graph = with_random_takes(rng, random_graph(rng, rng.randint(4, 8)))
         graph = with_room(graph, rng.randint(1, 30)) if seed % 2 else without_room(graph)

@@ -32,8 +32,7 @@ from rockplan.reports.timeline import (
 )
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan
-from tests.graphs import random_graph
-from tests.test_explain import random_schedule
+from tests.graphs import random_graph, random_recomputations
 
 
 class Body(nn.Module):
@@ -88,7 +87,7 @@ def test_timelines_peak_where_the_simulator_does(plan: Plan) -> None:
     for seed in range(40):
         rng = random.Random(seed)
         graph = random_graph(rng)
-        schedule = random_schedule(graph, rng)
+        schedule = random_recomputations(graph, rng)
         found = timeline_of(graph, schedule, "random")
         assert found.peak_bytes == simulate(graph, schedule).peak_bytes
         assert found.time_ns == simulate(graph, schedule).time_ns

@@ -24,19 +24,17 @@ from rockplan.values.graph import (
     Call,
     CDGraph,
     DataKind,
-    DataNode,
     Phase,
     as_eager,
     in_eager_order,
     without_takes,
 )
 from rockplan.values.schedule import Compute, keep_all
-from tests.graphs import Draft, Ranges, random_graph, with_random_takes
+from tests.graphs import Draft, branched, with_random_takes
 from tests.training import solve_case, train_side_by_side, twin
-from tests.usage import mean_square
+from tests.usage import wide
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0.1)
-BRANCHED = Ranges(handed_percent=60, two_step_backward_percent=50)
 
 
 def needs(graph: CDGraph) -> dict[str, int]:
@@ -72,30 +70,6 @@ def test_some_random_graphs_need_less() -> None:
         graph = branched(rng, 8)
         gained += max(needs(reordered(graph)).values()) < max(needs(graph).values())
     assert gained > 20
-
-
-def branched(rng: random.Random, size: int) -> CDGraph:
-    """A random graph with gradients of weights: nodes that read what some backward node reads,
-    anywhere after it has been made. Some of them are random or run only once."""
-    graph = random_graph(rng, size, BRANCHED)
-    data, handed, order = list(graph.data), list(graph.handed), list(graph.nodes)
-    for node in graph.backward:
-        if not node.reads or rng.random() < 0.4:
-            continue
-        data.append(DataNode(len(data), f"w{len(data)}", DataKind.GRADIENT, rng.randint(1, 12)))
-        handed.append(data[-1].index)
-        weight = replace(
-            node,
-            name=f"weight{len(data)}",
-            reads=tuple(sorted(rng.sample(node.reads, rng.randint(1, len(node.reads))))),
-            writes=(data[-1].index,),
-            workspace_bytes=rng.randint(0, 5),
-            random=rng.random() < 0.1,
-            recomputable=rng.random() < 0.9,
-        )
-        order.insert(rng.randint(order.index(node), len(order)), weight)
-    nodes = tuple(replace(n, index=i) for i, n in enumerate(order))
-    return replace(graph, data=tuple(data), nodes=nodes, handed=tuple(handed))
 
 
 def linear_backward(tangent_bytes: int = 2, **second: bool) -> CDGraph:
@@ -157,12 +131,6 @@ def test_equal_blocks_stay_equal(case: Case) -> None:
     blocks, before = partition(graph), partition(in_eager_order(graph))
     assert len(blocks) >= len(before)
     assert len({b.digest for b in blocks}) <= len({b.digest for b in before})
-
-
-def wide(depth: int = 4, width: int = 256, batch: int = 512) -> Case:
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
-    model = nn.Sequential(*layers, nn.Linear(width, 1))
-    return Case("wide", model, (torch.randn(batch, width),), {}, mean_square)
 
 
 def test_less_is_needed_and_measured() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import rockplan
@@ -21,7 +20,7 @@ from benchmarks.models import Case
 from rockplan.codegen.result_aliasing import _are_apart
 from rockplan.values.graph import TensorSpec
 from tests.training import QUICK, assert_equal_trees, train_side_by_side
-from tests.usage import SAMPLE, both, count_programs, mean_square, pair
+from tests.usage import SAMPLE, both, classifier, count_programs, mean_square, pair
 
 
 class Twice(nn.Module):
@@ -369,24 +368,6 @@ def test_gradients_of_results_that_come_from_outside_alone() -> None:
         return [*found, result[0].grad]
 
     both(planned, eager, use, "from outside")
-
-
-class Classifier(nn.Module):
-    """Returns its loss and, by far the largest tensor, the scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 400)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.head(torch.relu(self.body(x)))
-        return functional.cross_entropy(scores, torch.arange(len(x), device=x.device) % 400), scores
-
-
-def classifier(batch: int = 64) -> Case:
-    torch.manual_seed(0)
-    sample = torch.randn(batch, 16)
-    return Case("classifier", Classifier(), (sample,), {}, operator.itemgetter(0))
 
 
 @pytest.mark.parametrize("budget", ["min", "100%"])

@@ -18,7 +18,7 @@ from rockplan.graph_builder.lowering.reinplace import ADMITTED, out_of_place
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.values.plan import Plan
-from tests.test_takeover import DTYPES, calls, execute, same_bits
+from tests.operators import DTYPES, calls, execute, same_bits
 from tests.training import solve_case, train_side_by_side, twin
 
 ROWS, WIDTH = 64, 32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -15,43 +14,11 @@ from rockplan import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.search import windows
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule
 from tests.graphs import (
-    Ranges,
     attention_block,
-    constrained_graph,
-    random_block,
-    random_graph,
-    with_more_held,
-    with_random_takes,
+    small_graph,
 )
-
-RANDOM = Ranges(random_percent=40, max_rng_state_bytes=5)
-
-
-def draw(seed: int) -> CDGraph:
-    rng = random.Random(seed)
-    match seed % 4:
-        case 0:
-            return with_more_held(rng, random_graph(rng, rng.randint(2, 4), RANDOM))
-        case 1:
-            return with_random_takes(rng, random_graph(rng, rng.randint(2, 4)))
-        case 2:
-            return random_block(rng, rng.randint(2, 3), RANDOM).problem
-        case _:
-            return constrained_graph(rng)
-
-
-def without_room(graph: CDGraph) -> CDGraph:
-    """Without a caller's loss, of which exhaustive search knows nothing."""
-    return with_room(graph, 0)
-
-
-def with_room(graph: CDGraph, room_bytes: int) -> CDGraph:
-    last = len(graph.forward) - 1
-    nodes = [replace(n, workspace_bytes=room_bytes) if n.index == last else n for n in graph.nodes]
-    return replace(graph, nodes=tuple(nodes))
 
 
 @pytest.mark.parametrize("effort", [0, 3_000, windows.EFFORT])
@@ -76,7 +43,7 @@ def test_a_larger_graph_gains_within_the_budget(
 
 
 def test_nothing_is_searched_without_hope_or_time() -> None:
-    graph = draw(0)
+    graph = small_graph(0)
     start = thriftiest(graph)
     peak = simulate(graph, start)
     enough = searched(graph, start, peak.peak_bytes, enough_ns=peak.time_ns, deadline=math.inf)

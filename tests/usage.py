@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from benchmarks.models import Case, encoder, mlp
 from rockplan import api
@@ -107,3 +109,70 @@ def encoder_without_dropout() -> Case:
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
     return case
+
+
+def wide(depth: int = 4, width: int = 256, batch: int = 512) -> Case:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    model = nn.Sequential(*layers, nn.Linear(width, 1))
+    return Case("wide", model, (torch.randn(batch, width),), {}, mean_square)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first = nn.Linear(width, 2 * width)
+        self.act = nn.GELU()
+        self.second = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.second(self.act(self.first(self.norm(x)))))
+
+
+class StackWithCount(nn.Module):
+    """Layers that end in a scalar; statistics that change once."""
+
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.bn = nn.BatchNorm1d(width)
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.steps.add_(1)
+        return (self.bn(x) * self.steps).square().mean()
+
+
+class LookupByCount(nn.Module):
+    """Looks up rows by a count: in range for its sample, not for made-up values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table = nn.Linear(32, 32), nn.Embedding(2, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = (self.scale(x) - 1e3 > 0.5).sum(-1)
+        rows: torch.Tensor = self.table(count)
+        return rows.tanh()
+
+
+class Classifier(nn.Module):
+    """Returns its loss and, by far the largest tensor, the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 400)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.head(torch.relu(self.body(x)))
+        return functional.cross_entropy(scores, torch.arange(len(x), device=x.device) % 400), scores
+
+
+def classifier(batch: int = 64) -> Case:
+    torch.manual_seed(0)
+    sample = torch.randn(batch, 16)
+    return Case("classifier", Classifier(), (sample,), {}, operator.itemgetter(0))
