@@ -18,11 +18,15 @@ from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block
 from rockplan.values.graph import (
+    Call,
     CDGraph,
     ComputeNode,
     DataKind,
     DataNode,
     Phase,
+    TensorSpec,
+    Value,
+    ValueRef,
     readers,
 )
 from rockplan.values.schedule import (
@@ -105,6 +109,44 @@ class Draft:
             handed=tuple(self.handed),
             rng_state_bytes=rng_state_bytes,
         )
+
+
+def gelu_of_product() -> CDGraph:
+    """Four nodes: `gelu(x * w)` and its gradient of the parameter `w`, with their operators."""
+    product = Call("aten.mul.Tensor", (ValueRef(0), ValueRef(1)), (), (2,))
+    gelu = Call("aten.gelu.default", (ValueRef(2),), (), (3,))
+    gelu_backward = Call("aten.gelu_backward.default", (ValueRef(4), ValueRef(2)), (), (5,))
+    product_backward = Call("aten.mul.Tensor", (ValueRef(5), ValueRef(1)), (), (6,))
+    data = (
+        DataNode(0, "w", DataKind.PARAMETER, 64),
+        DataNode(1, "x", DataKind.INPUT, 64),
+        DataNode(2, "h", DataKind.ACTIVATION, 64),
+        DataNode(3, "y", DataKind.ACTIVATION, 64),
+        DataNode(4, "g_y", DataKind.TANGENT, 64),
+        DataNode(5, "g_h", DataKind.GRADIENT, 64),
+        DataNode(6, "g_w", DataKind.GRADIENT, 64),
+    )
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    nodes = (
+        ComputeNode(0, "mul_0", forward, (0, 1), (2,), 100, source="model.py:3"),
+        ComputeNode(1, "gelu_0", forward, (2,), (3,), 250, module="act", source="model.py:4"),
+        ComputeNode(
+            2, "gelu_backward_0", backward, (2, 4), (5,), 400, 16, module="act", source="model.py:4"
+        ),
+        ComputeNode(3, "mul_1", backward, (1, 5), (6,), 100, source="model.py:3"),
+    )
+    calls = (product, gelu, gelu_backward, product_backward)
+    spec = TensorSpec((4, 4), (4, 1), 0, "torch.float32", "cpu")
+    return CDGraph(
+        data=data,
+        nodes=tuple(
+            replace(n, calls=(c,), recalls=(c,)) for n, c in zip(nodes, calls, strict=True)
+        ),
+        outputs=(3,),
+        held=(3,),
+        handed=(6,),
+        values=tuple(Value(d.index, d.index, d.name, spec) for d in data),
+    )
 
 
 def random_graph(rng: random.Random, forward_nodes: int = 4, ranges: Ranges = DEFAULT) -> CDGraph:

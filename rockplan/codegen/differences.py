@@ -2,7 +2,7 @@
 
 takes: calls as `described_call` has them when they are planned, signatures of modules. returns:
 sentences such as "input_ids: 4x65, planned 4x64", and what would keep it from happening again.
-Only for messages: what decides is `codegen.signature`.
+Only for messages: what decides is `codegen.guards`.
 """
 
 from __future__ import annotations

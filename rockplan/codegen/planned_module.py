@@ -66,6 +66,7 @@ from rockplan.errors import (
 from rockplan.python_state import trees
 from rockplan.python_state.contents import described, is_same
 from rockplan.python_state.snapshot import Surroundings
+from rockplan.values.columns import aligned
 from rockplan.values.interface import (
     ABSENT,
     METHODS,
@@ -121,6 +122,34 @@ class PlannedProgram:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedProgram:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
+
+    def __str__(self) -> str:
+        """A line for each tensor that the code is given, for each result, and for each slice of the
+        backward phase; then the code."""
+        interface, values = self.interface, self.plan.graph.values
+        names = [
+            *(f"parameter {name}" for name, _ in interface.parameters),
+            *(f"buffer {name}" for name, _ in interface.buffers),
+            *(f"input {position}" for position, _ in interface.inputs),
+            *(f"constant {position}" for position, _ in enumerate(interface.constants)),
+        ]
+        given = zip(names, interface.residents, strict=True)
+        results = zip(interface.results, self.executable.pattern, strict=True)
+        rows = [
+            *(
+                (f"residents[{i}]", name, f"{values[v].spec.dtype} {values[v].spec.shape}")
+                for i, (name, v) in enumerate(given)
+            ),
+            *(
+                (f"results[{i}]", f"leaf {leaf}", f"gradient in strides {strides or 'none'}")
+                for i, (leaf, strides) in enumerate(results)
+            ),
+            *(
+                (f"backward_{i}", "hands over", ", ".join(names[t] for t in targets) or "nothing")
+                for i, targets in enumerate(self.executable.targets)
+            ),
+        ]
+        return "\n".join([*aligned(rows), "", self.executable.code.source])
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = picklable(self.output_spec)

@@ -44,8 +44,8 @@ def html_report(
     recomputed operations.
 
     plan: a Plan or a planned module. series: what to show beside the plan on the memory-time
-    curve, as for `render.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
-    measured, eager_measured: as for `render.draw_memory`.
+    curve, as for `pictures.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
+    measured, eager_measured: as for `pictures.draw_memory`.
     """
     made = plan_in(plan)
     found = explain(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockplan.values.graph import CDGraph
@@ -35,6 +36,26 @@ class Block:
     incoming_gradient_bytes: int
     background_bytes: int
     name: str = ""
+
+    def __str__(self) -> str:
+        """Where it lies in the whole graph, by indices of that; then its problem."""
+        return (
+            f"{self.name or f'block {self.index}'}: forward {_ranges(self.forward)}, backward "
+            f"{_ranges(self.backward)}; input {'none' if self.input is None else self.input}, "
+            f"output {self.output}; incoming gradients {self.incoming_gradient_bytes} B, "
+            f"background {self.background_bytes} B\n{self.problem}"
+        )
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """'3..5, 8' for 3, 4, 5, 8."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(f"{r[0]}..{r[-1]}" if r[1:] else str(r[0]) for r in runs) or "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ These are values: nothing here imports torch, and no pass changes a graph in pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from rockplan.values.columns import aligned
 from rockplan.values.literals import picklable
 
 
@@ -192,6 +193,48 @@ class CDGraph:
         """Time of one execution of every node: the iteration without recomputation."""
         return sum(n.time_ns for n in self.nodes)
 
+    def __str__(self) -> str:
+        """A line a node: index, phase, name, what it reads -> what it writes, its bytes, its time;
+        and what else holds of it. Names of nodes and data are those of the generated code."""
+        lines = [_facts_line(self), *aligned(map(self._row, self.nodes), numbers=(0, 4, 5))]
+        return "\n".join(lines)
+
+    def _row(self, node: ComputeNode) -> tuple[str, ...]:
+        size_bytes = sum(self.data[d].size_bytes for d in node.writes)
+        remarks = (
+            f"workspace {node.workspace_bytes} B" if node.workspace_bytes else "",
+            f"takes {_listed(self, node.takes)}" if node.takes else "",
+            "random" if node.random else "",
+            "" if node.recomputable else "runs once",
+            f"in {node.module}" if node.module else "",
+        )
+        return (
+            str(node.index),
+            node.phase.value,
+            node.name,
+            f"{_listed(self, node.reads)} -> {_listed(self, node.writes)}".strip(),
+            f"{size_bytes} B",
+            f"{node.time_ns} ns",
+            ", ".join(filter(None, remarks)),
+        )
+
+
+def _facts_line(graph: CDGraph) -> str:
+    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
+    roles = {
+        "outputs": graph.outputs,
+        "tangents": tangents,
+        "held": graph.held,
+        "handed": graph.handed,
+        "dropped": graph.dropped,
+    }
+    named = (f"; {role} {_listed(graph, data)}" for role, data in roles.items() if data)
+    return f"{len(graph.nodes)} nodes, {graph.time_ns} ns{''.join(named)}"
+
+
+def _listed(graph: CDGraph, data: Iterable[int]) -> str:
+    return ", ".join(graph.data[d].name for d in data)
+
 
 def as_eager(graph: CDGraph) -> CDGraph:
     """`graph` as eager executes it: in its order, every result in a storage of its own."""
@@ -199,7 +242,7 @@ def as_eager(graph: CDGraph) -> CDGraph:
 
 
 def in_eager_order(graph: CDGraph) -> CDGraph:
-    """`graph` as it was before `graph_builder.reorder`; forward nodes keep their indices."""
+    """`graph` as it was before `lowering.backward_order`; forward nodes keep their indices."""
     nodes = [graph.nodes[i] for i in graph.eager_order] or graph.nodes
     placed = tuple(replace(n, index=i) for i, n in enumerate(nodes))
     return replace(graph, nodes=placed, eager_order=())

@@ -82,7 +82,7 @@ class Question:
     later call must find again.
 
     role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: as
-    `contents.described` has it, `ABSENT` where it has no such attribute.
+    `python_state.contents.described` has it, `ABSENT` where it has no such attribute.
     """
 
     role: str
@@ -138,7 +138,7 @@ class Interface:
     gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
     contributions, in order, as it does for a tensor that is used several times; none: the result
     does not depend on it. copies: (value of a buffer, value that holds two copies of what it was),
-    see `graph_builder.copies`. mutated: residents whose memory the run changes.
+    see `graph_builder.lowering.buffer_copies`. mutated: residents whose memory the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
     """
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rockplan.values.columns import aligned
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers
 
 
@@ -56,6 +57,20 @@ class Schedule:
         """The computations of the forward and of the backward phase."""
         forward = sum(isinstance(e, Compute) for e in self.events[: self.forward_length])
         return self.computes[:forward], self.computes[forward:]
+
+    def __str__(self) -> str:
+        """A line an event, nodes and data by their indices; with names and bytes:
+        `reports.listing`."""
+        rows, executed = [], set[int]()
+        for position, event in enumerate(self.events):
+            phase = "forward" if position < self.forward_length else "backward"
+            if isinstance(event, Free):
+                rows.append((str(position), phase, "free", str(event.data), ""))
+                continue
+            remark = "again" if event.node in executed else ""
+            rows.append((str(position), phase, "compute", str(event.node), remark))
+            executed.add(event.node)
+        return "\n".join(aligned(rows, numbers=(0, 3)))
 
 
 def first_executions(schedule: Schedule) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ takes: Capture and its units. returns: a Capture that makes the copies. guarante
 as it is; copies take at most `SHARE` of what the forward pass makes, or `LEAST_BYTES`.
 
 A second backward pass, or one from other outputs or strides than planned, runs the forward again
-(`codegen.call`). Where that reads a buffer that it changes (spectral norm, moving averages that are
-used), it would read what the first run left. So two copies are made in one tensor before the first
-operation that touches the buffer: one stays what it was, and the forward runs again on the other.
+(`codegen.backward_pass`). Where that reads a buffer that it changes (spectral norm, moving averages
+that are used), it would read what the first run left. So two copies are made in one tensor before
+the first operation that touches the buffer: one stays what it was, and the forward runs again on
+the other.
 """
 
 from __future__ import annotations

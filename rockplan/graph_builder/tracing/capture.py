@@ -113,7 +113,8 @@ class Capture:
     backward_ignores_autocast: it would be the same under the autocast state of the forward.
     output_spec: tree structure of the result.
     samples: real tensors of integer inputs and of what is computed from them and constants.
-    copies: (value of a buffer, value that holds two copies of it), see `graph_builder.copies`.
+    copies: (value of a buffer, value that holds two copies of it), see
+    `lowering.buffer_copies`.
     """
 
     values: tuple[RecordedValue, ...]
