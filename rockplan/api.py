@@ -29,7 +29,8 @@ from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.price import check_layouts
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.lower import Lowered, lower
-from rockplan.graph_builder.tracing.capture import WITHOUT_FLAT_PARAMETERS, Capture, capture
+from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.python_state import key_value_cache

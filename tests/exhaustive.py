@@ -15,11 +15,7 @@ from functools import cached_property
 from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
-from rockplan.ilp.blocks.decode import (
-    peak_bytes,
-    price,
-    solve_stages,
-)
+from rockplan.ilp.blocks.decode import peak_bytes, price, solve_stages
 from rockplan.ilp.blocks.formulate import StageModel, formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus

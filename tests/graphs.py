@@ -29,13 +29,7 @@ from rockplan.values.graph import (
     ValueRef,
     readers,
 )
-from rockplan.values.schedule import (
-    Schedule,
-    keep_all,
-    keep_all_order,
-    merge_handovers,
-    with_frees,
-)
+from rockplan.values.schedule import Schedule, keep_all, keep_all_order, merge_handovers, with_frees
 
 
 @dataclass(frozen=True, slots=True)

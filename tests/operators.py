@@ -10,10 +10,7 @@ import torch
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.values.graph import (
-    Call,
-    ValueRef,
-)
+from rockplan.values.graph import Call, ValueRef
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

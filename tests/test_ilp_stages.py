@@ -9,12 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.ilp.blocks.decode import (
-    keep_all_orders,
-    peak_bytes,
-    price,
-    solve_stages,
-)
+from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import UNLIMITED, in_units

@@ -15,10 +15,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search import windows
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.schedule import Schedule
-from tests.graphs import (
-    attention_block,
-    small_graph,
-)
+from tests.graphs import attention_block, small_graph
 
 
 @pytest.mark.parametrize("effort", [0, 3_000, windows.EFFORT])

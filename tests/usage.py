@@ -13,13 +13,7 @@ from torch.nn import functional
 
 from benchmarks.models import Case, encoder, mlp
 from rockplan import api
-from tests.training import (
-    QUICK,
-    assert_equal_trees,
-    assert_same_state,
-    solve_case,
-    twin,
-)
+from tests.training import QUICK, assert_equal_trees, assert_same_state, solve_case, twin
 
 SAMPLE = torch.randn(32, 16)
 

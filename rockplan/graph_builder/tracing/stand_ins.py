@@ -1,4 +1,4 @@
-"""Arguments: those of one call with stand-ins for their tensors, in the caller's structure.
+"""StandIns: fake tensors for those of the caller; Arguments: a call with them in its structure.
 
 takes: positional and keyword arguments. returns: the same with other tensors, and the containers
 that had to be made anew for that. guarantees: what holds no tensor is the caller's own object; one
@@ -7,12 +7,15 @@ object at two places stays one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
 from rockplan.python_state.holders import kinds_of
 from rockplan.python_state.reach import Held, Place, named_arguments
@@ -36,9 +39,9 @@ def with_stand_ins(
     """The arguments of `forward(*args, **kwargs)` with `of(tensor)` in place of each tensor."""
     exchange = _Exchange(of)
     named = named_arguments(forward, args, kwargs)
-    found = [exchange.value(v, Place(f"the argument '{n}'", is_callers=True)) for n, v in named]
-    by_name = dict(zip(kwargs, found[len(args) :], strict=True))
-    return Arguments(tuple(found[: len(args)]), by_name, exchange.made)
+    values = [exchange.value(v, Place(f"the argument '{n}'", is_callers=True)) for n, v in named]
+    by_name = dict(zip(kwargs, values[len(args) :], strict=True))
+    return Arguments(tuple(values[: len(args)]), by_name, exchange.made)
 
 
 @dataclass(slots=True)
@@ -64,3 +67,54 @@ class _Exchange:
         other = trees.with_children(value, others)
         self.made += [Held(owner, kind, place) for owner, kind in kinds_of(other)]
         return other
+
+
+class StandIns:
+    """Fake tensors for real ones, one for each object, sharing storage where the real ones do.
+
+    real: identity of a fake tensor -> what it stands for."""
+
+    def __init__(self, fake_mode: FakeTensorMode, recorder: Recorder) -> None:
+        self._fake_mode = fake_mode
+        self._recorder = recorder
+        self._of: dict[int, torch.Tensor] = {}
+        self._alive: list[torch.Tensor] = []
+        self.real: dict[int, torch.Tensor] = {}
+        self.fakes: list[torch.Tensor] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = self._of.get(id(tensor))
+        if fake is None:
+            source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+            fake = self._fake_mode.from_tensor(source, static_shapes=True)
+            self._of[id(tensor)] = fake
+            self._of[id(fake)] = fake
+            self._alive += [tensor, source]
+            self.real[id(fake)] = tensor
+            self.fakes.append(fake)
+            self._recorder.value(fake)
+        return fake
+
+    def of_registered(
+        self, registered: dict[int, torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """The stand-in of a parameter or a buffer, None for other tensors."""
+        return lambda tensor: self._of[id(tensor)] if id(tensor) in registered else None
+
+    @contextlib.contextmanager
+    def without_history(self) -> Iterator[None]:
+        """What was written into them is no part of autograd's graph on exit, which may hold them in
+        turn, where Python would not see it."""
+        try:
+            yield
+        finally:
+            for fake in self.fakes:
+                if fake.grad_fn is not None:
+                    with torch.no_grad(), contextlib.suppress(RuntimeError):  # of a view
+                        fake.detach_()
+
+    def make_known(self, recorder: Recorder) -> None:
+        """To another recorder, as the values that they are to the first."""
+        for fake in self.fakes:
+            recorder.value(fake)
+        recorder.begin_forward()

@@ -1,0 +1,132 @@
+"""Backward: the recorded backward pass, without autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rockplan.errors import CaptureError, RockplanError, UnsupportedModel
+from rockplan.graph_builder.tracing import foreign_kernels
+from rockplan.graph_builder.tracing.forward_call import named_error
+from rockplan.graph_builder.tracing.outputs import (
+    backward_nodes,
+    foreign_gradient,
+    leaves_reached,
+    sources_of,
+)
+from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+
+# Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
+# masked_fill_backward in PyTorch) -> the operator, and what to do.
+_BY_VALUES = {
+    "ProdBackward0": "prod: use x.flatten().cumprod(0)[-1]",
+    "ProdBackward1": "prod: use x.cumprod(dim).select(dim, -1)",
+    "MaskedFillBackward1": "the value of masked_fill: use torch.where(mask, value, x)",
+}
+if torch.__version__ < "2.13":
+    _BY_VALUES |= dict.fromkeys(
+        ("ProdBackward0", "ProdBackward1", "CumprodBackward0"),
+        "prod or cumprod: use torch 2.13 and cumprod, or, for positive values, the logarithm",
+    )
+
+
+def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
+    """Raise where kernels of the backward pass look at values, to choose a way; and where it
+    reaches a tensor that requires a gradient and is neither a parameter of the module nor an
+    argument: eager would accumulate into it, a plan would not."""
+    for node in backward_nodes(roots):
+        name = node_name(node)
+        fills_a_constant = name == "MaskedFillBackward1" and not node.next_functions[-1][0]
+        if name in _BY_VALUES and not fills_a_constant:
+            raise UnsupportedModel.at(
+                *recorder.place_of(node),
+                "eager execution computes a gradient in a way that depends on values, which a plan "
+                f"cannot see. It is that of {_BY_VALUES[name]}",
+            )
+    for leaf in leaves_reached(roots):
+        if not isinstance(leaf, FakeTensor):
+            raise foreign_gradient(leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBackward:
+    """targets: tensors whose gradients were asked for; gradients: those, None where the result does
+    not depend on it; tangents: output position -> value of its incoming gradient; sources: for each
+    leaf of the result, the others that its backward pass goes through; ignores_autocast: it is the
+    same under the caller's autocast state."""
+
+    targets: list[torch.Tensor]
+    gradients: tuple[torch.Tensor | None, ...]
+    tangents: dict[int, int]
+    sources: tuple[tuple[int, ...], ...]
+    ignores_autocast: bool
+
+    def gradient_values(self, recorder: Recorder) -> tuple[tuple[int, int | None], ...]:
+        """(value of a target, value of its gradient)."""
+        return tuple(
+            (recorder.value(target), None if gradient is None else recorder.value(gradient))
+            for target, gradient in zip(self.targets, self.gradients, strict=True)
+        )
+
+
+def recorded_backward(
+    module: nn.Module,
+    recorder: Recorder,
+    outputs: list[Any],
+    starts: dict[int, tuple[int, ...]],
+    targets: list[torch.Tensor],
+) -> RecordedBackward:
+    """Record the backward pass from the outputs `starts`, of which the incoming gradients have
+    these strides."""
+    sources = sources_of(outputs)
+    roots = [outputs[i] for i in starts]
+    tangents = [
+        torch.empty_strided(o.shape, strides, dtype=o.dtype, device=o.device)
+        for o, strides in zip(roots, starts.values(), strict=True)
+    ]
+    recorder.begin_backward(o for o in outputs if isinstance(o, torch.Tensor))
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    forward_calls = len(recorder.calls)
+
+    def run(retain: bool) -> tuple[torch.Tensor | None, ...]:
+        with recorder, torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(
+                roots, targets, tangents, allow_unused=True, retain_graph=retain
+            )
+
+    with contextlib.ExitStack() as without_autocast:
+        try:
+            under_autocast: list[str] | None = None
+            if kinds:
+                run(retain=True)
+                under_autocast = [c.call.op for c in recorder.calls[forward_calls:]]
+                del recorder.calls[forward_calls:]
+            for kind in kinds:
+                without_autocast.enter_context(torch.autocast(kind, enabled=False))
+            gradients = run(retain=False)
+        except RockplanError:
+            raise
+        except Exception as error:
+            by_address = foreign_kernels.refusal(error, module)
+            if by_address is not None:
+                raise by_address from error
+            raise CaptureError(
+                f"the backward pass of the module does not run: {named_error(error)}. "
+                "Check that the original module's backward works on the sample"
+            ) from error
+    recorder.refuse_if_refused()
+    made = [recorder.value(g) for g in gradients if g is not None]
+    recorder.refuse_unwritten(made, "a gradient is")
+    return RecordedBackward(
+        targets=targets,
+        gradients=gradients,
+        tangents={i: recorder.value(t) for i, t in zip(starts, tangents, strict=True)},
+        sources=sources,
+        ignores_autocast=under_autocast == [c.call.op for c in recorder.calls[forward_calls:]],
+    )

@@ -1,0 +1,194 @@
+"""ForwardCall: runs of the forward over fake tensors, in surroundings as eager execution has them.
+
+One recording runs it up to three times, each into a Recorder of its own: runs that do the same are
+equal in `ForwardRun.done` and `ForwardRun.changes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from rockplan.errors import (
+    ForwardRaises,
+    RockplanError,
+    UnsupportedModel,
+    ValueDependentControlFlow,
+)
+from rockplan.graph_builder.tracing import eager_paths, foreign_kernels, host_random
+from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
+from rockplan.graph_builder.tracing.recorder import Recorder
+from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
+from rockplan.graph_builder.tracing.value_reads import ValueReader
+from rockplan.python_state import trees
+from rockplan.python_state.contents import data_in
+from rockplan.python_state.reach import Reached, reached
+from rockplan.python_state.snapshot import Changes, Snapshot
+
+# Fake tensors have no values that a kernel could look at.
+_NO_VALUES = "data is not allocated yet"
+# Of a leaf, or of a view of one.
+_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRun:
+    """One run of the forward. done: calls, constants and result, equal to those of another run
+    that does the same; changes: of the plain data that Python holds."""
+
+    outputs: list[Any]
+    spec: trees.TreeSpec
+    done: tuple[Any, ...]
+    changes: Changes
+
+    @classmethod
+    def of(
+        cls, recorder: Recorder, outputs: list[Any], spec: trees.TreeSpec, changes: Changes
+    ) -> ForwardRun:
+        result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
+        constants = [id(tensor) for _, tensor in recorder.constants]
+        done = (list(recorder.calls), constants, result, spec)
+        return cls(outputs, spec, done, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """A forward with fake arguments. results_of_others: positions of those that are no leaves of
+    autograd's for the caller."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    arguments: Arguments
+    results_of_others: Sequence[int]
+    reader: ValueReader
+    snapshot: Snapshot
+    stand_ins: StandIns
+
+    def run(self, recorder: Recorder) -> ForwardRun:
+        args, kwargs = self.arguments.args, self.arguments.kwargs
+        refuse = functools.partial(refuse_here, recorder)
+        paths = _module_paths(self.module, recorder)
+        with recorder, paths, host_random.refused(self.snapshot.reached, refuse):
+            result = _call_module(self, args, kwargs)
+        recorder.refuse_if_refused()
+        self.reader.refuse_writes()
+        leaves, spec = trees.tree_flatten(result)
+        outputs = [known_output(recorder, *leaf) for leaf in enumerate(leaves)]
+        refuse_unwritten(recorder, outputs)
+        return ForwardRun.of(recorder, outputs, spec, self.snapshot.changes())
+
+    def reached(self) -> Reached:
+        """What can be reached now."""
+        args, kwargs = self.arguments.args, self.arguments.kwargs
+        return reached(self.module, self.forward, args, kwargs, self.stand_ins.real)
+
+
+def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the forward; what it raises becomes an error of ours."""
+    results_of_others = call.results_of_others
+    try:
+        return call.forward(*args, **kwargs)
+    except RockplanError:
+        raise
+    except Exception as error:
+        by_address = foreign_kernels.refusal(error, call.module)
+        if by_address is not None:
+            raise by_address from error
+        if results_of_others and _WRITES_TO_A_LEAF in str(error):
+            raise UnsupportedModel(
+                "the forward changes a tensor that requires a gradient in place, which is an "
+                f"argument (leaf {', '.join(map(str, results_of_others))} of the arguments is the "
+                "result of other operations, else eager would fail, too); autograd would not be "
+                "told of the change by a planned step. Change a clone of it (x = x.clone()), or "
+                "use the operator without the underscore"
+            ) from error
+        if _NO_VALUES in str(error):
+            raise ValueDependentControlFlow(
+                "a function of PyTorch reads values of a tensor while the forward runs, of which "
+                "a plan knows shapes alone (those of a PackedSequence, for instance). Pass padded "
+                "tensors, or leave that function outside of the module"
+            ) from error
+        by_name = isinstance(error, TypeError) and kwargs and not args
+        remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
+        raise ForwardRaises(
+            f"the model's forward does not run on these arguments: {named_error(error)}. Check "
+            f"their shapes, dtypes and devices by calling the original module on them{remedy}"
+        ) from error
+
+
+def named_error(error: Exception) -> str:
+    """Its type and message, without the full stop."""
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
+
+
+@contextlib.contextmanager
+def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which submodule is running, in this thread: the hooks see all threads."""
+    paths = {id(m): path for path, m in module.named_modules()}
+    stack = recorder.module_stack
+    captured_in = threading.get_ident()
+
+    def enter(m: nn.Module, args: Any) -> None:
+        if threading.get_ident() == captured_in:
+            stack.append(paths.get(id(m), stack[-1]))
+
+    def leave(m: nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() == captured_in:
+            stack.pop()
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(enter),
+        module_hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
+    """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
+    libraries led to take the path that they take in eager execution."""
+
+    def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
+        return reader.read_all(recorder, tensor) if recorder.is_active() else None
+
+    refuse = functools.partial(refuse_here, recorder)
+    torch.clear_autocast_cache()
+    with (
+        torch.enable_grad(),
+        eager_paths.transformers_sees_real_tensors(),
+        eager_paths.max_pool1d_as_unwatched(),
+        eager_paths.ctc_loss_of_tensors(),
+        eager_paths.without_checkpointing(),
+        eager_paths.without_compiling(),
+        eager_paths.without_hooks_on_all_modules(),
+        eager_paths.empty_cache_of_parametrizations(),
+        eager_paths.without_saved_tensor_hooks(),
+        eager_paths.without_logs_of_fake_tensors(),
+        eager_paths.values_told(read_all),
+        eager_paths.without_tensor_hooks(refuse),
+        eager_paths.without_addresses(recorder.is_active, refuse),
+        eager_paths.without_other_memory(refuse),
+        eager_paths.without_nested_tensors(refuse),
+        eager_paths.without_autocast_inside(refuse),
+        eager_paths.without_seeding(refuse),
+    ):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def refuse_here(recorder: Recorder, message: str) -> NoReturn:
+    recorder.refuse(UnsupportedModel.at(*recorder.place(), message))

@@ -1,0 +1,207 @@
+"""Outputs: the leaves of the result, and what the backward pass starts from.
+
+takes: the result of a recorded forward. returns: OutputLeaf for each leaf; positions and strides
+that a backward pass most likely starts from. guarantees: a leaf that a plan cannot return is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node
+
+from rockplan.errors import InvalidInput, NothingToDifferentiate, UnsupportedModel
+from rockplan.graph_builder.tracing import own_gradients
+from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.python_state import trees
+from rockplan.values.interface import Incoming, OutputLeaf
+
+# FullyShardedDataParallel keeps the parameters of a module in one.
+WITHOUT_FLAT_PARAMETERS = (
+    "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it in "
+    "DistributedDataParallel"
+)
+
+
+def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
+    """A leaf of the result; a real tensor that no call has read (a cached table) is a constant."""
+    if not isinstance(leaf, torch.Tensor):
+        _refuse_opaque(leaf, position)
+        return leaf
+    if leaf.requires_grad and not isinstance(leaf, FakeTensor):
+        raise foreign_gradient(leaf)
+    return recorder.known_tensor(leaf)
+
+
+def _refuse_opaque(output: object, position: int) -> None:
+    plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
+    plain += (torch.dtype, torch.device, torch.Size)
+    if isinstance(output, plain):
+        return
+    remedy = (
+        "pass use_cache=False (config.use_cache = False)"
+        if "Cache" in type(output).__name__
+        else "return tensors in tuples, lists, dictionaries or a registered pytree"
+    )
+    raise UnsupportedModel(
+        f"leaf {position} of the module's result is a {type(output).__qualname__}, an opaque "
+        f"container whose tensors cannot be followed; {remedy}"
+    )
+
+
+def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
+    for position, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor):
+            reader = f"leaf {position} of the module's result is"
+            recorder.refuse_unwritten([recorder.value(output)], reader)
+
+
+def backward_starts(
+    outputs: Sequence[Any], spec: trees.TreeSpec, incoming: Incoming | None
+) -> dict[int, tuple[int, ...]]:
+    """Position of each output that the backward pass starts from -> strides of its gradient."""
+    candidates = [
+        i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
+    ]
+    if not candidates:
+        raise NothingToDifferentiate(
+            "no output of the module depends on a parameter or an input that requires a "
+            "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
+            "requires_grad on the sample input"
+        )
+    wanted = dict.fromkeys(_likely(outputs, spec, candidates)) if incoming is None else incoming
+    if not wanted or not set(wanted) <= set(candidates):
+        raise InvalidInput(
+            f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
+            f"gradient are {tuple(candidates)}"
+        )
+    firsts = first_places(outputs)
+    return {firsts[i]: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+
+
+def _likely(
+    outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]
+) -> Sequence[int]:
+    """Of the outputs that require a gradient, those that a step most likely starts from.
+
+    The fewest of these that reach all that any output reaches (what they miss may be a part of a
+    loss that the caller makes of other outputs too): the one that is named `loss`, as trainers take
+    it; the scalars that are no part of another one (of a loss, the losses that it is the sum of);
+    all scalars; everything.
+    """
+    scalars = [i for i in candidates if outputs[i].ndim == 0]
+    sources = sources_of(outputs)
+    parts = {part for i in scalars for part in sources[i]}
+    named = _position_of_loss(outputs, spec)
+    whole = leaves_reached(outputs[i] for i in candidates)
+    chosen = [i for i in scalars if i == named], [i for i in scalars if i not in parts], scalars
+    for places in chosen:
+        if places and whole <= leaves_reached(outputs[i] for i in places):
+            return places
+    return candidates
+
+
+def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:
+    """Of the leaf that the result of the module calls `loss`, if one is called so."""
+    result = trees.tree_unflatten(outputs, spec)
+    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return next((i for i, o in enumerate(outputs) if o is named), None)
+
+
+def first_places(outputs: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf of the result, the first that is the same object."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(output), i) for i, output in enumerate(outputs))
+
+
+def sources_of(outputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """For each leaf of the result, the others that its backward pass goes through."""
+    tensors = {
+        i: outputs[i]
+        for i in dict.fromkeys(first_places(outputs))
+        if isinstance(outputs[i], torch.Tensor) and outputs[i].grad_fn is not None
+    }
+    at = {(t.grad_fn, t.output_nr): frozenset({i}) for i, t in tensors.items()}
+    beyond: dict[Node, frozenset[int]] = {}
+    waiting = [t.grad_fn for t in tensors.values()]
+    while waiting:
+        node = waiting[-1]
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        new = [n for n, _ in edges if n not in beyond]
+        if not new:
+            waiting.pop()
+            passed = (beyond[n] | at.get((n, number), frozenset()) for n, number in edges)
+            beyond[node] = frozenset().union(*passed)
+        waiting += new
+    nodes = [o.grad_fn if isinstance(o, torch.Tensor) else None for o in outputs]
+    return tuple(() if n is None else tuple(sorted(beyond[n])) for n in nodes)
+
+
+def output_leaves(
+    recorder: Recorder,
+    outputs: list[Any],
+    sources: Sequence[tuple[int, ...]],
+    tangents: dict[int, int],
+) -> tuple[OutputLeaf, ...]:
+    """Each leaf of the result. sources: `sources_of` them; tangents: output position -> value of
+    its incoming gradient."""
+    leaves: list[OutputLeaf] = []
+    for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
+        if isinstance(output, torch.Tensor):
+            _refuse_alias(recorder, output, position)
+            own_gradients.refuse_of_result(output, position)
+            value, tangent = recorder.value(output), tangents.get(position)
+            leaf = (value, None, first, sources[position], tangent, output.requires_grad)
+            leaves.append(OutputLeaf(*leaf))
+            continue
+        leaves.append(OutputLeaf(None, output, first, (), None, False))
+    return tuple(leaves)
+
+
+def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
+    """An output that shares storage with a tensor of the caller could be changed through it."""
+    storage = recorder.values[recorder.value(output)].storage
+    if output.requires_grad and storage in recorder.leaf_storages:
+        raise UnsupportedModel(
+            f"leaf {position} of the module's result is, or is a view of, an input or a parameter "
+            "that requires a gradient; return a clone of it"
+        )
+
+
+def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
+    """What the backward pass from there reaches."""
+    roots = list(outputs)
+    nodes = backward_nodes(roots)
+    accumulating = (n for n in nodes if node_name(n) == "torch::autograd::AccumulateGrad")
+    leaves = {n.variable for n in accumulating}  # type: ignore[attr-defined]
+    return leaves | {t for t in roots if t.grad_fn is None}
+
+
+def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
+    """Of the backward pass from there."""
+    waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        followers = dict.fromkeys(n for n, _ in node.next_functions if n is not None)
+        waiting += [n for n in followers if n not in seen]
+        seen |= set(followers)
+
+
+def foreign_gradient(tensor: torch.Tensor) -> UnsupportedModel:
+    if getattr(tensor, "_is_flat_param", False):
+        return UnsupportedModel(
+            "the module's parameters are parts of one of FullyShardedDataParallel, where a planned "
+            f"module cannot be; {WITHOUT_FLAT_PARAMETERS}"
+        )
+    return UnsupportedModel(
+        f"the result depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient "
+        "and is neither a parameter of the module nor an argument, so a planned step would not "
+        "compute its gradient; register it as a parameter (nn.Parameter, nn.ParameterList), pass "
+        "it as an argument, or detach it"
+    )

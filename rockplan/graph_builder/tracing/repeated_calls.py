@@ -1,0 +1,110 @@
+"""Repeated calls: would the next call do what this one has done? A plan does the same at each.
+
+takes: runs of the forward and the changes that they leave in Python. guarantees: a forward of which
+the next call would be another one is refused, with the place that makes it so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, as_in_eager
+from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder
+from rockplan.graph_builder.tracing.stored_state import perturbed
+from rockplan.python_state.reach import Identity, Place
+from rockplan.python_state.snapshot import Changes, Snapshot
+
+
+def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
+    """Raise where every call leaves other data than the one before."""
+    for change in _changed(before, after):
+        place = snapshot.place_of(change)
+        raise UnsupportedModel(
+            f"{_of(place)}: each call changes {place.text}, which would stand still in a planned "
+            "run; keep a count outside of the module, or in a registered buffer",
+            module_path=place.module,
+        )
+
+
+def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRun) -> None:
+    """Raise where the first call leaves data that makes the second another one. Data that is only
+    left there, or set before it is read, makes no difference."""
+    if first.done == second.done:
+        return
+    for change in first.changes:
+        place = snapshot.place_of(change)
+        raise UnsupportedModel(
+            f"{_of(place)}: the forward changes {place.text}, and the next call does not do the "
+            "same as this one, which a planned run would repeat for ever. If only the first call "
+            "is another one (values set by the first batch), run the module once on the sample, "
+            "then plan it",
+            module_path=place.module,
+        )
+
+
+def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
+    """Raise where data may be changed by a function that runs in the first call alone."""
+    name = snapshot.grown_cache()
+    if name is not None:
+        place = snapshot.place_of(next(iter(changes)))
+        raise UnsupportedModel(
+            f"{_of(place)}: the forward changes {place.text}, and calls {name}, whose results are "
+            "cached (functools): a planned run could not tell whether the next call changes it as "
+            "well. Run the module once on the sample, then plan it",
+            module_path=place.module,
+        )
+
+
+def refuse_fresh_constants(
+    written: list[tuple[torch.Tensor, RecordedCall]], another: Recorder
+) -> None:
+    """Raise where the second run does not meet the tensors that the first has written to: the
+    forward makes them from other data, and a plan would write to the same one at every call."""
+    kept = {id(tensor) for _, tensor in another.constants}
+    for tensor, call in written:
+        if id(tensor) not in kept:
+            raise UnsupportedModel.at(
+                call.module,
+                call.source,
+                "the forward writes in place to a tensor that it has made of numpy's or Python's "
+                "data (torch.from_numpy, torch.as_tensor), which would be the same tensor at every "
+                "call of a planned module; write to a clone of it",
+            )
+
+
+def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
+    """Constants, or what they are views of, that the forward or the backward writes to, and the
+    first call that does."""
+    written: dict[int, RecordedCall] = {}
+    for call in recorder.calls:
+        for value in call.writes:
+            written.setdefault(recorder.values[value].storage, call)
+    found = ((tensor, recorder.values[value].storage) for value, tensor in recorder.constants)
+    return [(tensor, written[storage]) for tensor, storage in found if storage in written]
+
+
+def is_overwritten(run: ForwardCall, expected: ForwardRun, recorder: Recorder) -> bool:
+    """Does a call leave the same, and do the same, when other data was there before?"""
+    run.stand_ins.make_known(recorder)
+    try:
+        if not perturbed(run.snapshot, expected.changes):
+            return False
+        with as_in_eager(recorder, run.reader):
+            found = run.run(recorder)
+    except Exception:  # what a forward does with such data is its own
+        return False
+    return found.done == expected.done and found.changes == expected.changes
+
+
+def _changed(before: Changes, after: Changes) -> list[tuple[Identity, Any]]:
+    return [c for c in {**before, **after} if before.get(c, _NO_CHANGE) != after.get(c, _NO_CHANGE)]
+
+
+_NO_CHANGE = object()
+
+
+def _of(place: Place) -> str:
+    return "in the model" if place.module is None else f"in module '{place.module or '(root)'}'"
