@@ -30,7 +30,7 @@ from benchmarks.models import Case
 from benchmarks.priced import CASES
 from benchmarks.timing import machine, mebibytes
 from rockplan.codegen import planned_module as planned_modules
-from rockplan.codegen.planned_module import PlannedProgram
+from rockplan.codegen.program import PlannedProgram, build_program
 from rockplan.graph_builder.lowering.backward_order import predecessors
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.graph import (
@@ -89,7 +89,7 @@ def measure(name: str) -> Row:
     def peaks(graph: CDGraph) -> tuple[int, int]:
         """Of running every node of `graph` once, predicted and measured."""
         once = keep_all(graph)
-        made = planned_modules.build_program(
+        made = build_program(
             replace(plan, graph=graph, schedule=once),
             program.interface,
             program.constants,

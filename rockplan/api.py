@@ -24,6 +24,7 @@ from rockplan.codegen import rng_replay
 from rockplan.codegen.differences import described_call
 from rockplan.codegen.guards import outside_of_initialization
 from rockplan.codegen.hooks import has_hooks
+from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
 from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.price import check_layouts
@@ -348,8 +349,8 @@ def _program_in_training(
     kwargs: dict[str, Any],
     incoming: Incoming | None,
     *,
-    make: planned_modules.MakeProgram,
-) -> planned_modules.PlannedProgram:
+    make: MakeProgram,
+) -> PlannedProgram:
     """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
     the call as it leaves one of the original, with all that the forward has done before; what
     operators raise is RuntimeError in either case, and ours says more."""
@@ -426,7 +427,7 @@ def _program(
     *,
     budget: Budget,
     options: Options,
-) -> planned_modules.PlannedProgram:
+) -> PlannedProgram:
     source = _captured(module, args, kwargs, options, incoming)
     known = tuple(
         program.plan
@@ -445,7 +446,7 @@ def _program(
     return _built(module, made, source, args, kwargs, options)
 
 
-def _advise(program: planned_modules.PlannedProgram, options: Options) -> None:
+def _advise(program: PlannedProgram, options: Options) -> None:
     """Log what a plan that runs operations again could have, if the caller let it go."""
     plan = program.plan
     found = releasable(plan.graph, program.interface, options.released)
@@ -490,7 +491,7 @@ def _stored_program(
     plans: tuple[Plan, ...],
     budget: Budget | None,
     options: Options,
-) -> planned_modules.PlannedProgram:
+) -> PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
     plan for `budget`, or PlanMismatch without one."""
     source = _captured(module, args, kwargs, options, incoming)
@@ -514,10 +515,10 @@ def _built(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-) -> planned_modules.PlannedProgram:
+) -> PlannedProgram:
     report("writing the code")
     constants = tuple(t for _, t in source.captured.constants)
-    program = planned_modules.build_program(
+    program = build_program(
         made,
         source.lowered.interface,
         constants,
@@ -530,10 +531,10 @@ def _built(
 
 def _checked(
     module: nn.Module,
-    program: planned_modules.PlannedProgram,
+    program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> planned_modules.PlannedProgram:
+) -> PlannedProgram:
     """`program`, whose plan records what two steps compared with eager execution showed."""
     outputs = program.interface.outputs
     with key_value_cache.switched_off(module):

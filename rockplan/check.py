@@ -72,14 +72,14 @@ class _Given:
             ((f"parameter {n}", p) for n, p in module.named_parameters()),
             ((f"buffer {n}", b) for n, b in module.named_buffers()),
             ((f"input {i}", leaf) for i, leaf in enumerate(trees.tree_leaves(call))),
-            ((str(place), found) for place, found in snapshot.reached.objects),
+            ((str(place), value) for place, value in snapshot.reached.objects),
         )
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        named_tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in named:
             is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
             if is_tensor and value.layout is torch.strided:
-                found.setdefault(id(value), (name, value))
-        copies = tuple((n, t, t.detach().clone()) for n, t in found.values())
+                named_tensors.setdefault(id(value), (name, value))
+        copies = tuple((n, t, t.detach().clone()) for n, t in named_tensors.values())
         return cls(module, forward, snapshot, copies)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -160,12 +160,12 @@ def compare(
     return Comparison(tuple(timed), machine(), rounds)
 
 
-def measured_series(found: Comparison) -> tuple[Series, ...]:
+def measured_series(comparison: Comparison) -> tuple[Series, ...]:
     """What was measured, for `rockplan.draw_curve`: rockplan's budgets, as a line if there are
     several, and a mark for each other variant that ran."""
     ours: list[tuple[int, float, str]] = []
     others: list[Series] = []
-    for row in found.rows:
+    for row in comparison.rows:
         if row.peak_bytes is None or row.overhead is None:
             continue
         point = (row.peak_bytes, row.overhead, "")
@@ -311,11 +311,11 @@ def _state_after(model: nn.Module, module: nn.Module, run: Callable[[], object])
 
 
 def _difference(
-    what: str, found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
+    what: str, tensors: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
 ) -> str:
     different = 0
     largest = 0.0
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(tensors, expected, strict=True):
         if a is None or b is None:
             different += a is not b
         elif not torch.equal(a, b):
@@ -332,13 +332,13 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _row(
-    name: str, module: nn.Module, peak_bytes: int, found: _StepOutcome, expected: _StepOutcome
+    name: str, module: nn.Module, peak_bytes: int, outcome: _StepOutcome, expected: _StepOutcome
 ) -> Row:
     row = Row(
         name,
         peak_bytes=peak_bytes,
-        gradients=_difference("gradients", found.gradients, expected.gradients),
-        buffers=_difference("buffers", found.buffers, expected.buffers),
+        gradients=_difference("gradients", outcome.gradients, expected.gradients),
+        buffers=_difference("buffers", outcome.buffers, expected.buffers),
     )
     if not name.startswith("rockplan"):
         return row

@@ -13,7 +13,8 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, densenet, encoder, gpt2, t5
-from rockplan.codegen.planned_module import Planned, build_program
+from rockplan.codegen.planned_module import Planned
+from rockplan.codegen.program import build_program
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import caller_bytes
 from rockplan.values.schedule import Schedule

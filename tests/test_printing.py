@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rockplan.codegen.planned_module import build_program
+from rockplan.codegen.program import build_program
 from rockplan.oracles.simulate import simulate
 from rockplan.python_state import trees
 from rockplan.reports.listing import schedule_listing

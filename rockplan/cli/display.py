@@ -115,10 +115,10 @@ def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
     }
 
 
-def show_plans(asked: Sequence[str], found: Sequence[Plan | InfeasibleBudget]) -> None:
+def show_plans(asked: Sequence[str], plans: Sequence[Plan | InfeasibleBudget]) -> None:
     """One line for each budget."""
     rows = []
-    for text, plan in zip(asked, found, strict=True):
+    for text, plan in zip(asked, plans, strict=True):
         if isinstance(plan, InfeasibleBudget):
             share = plan.minimum_share
             minimum = f"infeasible: needs {plan.minimum_bytes} bytes"
@@ -200,8 +200,8 @@ def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
         operations[name] = operations.get(name, 0) + 1
         times[name] = times.get(name, 0) + node.time_ns
         sizes[name] = sizes.get(name, 0) + size_bytes
-    found = [CostShare(name, operations[name], times[name], sizes[name]) for name in operations]
-    return sorted(found, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
+    shares = [CostShare(name, operations[name], times[name], sizes[name]) for name in operations]
+    return sorted(shares, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
 
 
 def share_row(share: CostShare) -> Row:

@@ -108,20 +108,20 @@ def _failed(error: BaseException) -> str:
 
 
 def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], object]:
-    found: Any = module
+    attribute: Any = module
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(attribute, part):
             near = ", ".join(sorted(n for n, v in vars(module).items() if _is_own(module, v)))
             raise InvalidInput(
                 f"{module_name} has no {path!r}" + (f"; it has {near}" if near else "")
             )
-        found = getattr(found, part)
-    if not callable(found):
+        attribute = getattr(attribute, part)
+    if not callable(attribute):
         raise InvalidInput(
-            f"{path!r} in {module_name} is a {type(found).__name__}; name a function that takes "
-            f"nothing; it shall {_RESULT}"
+            f"{path!r} in {module_name} is a {type(attribute).__name__}; name a function that "
+            f"takes nothing; it shall {_RESULT}"
         )
-    factory: Callable[[], object] = found
+    factory: Callable[[], object] = attribute
     return factory
 
 

@@ -58,8 +58,8 @@ def _flushed(end: SystemExit | OSError) -> Any:
         error = end.__context__
     try:
         sys.stdout.flush()
-    except OSError as found:
-        error = found
+    except OSError as unwritable:
+        error = unwritable
     if error is None:
         assert isinstance(end, SystemExit)
         return end.code

@@ -52,10 +52,10 @@ class PlannedCall:
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
         """What backward slice `number` of the plan hands to autograd."""
         assert self._backward is not None
-        found = self._backward.gradients(number)
+        gradients = self._backward.gradients(number)
         if number + 1 == len(self.executable.targets):
             self._backward = None
-        return found
+        return gradients
 
 
 class SavedForBackward:

@@ -16,37 +16,33 @@ import itertools
 import logging
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from rockplan.codegen import assignments, autograd, parametrizations
-from rockplan.codegen.backward_pass import Replan
-from rockplan.codegen.differences import (
-    NOTHING_SAID,
-    DescribedCall,
-    Difference,
-    Differences,
-    call_differences,
-    described_call,
-    module_differences,
+from rockplan.codegen import assignments, parametrizations
+from rockplan.codegen.bound_program import BoundProgram, bind, matching, rebind, run
+from rockplan.codegen.call_checks import (
+    TOO_OFTEN,
+    ordinal,
+    refuse_capture,
+    refuse_transforms,
+    warn_of_changes,
+    warn_of_dispatch_modes,
+    warn_of_original,
+    warn_of_saved_tensor_hooks,
 )
-from rockplan.codegen.executable import Executable, Pattern, build
+from rockplan.codegen.differences import Difference, Differences, described_call
+from rockplan.codegen.executable import Executable, Pattern
 from rockplan.codegen.guards import (
     Autocast,
     ModuleSignature,
-    Sharing,
     autocast_state,
     call_key,
     function_modes,
-    holds_for_others,
     module_signature,
     signature_holds,
     under_autocast,
@@ -54,28 +50,12 @@ from rockplan.codegen.guards import (
     with_tensors_of,
     without_default_device,
 )
-from rockplan.codegen.hooks import has_hooks
+from rockplan.codegen.program import MakeProgram, PlannedProgram
 from rockplan.codegen.watch import Watch
-from rockplan.errors import (
-    BackwardError,
-    InfeasibleBudget,
-    InvalidInput,
-    StalePlan,
-    UnsupportedModel,
-)
+from rockplan.errors import BackwardError, InfeasibleBudget, InvalidInput, StalePlan
 from rockplan.python_state import trees
-from rockplan.python_state.contents import described, is_same
 from rockplan.python_state.snapshot import Surroundings
-from rockplan.values.columns import aligned
-from rockplan.values.interface import (
-    ABSENT,
-    METHODS,
-    Assignment,
-    Incoming,
-    Interface,
-    Question,
-    is_foreign,
-)
+from rockplan.values.interface import Assignment, Incoming
 from rockplan.values.literals import picklable
 from rockplan.values.plan import Plan
 
@@ -101,176 +81,6 @@ _OWN_REGISTRIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedProgram:
-    """One plan with what it takes to run it on one kind of call.
-
-    hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
-    the budget has room; call: what it was planned for, in words; adapted_from: digest of the graph
-    whose plan was adapted to this one, if one was. Copies share everything but the constants; a
-    pickle holds the plan as data, and the code is generated again from it.
-    """
-
-    plan: Plan
-    interface: Interface
-    executable: Executable
-    constants: tuple[torch.Tensor, ...]
-    output_spec: trees.TreeSpec
-    hooked: frozenset[str]
-    call: DescribedCall = NOTHING_SAID
-    adapted_from: str = ""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedProgram:
-        return replace(self, constants=copy.deepcopy(self.constants, memo))
-
-    def __str__(self) -> str:
-        """A line for each tensor that the code is given, for each result, and for each slice of the
-        backward phase; then the code."""
-        interface, values = self.interface, self.plan.graph.values
-        names = [
-            *(f"parameter {name}" for name, _ in interface.parameters),
-            *(f"buffer {name}" for name, _ in interface.buffers),
-            *(f"input {position}" for position, _ in interface.inputs),
-            *(f"constant {position}" for position, _ in enumerate(interface.constants)),
-        ]
-        given = zip(names, interface.residents, strict=True)
-        results = zip(interface.results, self.executable.pattern, strict=True)
-        rows = [
-            *(
-                (f"residents[{i}]", name, f"{values[v].spec.dtype} {values[v].spec.shape}")
-                for i, (name, v) in enumerate(given)
-            ),
-            *(
-                (f"results[{i}]", f"leaf {leaf}", f"gradient in strides {strides or 'none'}")
-                for i, (leaf, strides) in enumerate(results)
-            ),
-            *(
-                (f"backward_{i}", "hands over", ", ".join(names[t] for t in targets) or "nothing")
-                for i, targets in enumerate(self.executable.targets)
-            ),
-        ]
-        return "\n".join([*aligned(rows), "", self.executable.code.source])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        spec = picklable(self.output_spec)
-        made_of = (self.plan, self.interface, self.constants, spec, self.hooked, self.call)
-        return build_program, made_of
-
-
-def build_program(
-    plan: Plan,
-    interface: Interface,
-    constants: tuple[torch.Tensor, ...],
-    output_spec: trees.TreeSpec,
-    hooked: frozenset[str] = frozenset(),
-    call: DescribedCall = NOTHING_SAID,
-) -> PlannedProgram:
-    """Generate the code of `plan`, whose values meet the caller as `interface` says."""
-    executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
-    return PlannedProgram(plan, interface, executable, constants, output_spec, hooked, call)
-
-
-MakeProgram = Callable[
-    [nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], PlannedProgram
-]
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A program bound to the tensors of one module tree in one state.
-
-    sharing: as it was when the program was captured; unhooked: parameters that it hands gradients
-    of while it still reads them, since they had no hooks.
-    """
-
-    program: PlannedProgram
-    signature: ModuleSignature
-    tensors: tuple[torch.Tensor, ...]
-    sharing: Sharing
-    unhooked: tuple[torch.Tensor, ...]
-
-    def residents(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The tensors that the generated code is given."""
-        inputs = (leaves[i] for i, _ in self.program.interface.inputs)
-        return (*self.tensors, *inputs, *self.program.constants)
-
-    def holds(self, leaves: Sequence[Any]) -> bool:
-        """True if the program is for the module as it is now and a call with `leaves`."""
-        return (
-            signature_holds(self.signature)
-            and self.sharing.holds(self.residents(leaves))
-            and not any(map(has_hooks, self.unhooked))
-            and _guards_hold(self.program, leaves)
-            and self._answers_hold(leaves)
-        )
-
-    def _answers_hold(self, leaves: Sequence[Any]) -> bool:
-        """True if tensors would say of themselves what they did."""
-        questions = self.program.interface.questions
-        return not questions or all(self._is_answered(q, leaves) for q in questions)
-
-    def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
-        if question.role == "input":
-            tensor = leaves[int(question.key)]
-        else:
-            interface = self.program.interface
-            named = (*interface.parameters, *interface.buffers)
-            tensor = self.tensors[[name for name, _ in named].index(str(question.key))]
-        found: Any = getattr(tensor, question.attribute, ABSENT)
-        if found is ABSENT or question.answer is ABSENT:
-            return found is question.answer
-        is_method = question.attribute in METHODS
-        return bool(described(found() if is_method else found) == question.answer)
-
-    def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
-        """The reasons why the program is not for a call `now` with `leaves`."""
-        of_call = call_differences(now, self.program.call)
-        of_module = module_differences(self.signature)
-        if of_call:  # what is left to compare is about the same arguments
-            return (*of_call, *of_module)
-        found = [*of_module]
-        if not self.sharing.holds(self.residents(leaves)):
-            found.append(Difference(_SHARED))
-        interface = self.program.interface
-        names = dict(zip(map(id, self.tensors), (n for n, _ in interface.parameters), strict=False))
-        hooked = [names[id(t)] for t in self.unhooked if has_hooks(t)]
-        if hooked:
-            found.append(Difference(f"hooks on parameters ({', '.join(map(repr, hooked[:3]))})"))
-        for asked in interface.questions:
-            if not self._is_answered(asked, leaves):
-                found.append(Difference(f"`{asked.attribute}` of the {asked.role} {asked.key!r}"))
-        return (*found, *_read_differences(self.program, leaves))
-
-
-_SHARED = (
-    "which arguments are one tensor or a tensor of the module, or share memory with what the "
-    "forward changes"
-)
-
-
-def _read_differences(program: PlannedProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
-    """Of values of tensors that Python reads in the forward."""
-    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
-    for check, guard in checks:
-        value = check(leaves, program.constants)
-        if not is_same(value, guard.expected):
-            names = dict(enumerate(name for name, _ in program.call.leaves))
-            of = ", ".join(names[i] for _, i in guard.inputs if i in names)
-            where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
-            texts = f": {_short(value)}, planned {_short(guard.expected)}"
-            yield Difference(
-                f"values {f'of {of} ' if of else ''}that the forward reads {where}"
-                # Of a comparison the result says nothing.
-                f"{'' if isinstance(guard.expected, bool) else texts}",
-                is_value=True,
-            )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
 @dataclass(slots=True)
 class _PlannedState:
     """What a planned module carries besides the original's attributes.
@@ -285,7 +95,7 @@ class _PlannedState:
     on_mismatch: str
     on_infeasible: str
     outputs_chosen: bool
-    programs: dict[Any, list[_Bound]] = field(default_factory=dict)
+    programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
     latest: PlannedProgram | None = None
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     count: int = 1
@@ -293,7 +103,7 @@ class _PlannedState:
     has_run: bool = False
     assigned: list[Assignment] = field(default_factory=list)
 
-    def leave(self, module: nn.Module, key: Any, bound: _Bound) -> None:
+    def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
         """Put what a call leaves in Python where it belongs; the plan is for calls that find it
         there, too."""
         left = bound.program.interface.assignments
@@ -308,7 +118,7 @@ class _PlannedState:
         ):
             self.programs.setdefault(key, []).append(_bind(module, bound.program))
 
-    def add(self, key: Any, bound: _Bound) -> None:
+    def add(self, key: Any, bound: BoundProgram) -> None:
         """For calls like `key`. What was planned for the sample goes if nothing was called like it,
         and this is its plan, adapted to what is called."""
         if not self.has_run and bound.program.adapted_from:
@@ -347,14 +157,14 @@ class Planned:
         """What the original has comes first: `plan`, `plans` and `code` are those of the state
         only where neither the original's class nor the module has such a name."""
         try:
-            found = super().__getattr__(name)  # type: ignore[misc]
+            attribute = super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
             if name not in _OF_STATE:
                 raise
             return getattr(self._rockplan, name)
-        if isinstance(found, nn.Module | nn.Parameter) and not torch.compiler.is_compiling():
-            self._rockplan.watch.used(name, found)
-        return found
+        if isinstance(attribute, nn.Module | nn.Parameter) and not torch.compiler.is_compiling():
+            self._rockplan.watch.used(name, attribute)
+        return attribute
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OF_STATE})
@@ -411,14 +221,14 @@ class Planned:
         assert isinstance(self, nn.Module)
         if not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
-        _refuse_transforms()
-        _warn_of_saved_tensor_hooks()
-        _warn_of_dispatch_modes()
+        refuse_transforms()
+        warn_of_saved_tensor_hooks()
+        warn_of_dispatch_modes()
         assignments.take_back(self, state.assigned)
         leaves, input_spec = trees.tree_flatten((args, kwargs))
         key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():
-            bound = _matching(state.programs.get(key, ()), leaves)
+            bound = matching(state.programs.get(key, ()), leaves)
         if bound is None:
             with PLANNING:
                 bound = self._bound_program(key, leaves, args, kwargs)
@@ -429,13 +239,13 @@ class Planned:
         state.watch.called()
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
         situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
-        result = _run(bound, leaves, situation.replan)
+        result = run(bound, leaves, situation.replan)
         state.leave(self, key, bound)
         return result
 
     def _bound_program(
         self, key: Any, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Bound | None:
+    ) -> BoundProgram | None:
         """The program for a call that none seemed to match; None: run the original forward.
 
         It looks again, because another thread may have planned meanwhile, or have had the
@@ -443,15 +253,15 @@ class Planned:
         """
         state = self._rockplan
         assert isinstance(self, nn.Module)
-        bound = _matching(state.programs.get(key, ()), leaves)
+        bound = matching(state.programs.get(key, ()), leaves)
         if bound is None:
-            _bind_again(self, state.programs)
-            bound = _matching(state.programs.get(key, ()), leaves)
+            rebind(self, original_forward(self), state.programs)
+            bound = matching(state.programs.get(key, ()), leaves)
         if bound is None:
             is_original = state.on_mismatch == "original" or not _has_gradients(self, leaves)
             if is_original or not self.training:
                 return None
-            _refuse_capture(self, leaves)
+            refuse_capture(self, leaves)
             if any(map(signature_holds, state.infeasible.get(key, ()))):
                 return None
             changes = _changes(self, key, leaves, args, kwargs)
@@ -460,14 +270,14 @@ class Planned:
                     f"this call does not match what was planned: {changes}. Plan again with this "
                     "sample, or pass Options(on_mismatch='replan')"
                 )
-            if changes.has_values and len(state.programs.get(key, ())) >= _TOO_OFTEN:
-                _warn_of_changes(len(state.programs[key]), changes)
+            if changes.has_values and len(state.programs.get(key, ())) >= TOO_OFTEN:
+                warn_of_changes(len(state.programs[key]), changes)
             bound = self._new_bound(key, changes, args, kwargs)
         return bound
 
     def _new_bound(
         self, key: Any, changes: Differences, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Bound | None:
+    ) -> BoundProgram | None:
         """Plan for a call like this one; None where nothing fits and the original shall run."""
         state = self._rockplan
         assert isinstance(self, nn.Module)
@@ -481,7 +291,7 @@ class Planned:
                     "'original' the original forward"
                 )
                 raise
-            _warn_of_original(error, changes)
+            warn_of_original(error, changes)
             state.infeasible.setdefault(key, []).append(
                 module_signature(self, original_forward(self), ())
             )
@@ -521,7 +331,7 @@ def _made(
         LOG.warning(
             "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
             state.original.__qualname__,
-            _ordinal(state.count),
+            ordinal(state.count),
             changes,
             time.monotonic() - started,
             changes.advice or "Each such kind is planned for once",
@@ -532,12 +342,6 @@ def _made(
 _SAID = 3
 """The plan from which on each is said: a trainer calls in another way than the sample says, and the
 last batch is smaller; more than that may go on for ever."""
-
-
-def _ordinal(number: int) -> str:
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    ending = "th" if number % 100 in (11, 12, 13) else endings.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def _changes(
@@ -553,8 +357,8 @@ def _changes(
     assert isinstance(planned, nn.Module)
     now = described_call(original_forward(planned), args, kwargs)
     alike = state.programs.get(key) or [b for bounds in state.programs.values() for b in bounds]
-    found = [bound.differences(now, leaves) for bound in reversed(alike)]
-    return Differences(min(filter(None, found), key=len, default=(Difference(_UNNAMED),)))
+    differences = [bound.differences(now, leaves) for bound in reversed(alike)]
+    return Differences(min(filter(None, differences), key=len, default=(Difference(_UNNAMED),)))
 
 
 _UNNAMED = (
@@ -572,7 +376,7 @@ class _Situation:
 
     planned: Planned
     key: Any
-    bound: _Bound
+    bound: BoundProgram
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: Autocast
@@ -596,16 +400,16 @@ class _Situation:
                 "the module was changed between forward and backward, and this backward pass "
                 "needs another plan; change modules before the forward"
             )
-        _bind_again(module, {self.key: state.programs[self.key]})
+        rebind(module, original_forward(module), {self.key: state.programs[self.key]})
         bounds = state.programs[self.key]
         known = [b for b in bounds if b.program.executable.pattern == pattern]
-        found = _matching(known, trees.tree_leaves((self.args, self.kwargs)))
-        if found is None:
-            found = _bind(module, self._program(pattern))
+        other = matching(known, trees.tree_leaves((self.args, self.kwargs)))
+        if other is None:
+            other = _bind(module, self._program(pattern))
         else:
-            bounds.remove(found)
-        bounds.insert(len(bounds) if self._is_preferred(pattern) else 0, found)
-        return found.program.executable
+            bounds.remove(other)
+        bounds.insert(len(bounds) if self._is_preferred(pattern) else 0, other)
+        return other.program.executable
 
     def _program(self, pattern: Pattern) -> PlannedProgram:
         module, state = self.planned, self.planned._rockplan
@@ -708,12 +512,16 @@ def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return original_forward(planned)(*args, **kwargs)
 
 
+def _bind(module: nn.Module, program: PlannedProgram) -> BoundProgram:
+    return bind(module, original_forward(module), program)
+
+
 def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., Any]:
     """A function that runs `program` on the tensors that `module` has now."""
     bound = _bind(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        result = _run(bound, trees.tree_leaves((args, kwargs)), _no_other_plan)
+        result = run(bound, trees.tree_leaves((args, kwargs)), _no_other_plan)
         assignments.put(module, program.interface.assignments)
         return result
 
@@ -726,141 +534,8 @@ def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
     return any(t.requires_grad for t in itertools.chain(module.parameters(), arguments))
 
 
-def _refuse_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise StalePlan(
-            "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
-            "original module there"
-        )
-    if forward_ad._current_level >= 0:
-        raise StalePlan(
-            "a planned module has no forward-mode derivatives (torch.autograd.forward_ad, "
-            "dual_level): tangents would be lost; use the original module there, or call the "
-            "planned one outside of the dual level"
-        )
-
-
-def _warn_of_saved_tensor_hooks() -> None:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and not str(hooks[0].__module__).startswith("torch."):
-        warnings.warn(
-            "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks) see nothing of what "
-            "a planned module keeps for its backward pass: those that change values (compression) "
-            "have no effect on it. Use the original module, or leave them out around the planned "
-            "one",
-            stacklevel=2,
-        )
-
-
-def _warn_of_dispatch_modes() -> None:
-    if not torch._C._len_torch_dispatch_stack():
-        return
-    foreign = [type(m).__qualname__ for m in filter(is_foreign, _get_current_dispatch_mode_stack())]
-    if foreign:
-        warnings.warn(
-            f"the TorchDispatchMode {', '.join(foreign)} sees the operators of a plan: those that "
-            "run again among them, and those that write into memory which is there already "
-            "(aten.add.out). If it changes results, these may be others than those of the "
-            "original module; use that one there",
-            stacklevel=2,
-        )
-
-
-_TOO_OFTEN = 4
-"""Plans of calls that the module's state alone tells apart, from which on a further one is warned
-of: a mode or two, or layers frozen one after the other, are no more."""
-
-
-def _warn_of_changes(count: int, changes: Differences) -> None:
-    warnings.warn(
-        f"the same call is planned for the {_ordinal(count + 1)} time, because {changes} (changed "
-        "again). If the forward does not read it, keep it outside of the module; if it does, pass "
-        "the value in as a tensor",
-        stacklevel=2,
-    )
-
-
-def _warn_of_original(error: InfeasibleBudget, changes: Differences) -> None:
-    warnings.warn(
-        f"no plan for this call fits the budget of {error.budget_bytes} bytes (the smallest needs "
-        f"{error.minimum_bytes}), so it and others like it run the original forward, with eager's "
-        f"memory (Options(on_infeasible='original')): {changes}",
-        stacklevel=2,
-    )
-
-
-def _refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
-    """Raise where `planned` runs as a part of a module that is being planned, or exported."""
-    if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
-        raise UnsupportedModel(
-            f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
-            "torch.export) the whole with the original module in its place"
-        )
-
-
 def _no_other_plan(pattern: Pattern) -> Executable:
     raise BackwardError(f"the incoming gradients are not as planned: {pattern}")
-
-
-def _matching(candidates: Sequence[_Bound], leaves: Sequence[Any]) -> _Bound | None:
-    for bound in reversed(candidates):
-        if bound.holds(leaves):
-            return bound
-    return None
-
-
-def _bind_again(module: nn.Module, programs: dict[Any, list[_Bound]]) -> None:
-    """Bind what was planned to the tensors that the module has now, where these replaced others
-    like them (functional_call, load_state_dict(assign=True)): nothing else keeps those alive."""
-    for bounds in programs.values():
-        for position, bound in enumerate(bounds):
-            is_bound = signature_holds(bound.signature)
-            if not is_bound and holds_for_others(bound.signature):
-                bounds[position] = _bind(module, bound.program)
-
-
-def _guards_hold(program: PlannedProgram, leaves: Sequence[Any]) -> bool:
-    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
-    # NaN is what it was, too.
-    return all(is_same(check(leaves, program.constants), guard.expected) for check, guard in checks)
-
-
-def _run(bound: _Bound, leaves: Sequence[Any], replan: Replan) -> Any:
-    program = bound.program
-    with without_default_device():
-        tensors = autograd.call(program.executable, bound.residents(leaves), replan)
-    of = dict(zip(program.interface.results, tensors, strict=True))
-    leaves = [
-        leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs
-    ]
-    return trees.tree_unflatten(leaves, program.output_spec)
-
-
-def _bind(module: nn.Module, program: PlannedProgram) -> _Bound:
-    interface = program.interface
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    tensors = (
-        *(parameters[name] for name, _ in interface.parameters),
-        *(buffers[name] for name, _ in interface.buffers),
-    )
-    named = {i: name for i, (name, _) in enumerate(interface.parameters)}
-    early = (i for i in program.executable.early if i in named)
-    unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
-    signature = module_signature(module, original_forward(module), program.constants)
-    return _Bound(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
-
-
-def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
-    """Among the residents, as it was when `program` was captured."""
-    interface, values = program.interface, program.plan.graph.values
-    residents = interface.residents
-    return Sharing.of(
-        residents,
-        [values[v].data for v in residents],
-        range(first_input, first_input + len(interface.inputs)),
-        tuple(residents.index(v) for v in interface.mutated),
-    )
 
 
 def planned_module(

@@ -131,7 +131,7 @@ def capture(
     leftovers = Leftovers()
     try:
         with frames_forgotten():
-            found = _with_tables(call, leftovers)
+            recorded = _with_tables(call, leftovers)
     except BaseException:
         leftovers.remove()
         raise
@@ -140,7 +140,7 @@ def capture(
             f"the forward leaves a tensor in {place}, which a planned run cannot reproduce (it "
             "is removed from there). Return it, or keep it outside of the module"
         )
-    return found
+    return recorded
 
 
 _RUNS = 3
@@ -165,12 +165,12 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
     made: list[Tables] = []
     try:
         for _ in range(_RUNS):
-            found = _recorded(call, leftovers, made[-1] if made else None)
-            if isinstance(found, Capture):
+            recorded = _recorded(call, leftovers, made[-1] if made else None)
+            if isinstance(recorded, Capture):
                 kept = (one for tables in made for one in tables.assignments)
-                return replace(found, assignments=(*kept, *found.assignments))
-            made.append(found)
-            found.put_in_place()
+                return replace(recorded, assignments=(*kept, *recorded.assignments))
+            made.append(recorded)
+            recorded.put_in_place()
         raise made[-1].unstable()
     finally:
         for tables in reversed(made):

@@ -155,11 +155,11 @@ def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
 def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
     """How to make `result` again; None where that is not known."""
     container = type(result) if type(result) in (list, tuple) else None
-    found: list[_Leaf] = []
+    leaves: list[_Leaf] = []
     seen: list[int] = []
     for leaf in result if container else [result]:
         if leaf is None:
-            found.append(None)
+            leaves.append(None)
             continue
         if not isinstance(leaf, FakeTensor) or not _is_plain(leaf) or leaf.requires_grad:
             return None
@@ -169,9 +169,9 @@ def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
             isinstance(made, _MadeTensor) and made.source is None and storage in seen
         ):
             return None
-        found.append(made)
+        leaves.append(made)
         seen.append(storage)
-    return _Recipe(tuple(found), container)
+    return _Recipe(tuple(leaves), container)
 
 
 def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:

@@ -82,8 +82,8 @@ def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCa
     for call in recorder.calls:
         for value in call.writes:
             written.setdefault(recorder.values[value].storage, call)
-    found = ((tensor, recorder.values[value].storage) for value, tensor in recorder.constants)
-    return [(tensor, written[storage]) for tensor, storage in found if storage in written]
+    storages = ((tensor, recorder.values[value].storage) for value, tensor in recorder.constants)
+    return [(tensor, written[storage]) for tensor, storage in storages if storage in written]
 
 
 def is_overwritten(run: ForwardCall, expected: ForwardRun, recorder: Recorder) -> bool:
@@ -93,10 +93,10 @@ def is_overwritten(run: ForwardCall, expected: ForwardRun, recorder: Recorder) -
         if not perturbed(run.snapshot, expected.changes):
             return False
         with as_in_eager(recorder, run.reader):
-            found = run.run(recorder)
+            again = run.run(recorder)
     except Exception:  # what a forward does with such data is its own
         return False
-    return found.done == expected.done and found.changes == expected.changes
+    return again.done == expected.done and again.changes == expected.changes
 
 
 def _changed(before: Changes, after: Changes) -> list[tuple[Identity, Any]]:

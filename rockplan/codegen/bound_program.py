@@ -1,0 +1,196 @@
+"""BoundProgram: a program on the tensors of one module, and the guards that say whether it holds.
+
+takes: a program, a module, leaves of the arguments of a call. returns: whether the program is for
+that call, why it is not, or what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.codegen import autograd
+from rockplan.codegen.backward_pass import Replan
+from rockplan.codegen.differences import (
+    DescribedCall,
+    Difference,
+    call_differences,
+    module_differences,
+)
+from rockplan.codegen.guards import (
+    ModuleSignature,
+    Sharing,
+    holds_for_others,
+    module_signature,
+    signature_holds,
+    without_default_device,
+)
+from rockplan.codegen.hooks import has_hooks
+from rockplan.codegen.program import PlannedProgram
+from rockplan.python_state import trees
+from rockplan.python_state.contents import described, is_same
+from rockplan.values.interface import ABSENT, METHODS, Question
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program bound to the tensors of one module tree in one state.
+
+    sharing: as it was when the program was captured; unhooked: parameters that it hands gradients
+    of while it still reads them, since they had no hooks.
+    """
+
+    program: PlannedProgram
+    signature: ModuleSignature
+    tensors: tuple[torch.Tensor, ...]
+    sharing: Sharing
+    unhooked: tuple[torch.Tensor, ...]
+
+    def residents(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The tensors that the generated code is given."""
+        inputs = (leaves[i] for i, _ in self.program.interface.inputs)
+        return (*self.tensors, *inputs, *self.program.constants)
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """True if the program is for the module as it is now and a call with `leaves`."""
+        return (
+            signature_holds(self.signature)
+            and self.sharing.holds(self.residents(leaves))
+            and not any(map(has_hooks, self.unhooked))
+            and _guards_hold(self.program, leaves)
+            and self._answers_hold(leaves)
+        )
+
+    def _answers_hold(self, leaves: Sequence[Any]) -> bool:
+        """True if tensors would say of themselves what they did."""
+        questions = self.program.interface.questions
+        return not questions or all(self._is_answered(q, leaves) for q in questions)
+
+    def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
+        if question.role == "input":
+            tensor = leaves[int(question.key)]
+        else:
+            interface = self.program.interface
+            named = (*interface.parameters, *interface.buffers)
+            tensor = self.tensors[[name for name, _ in named].index(str(question.key))]
+        answer: Any = getattr(tensor, question.attribute, ABSENT)
+        if answer is ABSENT or question.answer is ABSENT:
+            return answer is question.answer
+        is_method = question.attribute in METHODS
+        return bool(described(answer() if is_method else answer) == question.answer)
+
+    def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
+        """The reasons why the program is not for a call `now` with `leaves`."""
+        of_call = call_differences(now, self.program.call)
+        of_module = module_differences(self.signature)
+        if of_call:  # what is left to compare is about the same arguments
+            return (*of_call, *of_module)
+        reasons = [*of_module]
+        if not self.sharing.holds(self.residents(leaves)):
+            reasons.append(Difference(_SHARED))
+        interface = self.program.interface
+        names = dict(zip(map(id, self.tensors), (n for n, _ in interface.parameters), strict=False))
+        hooked = [names[id(t)] for t in self.unhooked if has_hooks(t)]
+        if hooked:
+            reasons.append(Difference(f"hooks on parameters ({', '.join(map(repr, hooked[:3]))})"))
+        for asked in interface.questions:
+            if not self._is_answered(asked, leaves):
+                reasons.append(Difference(f"`{asked.attribute}` of the {asked.role} {asked.key!r}"))
+        return (*reasons, *_read_differences(self.program, leaves))
+
+
+_SHARED = (
+    "which arguments are one tensor or a tensor of the module, or share memory with what the "
+    "forward changes"
+)
+
+
+def _read_differences(program: PlannedProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
+    """Of values of tensors that Python reads in the forward."""
+    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
+    for check, guard in checks:
+        value = check(leaves, program.constants)
+        if not is_same(value, guard.expected):
+            names = dict(enumerate(name for name, _ in program.call.leaves))
+            of = ", ".join(names[i] for _, i in guard.inputs if i in names)
+            where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
+            texts = f": {_short(value)}, planned {_short(guard.expected)}"
+            yield Difference(
+                f"values {f'of {of} ' if of else ''}that the forward reads {where}"
+                # Of a comparison the result says nothing.
+                f"{'' if isinstance(guard.expected, bool) else texts}",
+                is_value=True,
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _guards_hold(program: PlannedProgram, leaves: Sequence[Any]) -> bool:
+    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
+    # NaN is what it was, too.
+    return all(is_same(check(leaves, program.constants), guard.expected) for check, guard in checks)
+
+
+def bind(module: nn.Module, forward: Callable[..., Any], program: PlannedProgram) -> BoundProgram:
+    """`program` on the tensors that `module`, whose unplanned forward is `forward`, has now."""
+    interface = program.interface
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    tensors = (
+        *(parameters[name] for name, _ in interface.parameters),
+        *(buffers[name] for name, _ in interface.buffers),
+    )
+    named = {i: name for i, (name, _) in enumerate(interface.parameters)}
+    early = (i for i in program.executable.early if i in named)
+    unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
+    signature = module_signature(module, forward, program.constants)
+    return BoundProgram(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
+
+
+def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
+    """Among the residents, as it was when `program` was captured."""
+    interface, values = program.interface, program.plan.graph.values
+    residents = interface.residents
+    return Sharing.of(
+        residents,
+        [values[v].data for v in residents],
+        range(first_input, first_input + len(interface.inputs)),
+        tuple(residents.index(v) for v in interface.mutated),
+    )
+
+
+def matching(candidates: Sequence[BoundProgram], leaves: Sequence[Any]) -> BoundProgram | None:
+    for bound in reversed(candidates):
+        if bound.holds(leaves):
+            return bound
+    return None
+
+
+def rebind(
+    module: nn.Module, forward: Callable[..., Any], programs: dict[Any, list[BoundProgram]]
+) -> None:
+    """Bind what was planned to the tensors that the module has now, where these replaced others
+    like them (functional_call, load_state_dict(assign=True)): nothing else keeps those alive."""
+    for bounds in programs.values():
+        for position, bound in enumerate(bounds):
+            is_bound = signature_holds(bound.signature)
+            if not is_bound and holds_for_others(bound.signature):
+                bounds[position] = bind(module, forward, bound.program)
+
+
+def run(bound: BoundProgram, leaves: Sequence[Any], replan: Replan) -> Any:
+    program = bound.program
+    with without_default_device():
+        tensors = autograd.call(program.executable, bound.residents(leaves), replan)
+    of = dict(zip(program.interface.results, tensors, strict=True))
+    leaves = [
+        leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs
+    ]
+    return trees.tree_unflatten(leaves, program.output_spec)

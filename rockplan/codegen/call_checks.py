@@ -1,0 +1,95 @@
+"""Checks of a call: where a planned module cannot run, and what its user should know."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from rockplan.codegen.differences import Differences
+from rockplan.errors import InfeasibleBudget, StalePlan, UnsupportedModel
+from rockplan.values.interface import is_foreign
+
+
+def refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise StalePlan(
+            "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
+            "original module there"
+        )
+    if forward_ad._current_level >= 0:
+        raise StalePlan(
+            "a planned module has no forward-mode derivatives (torch.autograd.forward_ad, "
+            "dual_level): tangents would be lost; use the original module there, or call the "
+            "planned one outside of the dual level"
+        )
+
+
+def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
+    """Raise where `planned` runs as a part of a module that is being planned, or exported."""
+    if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
+        raise UnsupportedModel(
+            f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
+            "torch.export) the whole with the original module in its place"
+        )
+
+
+def warn_of_saved_tensor_hooks() -> None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and not str(hooks[0].__module__).startswith("torch."):
+        warnings.warn(
+            "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks) see nothing of what "
+            "a planned module keeps for its backward pass: those that change values (compression) "
+            "have no effect on it. Use the original module, or leave them out around the planned "
+            "one",
+            stacklevel=2,
+        )
+
+
+def warn_of_dispatch_modes() -> None:
+    if not torch._C._len_torch_dispatch_stack():
+        return
+    foreign = [type(m).__qualname__ for m in filter(is_foreign, _get_current_dispatch_mode_stack())]
+    if foreign:
+        warnings.warn(
+            f"the TorchDispatchMode {', '.join(foreign)} sees the operators of a plan: those that "
+            "run again among them, and those that write into memory which is there already "
+            "(aten.add.out). If it changes results, these may be others than those of the "
+            "original module; use that one there",
+            stacklevel=2,
+        )
+
+
+TOO_OFTEN = 4
+"""Plans of calls that the module's state alone tells apart, from which on a further one is warned
+of: a mode or two, or layers frozen one after the other, are no more."""
+
+
+def warn_of_changes(count: int, changes: Differences) -> None:
+    warnings.warn(
+        f"the same call is planned for the {ordinal(count + 1)} time, because {changes} (changed "
+        "again). If the forward does not read it, keep it outside of the module; if it does, pass "
+        "the value in as a tensor",
+        stacklevel=2,
+    )
+
+
+def warn_of_original(error: InfeasibleBudget, changes: Differences) -> None:
+    warnings.warn(
+        f"no plan for this call fits the budget of {error.budget_bytes} bytes (the smallest needs "
+        f"{error.minimum_bytes}), so it and others like it run the original forward, with eager's "
+        f"memory (Options(on_infeasible='original')): {changes}",
+        stacklevel=2,
+    )
+
+
+def ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    ending = "th" if number % 100 in (11, 12, 13) else endings.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,97 @@
+"""PlannedProgram: one plan with the code that runs it, for one kind of call.
+
+takes: a plan, and how its values meet the module and the caller. returns: what can be bound to the
+tensors of a module (`bound_program`), copied and pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.codegen.differences import NOTHING_SAID, DescribedCall
+from rockplan.codegen.executable import Executable, build
+from rockplan.python_state import trees
+from rockplan.values.columns import aligned
+from rockplan.values.interface import Incoming, Interface
+from rockplan.values.literals import picklable
+from rockplan.values.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProgram:
+    """One plan with what it takes to run it on one kind of call.
+
+    hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
+    the budget has room; call: what it was planned for, in words; adapted_from: digest of the graph
+    whose plan was adapted to this one, if one was. Copies share everything but the constants; a
+    pickle holds the plan as data, and the code is generated again from it.
+    """
+
+    plan: Plan
+    interface: Interface
+    executable: Executable
+    constants: tuple[torch.Tensor, ...]
+    output_spec: trees.TreeSpec
+    hooked: frozenset[str]
+    call: DescribedCall = NOTHING_SAID
+    adapted_from: str = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedProgram:
+        return replace(self, constants=copy.deepcopy(self.constants, memo))
+
+    def __str__(self) -> str:
+        """A line for each tensor that the code is given, for each result, and for each slice of the
+        backward phase; then the code."""
+        interface, values = self.interface, self.plan.graph.values
+        names = [
+            *(f"parameter {name}" for name, _ in interface.parameters),
+            *(f"buffer {name}" for name, _ in interface.buffers),
+            *(f"input {position}" for position, _ in interface.inputs),
+            *(f"constant {position}" for position, _ in enumerate(interface.constants)),
+        ]
+        given = zip(names, interface.residents, strict=True)
+        results = zip(interface.results, self.executable.pattern, strict=True)
+        rows = [
+            *(
+                (f"residents[{i}]", name, f"{values[v].spec.dtype} {values[v].spec.shape}")
+                for i, (name, v) in enumerate(given)
+            ),
+            *(
+                (f"results[{i}]", f"leaf {leaf}", f"gradient in strides {strides or 'none'}")
+                for i, (leaf, strides) in enumerate(results)
+            ),
+            *(
+                (f"backward_{i}", "hands over", ", ".join(names[t] for t in targets) or "nothing")
+                for i, targets in enumerate(self.executable.targets)
+            ),
+        ]
+        return "\n".join([*aligned(rows), "", self.executable.code.source])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        spec = picklable(self.output_spec)
+        made_of = (self.plan, self.interface, self.constants, spec, self.hooked, self.call)
+        return build_program, made_of
+
+
+def build_program(
+    plan: Plan,
+    interface: Interface,
+    constants: tuple[torch.Tensor, ...],
+    output_spec: trees.TreeSpec,
+    hooked: frozenset[str] = frozenset(),
+    call: DescribedCall = NOTHING_SAID,
+) -> PlannedProgram:
+    """Generate the code of `plan`, whose values meet the caller as `interface` says."""
+    executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
+    return PlannedProgram(plan, interface, executable, constants, output_spec, hooked, call)
+
+
+MakeProgram = Callable[
+    [nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], PlannedProgram
+]
