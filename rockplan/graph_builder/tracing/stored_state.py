@@ -1,4 +1,4 @@
-"""Kept: what the forward has stored somewhere in Python, tensors of its run and plain data.
+"""Stored state: what the forward has stored somewhere in Python, tensors of its run and plain data.
 
 takes: what can be reached after the run, and what it was before. returns: tables, which depend on
 nothing but constants: those can be made for real, and found by the next call; and assignments, the
