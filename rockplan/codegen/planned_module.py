@@ -643,7 +643,7 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     def is_of_all(kind: type, name: str) -> bool:
         return kind in made and not (name.startswith("__") and name.endswith("__"))
 
-    class Kind(type(original)):  # type: ignore[misc]
+    class PlannedType(type(original)):  # type: ignore[misc]
         def __setattr__(cls, name: str, value: object) -> None:
             if is_of_all(cls, name):
                 setattr(original, name, value)
@@ -656,5 +656,5 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
             else:
                 super().__delattr__(name)
 
-    made.append(Kind(original.__name__, (Planned, original), body))
+    made.append(PlannedType(original.__name__, (Planned, original), body))
     return made[0]
