@@ -677,3 +677,12 @@ def test_plot_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     found = errors("plot", str(plan_file), "-o", "plan.svg", code=ExitCode.USAGE)
     assert "pip install 'rockplan[plot]'" in found
+
+
+def test_solve_traces_the_stages_of_the_search() -> None:
+    shown = run("solve", TRANSFORMER, "-b", "60%", "--no-cache", "--trace")
+    heading, first = shown[shown.index("search for 60%") :].splitlines()[1:3]
+    assert heading.split() == ["stage", "overhead", "proven", "peak", "seconds"]
+    assert first.startswith("keep-all ") and " - " in first
+    run("solve", TRANSFORMER, "-b", "60%")
+    assert "no stage ran" in run("solve", TRANSFORMER, "-b", "60%", "--trace")

@@ -24,6 +24,7 @@ from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
 from rockplan.reports.progress_bars import waiting
+from rockplan.reports.search_trace import search_trace
 from rockplan.store.plan_file import write_whole
 from rockplan.values.curve import Curve
 from rockplan.values.plan import Plan
@@ -54,6 +55,10 @@ def solve(
         bool,
         typer.Option(help="Run a step of both modules, compare bit for bit, refuse a difference."),
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="What each stage of the search found, proved and took."),
+    ] = False,
     as_json: Json = False,
     autocast: Autocast = None,
     time_limit: TimeLimit = None,
@@ -75,6 +80,10 @@ def solve(
         _show_curve(model, curve, as_json)
         return
     _show_solved(model, [asked for asked, _ in pairs], plans, files, exported, as_json)
+    if trace and not as_json:
+        for asked, plan in pairs:
+            if isinstance(plan, Plan):
+                print(f"\nsearch for {asked}\n{search_trace(plan)}")
     errors = [plan for plan in plans if isinstance(plan, InfeasibleBudget)]
     for error in errors:
         typer.echo(f"rockplan: {error}", err=True)

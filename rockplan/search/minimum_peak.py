@@ -97,7 +97,9 @@ def least_peak(
     there = replace(goal, graph=elsewhere(goal.graph))
     first = run(tuple_of_stages[:-1], there, limits)
     start = Incumbent(bound_ns=goal.graph.time_ns, is_complete=first.is_complete)
-    here = replace(start.improved(goal, first.schedule), trace=first.trace)
+    # Times and bounds of the other machine say nothing here.
+    trace = tuple(replace(t, time_ns=None, bound_ns=start.bound_ns) for t in first.trace)
+    here = replace(start.improved(goal, first.schedule), trace=trace)
     return run(tuple_of_stages[-1:], goal, limits, here)
 
 

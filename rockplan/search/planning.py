@@ -27,7 +27,7 @@ from rockplan.store.fingerprint import planner
 from rockplan.store.plan_file import is_outline_of
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph
-from rockplan.values.plan import BlockSummary, Certificate, Plan, StageTrace, Status
+from rockplan.values.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.values.profile import Profile
 from rockplan.values.schedule import (
     Compute,
@@ -185,28 +185,35 @@ def plan_anew(
     limits = limits_of(options)
     least = least or least_peak_of(problem, options)
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
-    trace: tuple[StageTrace, ...] = ()
-    is_complete = True
+    graph = problem.constrained
+    start = Incumbent(bound_ns=graph.time_ns)
     if budget_bytes is None:
         smallest = least.find(limits)
-        budget_bytes, trace = smallest.peak_bytes, smallest.trace
-        is_complete = smallest.is_complete
-    goal = Goal(problem.constrained, problem.blocks, budget_bytes, cache_of(options))
-    incumbent = run(STAGES, goal, limits)
+        budget_bytes = smallest.peak_bytes
+        start = _from_smallest(problem, start, smallest)
+    goal = Goal(graph, problem.blocks, budget_bytes, cache_of(options))
+    incumbent = run(STAGES, goal, limits, start)
     if incumbent.schedule is None:
         smallest = least.find(limits)
         if budget_bytes < smallest.peak_bytes:
             raise _too_small(problem, smallest, budget_bytes, options)
-        start = replace(
-            incumbent.improved(goal, smallest.schedule), trace=(*incumbent.trace, *smallest.trace)
-        )
-        incumbent = run(POLISH, goal, limits, start)
+        incumbent = run(POLISH, goal, limits, _from_smallest(problem, incumbent, smallest))
     assert incumbent.schedule is not None
     least.reach(incumbent.schedule)
     made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
-    made = replace(made, trace=(*trace, *incumbent.trace))
-    is_done = is_complete and incumbent.is_complete
-    return made if is_done or made.certificate.status is Status.OPTIMAL else _stopped(made)
+    made = replace(made, trace=incumbent.trace)
+    is_done = incumbent.is_complete or made.certificate.status is Status.OPTIMAL
+    return made if is_done else _stopped(made)
+
+
+def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) -> Incumbent:
+    """`incumbent`, which has no schedule, with the one that has the least peak."""
+    goal = Goal(problem.constrained, problem.blocks, smallest.peak_bytes)
+    return replace(
+        incumbent.improved(goal, smallest.schedule),
+        is_complete=incumbent.is_complete and smallest.is_complete,
+        trace=(*incumbent.trace, *smallest.trace),
+    )
 
 
 def _too_small(
