@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import rockplan
-from benchmarks import models
+from benchmarks import models, priced
 from benchmarks.models import Case
 from benchmarks.timing import where
 from rockplan.values import progress
@@ -44,13 +44,33 @@ def _gpt2(layers: int) -> Callable[[], Case]:
 
 
 CASES: dict[str, Callable[[], Case]] = {
+    **priced.CASES,
     "gpt2-12": _gpt2(12),
     "gpt2-48": _gpt2(48),
     "gpt2-200": _gpt2(200),
+    "gpt2-36": _gpt2(36),
     "densenet-4x60": lambda: models.densenet(layers=60, groups=4, growth=8, batch=2, size=32),
 }
 """GPT-2: attention written out, since its dropout has no fused kernel on CPU. The DenseNet has
-no two layers alike."""
+no two layers alike. Beside them those of `benchmarks.priced`, of two layers each."""
+
+AT_TEN_PERCENT = {
+    "llama": "31%",
+    "gpt2": "32%",
+    "gpt2-sdpa": "33%",
+    "bert": "36%",
+    "resnet18": "47%",
+    "unet": "45%",
+    "t5": "20%",
+    "densenet": "41%",
+}
+"""Of eager's peak: some 10 % of the way from the smallest budget to that of keeping everything."""
+
+BUDGETS = {
+    "gpt2-36": ("12%", "20%"),
+    **{name: (budget, "60%") for name, budget in AT_TEN_PERCENT.items()},
+}
+"""Cold and warm, where they are not COLD and WARM."""
 
 
 @dataclass
@@ -193,7 +213,8 @@ def main() -> None:
     found = {(r.model, r.cache): r for r in (Row(**json.loads(line)) for line in lines)}
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
-            for cache, budget in (("cold", COLD), ("warm", WARM)):
+            cold, warm = BUDGETS.get(name, (COLD, WARM))
+            for cache, budget in (("cold", cold), ("warm", warm)):
                 row = in_own_process(name, cache, budget, folder)
                 print(json.dumps(asdict(row), indent=1), flush=True)
                 found[name, cache] = row

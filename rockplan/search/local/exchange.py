@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
@@ -77,6 +78,9 @@ class ExchangeLimits:
 DEFAULT = ExchangeLimits()
 
 NEVER = float("inf")
+
+Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Storages that are alive and unused at some position, and where each is read next."""
 
 
 def exchanged(
@@ -294,7 +298,8 @@ class _Search:
         while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
             if draft.changes - before == self.limits.insertions or time.monotonic() > self.deadline:
                 break
-            if not (self._hastens(position, rule) or self._makes_again(position, rule)):
+            gaps = draft.around(position)
+            if not (self._hastens(position, gaps, rule) or self._makes_again(position, gaps, rule)):
                 break
             position, bytes_ = self._worst()
         if bytes_ <= self.budget_bytes and draft.time_ns < limit_ns:
@@ -302,14 +307,14 @@ class _Search:
         draft.undo(before)
         return False
 
-    def _hastens(self, position: int, rule: _Rule) -> bool:
+    def _hastens(self, position: int, gaps: Spans, rule: _Rule) -> bool:
         """Moves what reads something for the last time to before `position`, if less is alive there
         then; False if nothing does."""
         draft = self.draft
         if not draft.movable or position <= draft.boundary:
             return False
         first, most_bytes = EMPTY, 0.0
-        for read in np.unique(draft.around(position)[1]).tolist():
+        for read in sorted(set(gaps[1].tolist())):
             self.spent += 1
             if rule.hastened[draft.nodes[read]] < self.limits.repeats:
                 bytes_ = draft.hastened_bytes(read, position) * self._noise()
@@ -321,10 +326,10 @@ class _Search:
         draft.hasten(first, position)
         return True
 
-    def _makes_again(self, position: int, rule: _Rule) -> bool:
+    def _makes_again(self, position: int, gaps: Spans, rule: _Rule) -> bool:
         """Has what is cheapest go at `position`; False if nothing can."""
         draft = self.draft
-        cheapest = self._cheapest(position, rule)
+        cheapest = self._cheapest(position, gaps, rule)
         if cheapest is None:
             return False
         d, next_read = cheapest
@@ -340,11 +345,11 @@ class _Search:
         self.spent += 1 + self.draft.end // self.limits.positions
         return self.draft.worst()
 
-    def _cheapest(self, position: int, rule: _Rule) -> tuple[int, int] | None:
+    def _cheapest(self, position: int, gaps: Spans, rule: _Rule) -> tuple[int, int] | None:
         """The storage that goes at `position`, and where it is read next."""
         draft = self.draft
         self.spent += self.limits.inserting
-        data, next_read = draft.around(position)
+        data, next_read = gaps
         makers = self.makers[data]
         weights = self.sizes[data] * (next_read - position) ** rule.distance_power
         at_least = self.least_ns[makers] / weights
