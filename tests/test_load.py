@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockplan.codegen.load import _FUNCTIONS, _operator
+from rockplan.graph_builder.operators.rows import ROWS, OperatorFacts
 
 X, Y, M = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6), torch.randn(6, 6)
 B, V, I = torch.randn(2, 6, 6), torch.randn(4), torch.tensor([[1, 2]])  # noqa: E741
@@ -104,3 +105,26 @@ def test_functions_call_their_operator_alone(op: str) -> None:
         found = reached(_FUNCTIONS[op], sample)
         assert found[0] == op
         assert found == reached(_operator(op), sample)
+
+
+TENSOR_METHODS = {
+    "aten._unsafe_view.default": (X, [-1]),
+    "aten.as_strided.default": (X, [2], [1], 1),
+    "aten.expand.default": (X[None], [2, *X.shape]),
+    "aten.permute.default": (X[0], [1, 0]),
+    "aten.select.int": (X, 0, 1),
+    "aten.squeeze.dim": (X, 0),
+    "aten.t.default": (X[0],),
+    "aten.transpose.int": (X, 0, 1),
+    "aten.unsqueeze.default": (X, 0),
+    "aten.view.default": (X, [-1]),
+}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.method], ids=lambda row: row.name)
+def test_methods_call_their_operator_alone(row: OperatorFacts) -> None:
+    tensor, *rest = TENSOR_METHODS[row.name]
+    found = reached(lambda t, *args: getattr(t, row.method)(*args), (tensor, *rest))
+    # What `_unsafe_view` makes is a view to all but autograd.
+    assert found[0] == row.name.replace("_unsafe_view", "view")
+    assert found == reached(_operator(found[0]), (tensor, *rest))

@@ -104,4 +104,5 @@ def test_values_and_shapes_that_depend_on_them_are_not_remembered() -> None:
     assert not facts.follows_shapes(aten.nonzero.default)
     assert not facts.follows_shapes(aten._local_scalar_dense.default)
     assert not facts.follows_shapes(aten.squeeze_.dim)
+    assert not facts.follows_shapes(aten.lift_fresh.default)
     assert facts.follows_shapes(aten.bernoulli_.float)

@@ -17,7 +17,8 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, bert, densenet, gpt2, resnet18
-from rockplan.graph_builder.lowering.reinplace import ADMITTED, ADMITTED_ON_CPU, with_takeovers
+from rockplan.graph_builder.lowering.reinplace import with_takeovers
+from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.oracles.lifetimes import alive_at, lifetimes
@@ -50,7 +51,7 @@ from tests.training import (
     twin,
 )
 
-OPERATORS = sorted(ADMITTED | ADMITTED_ON_CPU)
+OPERATORS = sorted(row.name for row in ROWS if row.may_write_into)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

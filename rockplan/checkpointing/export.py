@@ -27,6 +27,7 @@ from torch import nn
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.codegen.planned_module import plan_of
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
 from rockplan.store.fingerprint import VERSION
@@ -34,7 +35,7 @@ from rockplan.values.graph import CDGraph, ComputeNode, DataKind, as_eager, prod
 from rockplan.values.plan import Plan, format_bytes, kept_data, plan_in, recomputations
 from rockplan.values.schedule import Schedule, with_frees
 
-_CASTS = frozenset({"aten._to_copy.default"})
+_CASTS = frozenset(row.name for row in ROWS if row.casts)
 
 KeptCalls = tuple[tuple[str, tuple[int, ...]], ...]
 """Operator -> which of its calls are kept, from 0, in one forward of a module."""

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import (
     checkpoint,
@@ -22,15 +21,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Forward = Callable[..., Any]
+from rockplan.graph_builder.operators.facts import resolve
+from rockplan.graph_builder.operators.rows import ROWS
 
-_MATMULS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten.convolution.default,
-)
+Forward = Callable[..., Any]
 
 
 class NotApplicable(Exception):
@@ -87,7 +81,10 @@ def per_block(model: nn.Module) -> nn.Module:
 
 def selective(model: nn.Module) -> nn.Module:
     """The same, where results of matrix products and convolutions are saved."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(_MATMULS))
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts,
+        [resolve(row.name) for row in ROWS if row.matrix_product],
+    )
     return _wrapped(model, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
 

@@ -19,25 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from rockplan.errors import BackwardError, UnsupportedModel
+from rockplan.graph_builder.operators.rows import row_of
 from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule, taken_over
 
 _INDENT = "    "
-
-# Tensor methods with the argument order of the operator; they dispatch faster than overloads.
-_METHODS = {
-    "aten.view.default": "view",
-    "aten._unsafe_view.default": "view",
-    "aten.transpose.int": "transpose",
-    "aten.t.default": "t",
-    "aten.expand.default": "expand",
-    "aten.unsqueeze.default": "unsqueeze",
-    "aten.squeeze.dim": "squeeze",
-    "aten.permute.default": "permute",
-    "aten.select.int": "select",
-    "aten.as_strided.default": "as_strided",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +429,8 @@ def _returns_one(op: str) -> bool:
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
     args = [_literal(a, name) for a in call.args]
     kwargs = [f"{k}={_literal(a, name)}" for k, a in call.kwargs]
-    method = _METHODS.get(call.op)
-    if method is not None and not kwargs:
+    method = row_of(call.op).method
+    if method and not kwargs:
         return f"{args[0]}.{method}({', '.join(args[1:])})"
     return f"{operator(call.op)}({', '.join(args + kwargs)})"
 

@@ -36,6 +36,7 @@ from rockplan.errors import CaptureError, InvalidInput, PlanFormatError, Unsuppo
 from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled, profiler_events
 from rockplan.graph_builder.digests import canonical_literal, digest
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.tracing.evaluate import substitute
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import (
@@ -85,22 +86,6 @@ _RANGE = "rockplan::call::"
 # What kernels of the CPU say of an index.
 _OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
 
-# Attention on CPU has no formula of its own; its arguments begin as those of CUDA do.
-_SAME_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-
-_ATTENTION = frozenset(
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{phase}")
-    for kind in ("flash", "efficient", "cudnn")
-    for phase in ("", "_backward")
-)
-
 
 def call_key(graph: CDGraph, call: Call) -> str:
     """Digest of operator, argument specs (shape, strides, dtype, device), literals and dtypes of
@@ -121,7 +106,7 @@ def call_key(graph: CDGraph, call: Call) -> str:
     results: list[object] = [
         None if v is None else graph.values[v].spec.dtype for v in call.results
     ]
-    if facts.shapes_depend_on_values(call.op):
+    if facts.facts_of(call.op).shape_by_values:
         results = [None if v is None else described(ValueRef(v)) for v in call.results]
     return digest([call.op, described(call.args), arguments, results])
 
@@ -163,10 +148,6 @@ def measure(
     return _profile("measured", _device(graph), {key: found[key] for key in calls})
 
 
-# Views whose recorded form depends on the strides of their base.
-_LAYOUT_VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.as_strided.default"}
-
-
 def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
     """Execute each unique call whose results are viewed in a way that depends on strides, and
     raise UnsupportedModel where the real strides are not those of the capture: PyTorch's shape
@@ -189,7 +170,7 @@ def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
     for value in graph.values:
         view, by_layout = value.view, False
         while view is not None:
-            by_layout |= view.op in _LAYOUT_VIEWS
+            by_layout |= row_of(view.op).view is ViewKind.BY_STRIDES
             base = next(value_refs(view.args)).index
             if by_layout:
                 found.add(base)
@@ -857,9 +838,9 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 
 def _flops(graph: CDGraph, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
-    packet = facts.resolve(call.op).overloadpacket
-    packet = _SAME_FLOPS.get(packet, packet)
-    formula = flop_registry.get(packet)
+    known = facts.facts_of(call.op)
+    like = facts.resolve(f"{known.flops_like}.default") if known.flops_like else None
+    formula = flop_registry.get((like or facts.resolve(call.op)).overloadpacket)
     if formula is None:
         return 0
 
@@ -870,7 +851,7 @@ def _flops(graph: CDGraph, call: Call) -> int:
     arguments = [substitute(a, shape) for a in call.args]
     return int(
         formula(
-            *(_with_equal_heads(arguments) if packet in _ATTENTION else arguments),
+            *(_with_equal_heads(arguments) if known.repeats_heads else arguments),
             **{name: substitute(a, shape) for name, a in call.kwargs},
             out_val=results[0] if len(results) == 1 else results,
         )

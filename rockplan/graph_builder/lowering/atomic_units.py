@@ -16,7 +16,7 @@ from itertools import pairwise
 import networkx
 
 from rockplan.errors import UnsupportedModel
-from rockplan.graph_builder.operators.facts import unread_statistics
+from rockplan.graph_builder.operators.facts import unread_arguments
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
 from rockplan.values.graph import DataKind, Phase, value_refs
@@ -233,7 +233,7 @@ def mutates_outside(recorded: RecordedCall, storages: Storages) -> bool:
 
 def reads_mutated(recorded: RecordedCall, storages: Storages) -> bool:
     """True if the call uses the content of a storage that the run mutates outside."""
-    ignored = unread_statistics(recorded.call.op, recorded.call.args)
+    ignored = unread_arguments(recorded.call.op, recorded.call.args)
     args = [a for i, a in enumerate(recorded.call.args) if i not in ignored]
     used = [*value_refs(args), *(r for _, a in recorded.call.kwargs for r in value_refs(a))]
     return any(storages.of[r.index] in storages.mutated_outside for r in used)

@@ -27,6 +27,7 @@ from rockplan.graph_builder.lowering.buffer_copies import with_copies
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.reinplace import is_dense, with_takeovers
 from rockplan.graph_builder.operators.facts import without_statistics
+from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.values.graph import (
     Call,
@@ -46,9 +47,6 @@ _CUDA_BLOCK_BYTES = 512
 
 # The caller's loss and its gradient.
 _CALLER_SCALARS = 2
-
-# A plan executes below autograd, where these return what they are given.
-_SAME_VALUE = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +119,11 @@ def _refs(call: Call) -> list[ValueRef]:
     return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
 
 
+def _is_same_value(call: Call) -> bool:
+    """A plan executes below autograd, where some views return what they are given."""
+    return row_of(call.op).view is ViewKind.SAME_VALUE
+
+
 class _Numbering:
     """Recorded storages and values -> indices of the graph, in order of first appearance."""
 
@@ -150,7 +153,7 @@ class _Numbering:
         position = self._views.get(recorded)
         derived = None if position is None else self._capture.calls[position]
         if derived is not None:
-            if derived.call.op in _SAME_VALUE:
+            if _is_same_value(derived.call):
                 self.value_of[recorded] = self.value(derived.reads[0])
                 return self.value_of[recorded]
             for read in derived.reads:
@@ -172,7 +175,7 @@ class _Numbering:
         for recorded, index in self.value_of.items():
             call = self._capture.calls[self._views.get(recorded, 0)].call
             view = found[index].view
-            if view is None or recorded not in self._views or call.op in _SAME_VALUE:
+            if view is None or recorded not in self._views or _is_same_value(call):
                 continue
             named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
             if named != view.results:

@@ -20,6 +20,12 @@ import torch
 from torch._ops import OpOverload
 
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import (
+    OPERAND,
+    OPERAND_ON_CPU,
+    ViewKind,
+    row_of,
+)
 from rockplan.values.graph import (
     Call,
     CDGraph,
@@ -31,44 +37,7 @@ from rockplan.values.graph import (
     value_refs,
 )
 
-# Each element of the result depends on one element of each operand, and the variant that writes
-# into an operand runs the same kernel in the same order: tests compare their bits. Those whose
-# variants PyTorch generates are out: they compute beside and copy. All but the last four, which are
-# elementwise too, carry PyTorch's tag `pointwise`.
-# fmt: off
-_ELEMENTWISE = (
-    "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "add.Scalar", "sub.Scalar",
-    "mul.Scalar", "div.Scalar", "maximum.default", "minimum.default", "where.self",
-    "masked_fill.Scalar", "addcmul.default", "addcdiv.default", "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor", "neg.default", "abs.default", "exp.default", "log.default",
-    "sqrt.default", "rsqrt.default", "reciprocal.default", "sin.default", "cos.default",
-    "tanh.default", "sigmoid.default", "erf.default", "relu.default", "clamp.default",
-    "clamp_min.default", "silu.default", "gelu.default", "elu.default", "leaky_relu.default",
-    "hardtanh.default", "hardsigmoid.default", "mish.default", "softplus.default",
-    "gelu_backward.default", "silu_backward.default", "tanh_backward.default",
-    "sigmoid_backward.default", "threshold_backward.default", "leaky_relu_backward.default",
-    "elu_backward.default", "hardtanh_backward.default", "hardsigmoid_backward.default",
-)
-# fmt: on
-ADMITTED = frozenset(f"aten.{name}" for name in _ELEMENTWISE)
-
-# Each row of the result depends on the same row of both operands: kernels sum a row, then write
-# each element after they have read it. The first is at the peak of most language models, whose
-# logits are their largest tensors. On CPU only, where tests compare the bits.
-ADMITTED_ON_CPU = frozenset(
-    {"aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"}
-)
-
-# Operators on a number -> the same on a tensor, which takes numbers. `mul_.Scalar` is not the same
-# as `mul.Scalar`: it swaps its operands, and half precision rounds otherwise.
-_ON_TENSORS = {
-    f"aten.{name}.Scalar": f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div")
-}
-
 _FLOATING = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
-
-# Views of the same bytes as other numbers.
-_REINTERPRETING = ("aten._conj.", "aten._neg_view.", "aten.view.dtype")
 
 
 def with_takeovers(graph: CDGraph) -> CDGraph:
@@ -96,7 +65,8 @@ def _takeovers(
     if result is None or graph.values[result].data != written:
         return
     spec = graph.values[result].spec
-    if call.op not in ADMITTED and not (spec.device == "cpu" and call.op in ADMITTED_ON_CPU):
+    admitted = row_of(call.op).may_write_into
+    if admitted != OPERAND and not (admitted == OPERAND_ON_CPU and spec.device == "cpu"):
         return
     operands = _operands(graph, call)
     read_later = {operand.data for other in rest for operand in _operands(graph, other)}
@@ -141,15 +111,14 @@ def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
     if value.view is None:
         return False
     bases = [graph.values[r.index] for r in value_refs(value.view.args)]
-    return value.view.op.startswith(_REINTERPRETING) or any(
-        _is_reinterpreted(graph, base) for base in bases
-    )
+    kind = row_of(value.view.op).view
+    return kind is ViewKind.OTHER_NUMBERS or any(_is_reinterpreted(graph, b) for b in bases)
 
 
 def _variant(call: Call, operand: int) -> Call | None:
     """`call`, writing its result into the value `operand`, which is one of its arguments."""
     target = ValueRef(operand)
-    if call.op in _ON_TENSORS and len(call.args) > 2:  # the factor of `add.Scalar`
+    if row_of(call.op).writes_as and len(call.args) > 2:  # the factor of `add.Scalar`
         return None
     name, argument = _writing_operator(call.op)
     if argument is not None:
@@ -163,7 +132,7 @@ def _variant(call: Call, operand: int) -> Call | None:
 def _writing_operator(op: str) -> tuple[str, str | None]:
     """The overload that writes into an operand, and its argument for that; None if it is the
     first one. ('', None) without such an overload."""
-    functional = facts.resolve(_ON_TENSORS.get(op, op))
+    functional = facts.resolve(row_of(op).writes_as or op)
     packet = functional.overloadpacket
     namespace, name, overload = op.split(".")
     for candidate in packet.overloads():
@@ -187,7 +156,8 @@ def out_of_place(op: str) -> str | None:
     first argument, and whose result may be written there; None for other operators."""
     namespace, name, overload = op.split(".")
     found = f"{namespace}.{name.removesuffix('_')}.{overload}"
-    if not name.endswith("_") or found not in ADMITTED or found in _ON_TENSORS:
+    row = row_of(found)
+    if not name.endswith("_") or row.may_write_into != OPERAND or row.writes_as:
         return None
     same = _inputs(facts.resolve(op)) == _inputs(facts.resolve(found))
     return found if same and _writing_operator(found)[0] else None

@@ -1,13 +1,15 @@
-"""Facts about ATen operators that their schemas do not all state.
+"""Facts about operators: what a plan has to know of a call.
 
-Which arguments a call writes, whether it draws random numbers, how it runs again without side
-effects, and which operators read values or make shapes that depend on values.
+`facts_of` joins what a schema says with the rows that say more (`rows`). From both: which arguments
+a call writes, whether it draws random numbers, how it runs again without side effects, which
+operators read values or make shapes that depend on values.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -16,45 +18,16 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Running statistics are written by these although their schema does not say so: the argument
-# positions of (running_mean, running_var, training).
-_BATCH_NORM_STATISTICS = {
-    "aten.native_batch_norm.default": (3, 4, 5),
-    "aten.cudnn_batch_norm.default": (3, 4, 5),
-    "aten.miopen_batch_norm.default": (3, 4, 5),
-}
-# Same, for operators whose schema does mark them; None: always training.
-_BATCH_NORM_DECLARED = {
-    "aten._native_batch_norm_legit.default": (3, 4, 5),
-    "aten._batch_norm_with_update.default": (3, 4, None),
-}
-# Their backward; `cudnn_batch_norm_backward` exists for training mode alone.
-_BATCH_NORM_BACKWARD: dict[str, tuple[int, int, int | None]] = {
-    "aten.native_batch_norm_backward.default": (3, 4, 7),
-    "aten.cudnn_batch_norm_backward.default": (3, 4, None),
-    "aten.miopen_batch_norm_backward.default": (3, 4, None),
-}
-# Re-execution without statistics goes through another overload where None is not accepted.
-_WITHOUT_STATISTICS = {
-    "aten._native_batch_norm_legit.default": "aten._native_batch_norm_legit.no_stats",
-    "aten._batch_norm_with_update.default": "aten._batch_norm_no_update.default",
-}
-
-VALUE_READS = frozenset(
-    {
-        "aten._local_scalar_dense.default",
-        "aten.allclose.default",
-        "aten.equal.default",
-        "aten.is_nonzero.default",
-    }
+from rockplan.graph_builder.operators.rows import (
+    HIGHER_ORDER,
+    OF_UNKNOWN_SIZES,
+    PAD,
+    PARTS,
+    ROWS,
+    OperatorFacts,
+    ShapeRule,
+    ViewKind,
 )
-
-_STORAGE_SURGERY = frozenset(
-    {"set_", "resize_", "resize_as_", "_resize_output_", "storage_resize_", "swap_data"}
-)
-
-# Drawn from a generator although untagged.
-_UNTAGGED_RANDOM = {"aten.mkldnn_rnn_layer.default", "aten._cudnn_rnn.default"}
 
 
 @functools.cache
@@ -82,51 +55,109 @@ def tensors(arguments: object) -> Iterator[torch.Tensor]:
             yield from tensors(argument)
 
 
-def written(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    """The tensors that this call mutates."""
-    found: list[torch.Tensor] = []
-    for position, name in _declared_writes(operator):
-        if position < len(args):
-            found += tensors(args[position])
-        elif name in kwargs:
-            found += tensors(kwargs[name])
-    statistics = _BATCH_NORM_STATISTICS.get(operator_name(operator))
-    if statistics is not None and args[statistics[2]]:
-        found += tensors(args[statistics[0]])
-        found += tensors(args[statistics[1]])
-    return tuple(found)
+@functools.cache
+def facts_of(operator: Any) -> OperatorFacts:
+    """What the schema and the rows say of an operator of PyTorch or a library. operator: an
+    overload, or its name; what takes functions, and is none, is refused."""
+    if isinstance(operator, str):
+        return facts_of(resolve(operator))
+    if not isinstance(operator, OpOverload):
+        return _merged(OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS), str(operator))
+    namespace, packet, _ = str(operator).split(".")
+    names = (f"*.{packet}", f"{namespace}.{packet}", str(operator))
+    return _merged(_facts_of_schema(operator), *names)
+
+
+_ROWS = {row.name: row for row in ROWS}
+
+
+def _merged(found: OperatorFacts, *names: str) -> OperatorFacts:
+    """`found`, and what the rows of these names say."""
+    for row in (_ROWS[name] for name in names if name in _ROWS):
+        said = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "name"}
+        found = replace(found, **{name: fact for name, fact in said.items() if fact})
+    return found
+
+
+def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
+    """What the schema and the tags of an operator say."""
+    name, arguments = str(operator), operator._schema.arguments
+    packet = operator._schema.name.split("::")[-1]
+    names = [argument.name for argument in arguments]
+    draws = torch.Tag.nondeterministic_seeded in operator.tags
+    new = operator.namespace == "aten" and (packet.endswith("_like") or packet.startswith("new_"))
+    view = _out_of_place_view(operator)
+    aliased = any(r.alias_info is not None for r in operator._schema.returns)
+    because = instead = ""
+    if torch.Tag.inplace_view in operator.tags and view is None:
+        because, instead = "changes the shape of a tensor in place", "use an operator that does not"
+    if "nested" in name:
+        because, instead = f"makes or reads a nested tensor, {OF_UNKNOWN_SIZES}", PAD
+    return OperatorFacts(
+        name,
+        refused_because=because,
+        instead=instead,
+        writes=tuple(names[position] for position in _declared_writes(operator)),
+        draws=draws,
+        draws_if=next((n for n in ("dropout_p", "dropout") if draws and n in names), ""),
+        reads_no_element_of=tuple(names[:1]) if new else (),
+        view=ViewKind.PLAIN if aliased and not operator._schema.is_mutable else ViewKind.NONE,
+        changes_shape_as="" if view is None else operator_name(view),
+        shape_by_values=torch.Tag.dynamic_output_shape in operator.tags,
+    )
 
 
 @functools.cache
-def _declared_writes(operator: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that the schema marks as written."""
+def _declared_writes(operator: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that the schema marks as written."""
     return tuple(
-        (position, argument.name)
+        position
         for position, argument in enumerate(operator._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 @functools.cache
-def changes_storage(operator: OpOverload) -> bool:
-    """True if the call exchanges or resizes the storage of an argument."""
-    return operator._schema.name.split("::")[-1] in _STORAGE_SURGERY
+def argument_names(operator: OpOverload) -> tuple[str, ...]:
+    """Of all that it takes, in order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
 
 
-@functools.cache
+def given(operator: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An argument of a call; its default value where it is left out."""
+    position = argument_names(operator).index(name)
+    if position < len(args):
+        return args[position]
+    return kwargs.get(name, operator._schema.arguments[position].default_value)
+
+
+def written(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that this call mutates."""
+    facts, names = facts_of(operator), argument_names(operator)
+    found = [names[position] for position in _declared_writes(operator)]
+    undeclared = [name for name in facts.writes if name not in found]
+    if undeclared and given(operator, facts.if_argument, args, kwargs):
+        found += undeclared
+    return tuple(t for name in found for t in tensors(given(operator, name, args, kwargs)))
+
+
 def out_of_place_view(operator: OpOverload) -> OpOverload | None:
+    """What makes a view where `operator` changes the shape of its argument in place, if it does."""
+    view = facts_of(operator).changes_shape_as
+    return resolve(view) if view else None
+
+
+def _out_of_place_view(operator: OpOverload) -> OpOverload | None:
     """`squeeze` for `squeeze_`: what makes a view where `operator` changes the shape or strides of
     its argument in place, without touching its elements; None for other operators."""
     if torch.Tag.inplace_view not in operator.tags:
         return None
     namespace, name = operator._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    (found,) = (o for o in overloads if _takes(o) == _takes(operator))
-    assert isinstance(found, OpOverload)
-    return found
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    return next((o for o in overloads if _takes(o) == _takes(operator)), None)
 
 
 def _takes(operator: OpOverload) -> list[tuple[str, str]]:
@@ -135,22 +166,11 @@ def _takes(operator: OpOverload) -> list[tuple[str, str]]:
 
 def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if the call may draw from a generator; attention and RNNs only with dropout > 0."""
-    if not _may_be_random(operator):
-        return False
-    for position, argument in enumerate(operator._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if argument.name in ("dropout_p", "dropout"):
-            value = argument.default_value if value is None else value
-            return bool(value)
-        if argument.name == "train" and operator_name(operator) == "aten.native_dropout.default":
-            return value is not False
-    return True
-
-
-@functools.cache
-def _may_be_random(operator: OpOverload) -> bool:
-    tagged = torch.Tag.nondeterministic_seeded in operator.tags
-    return tagged or operator_name(operator) in _UNTAGGED_RANDOM
+    facts = facts_of(operator)
+    if not facts.draws or not facts.draws_if:
+        return facts.draws
+    value = given(operator, facts.draws_if, args, kwargs)
+    return value is None or bool(value)
 
 
 def without_statistics(
@@ -158,45 +178,45 @@ def without_statistics(
 ) -> tuple[str, tuple[object, ...]] | None:
     """(operator, args) that computes the same as batch normalization in training mode but
     leaves running statistics alone; None if `name` is no such operator."""
-    positions = _BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED.get(name)
-    if positions is None:
+    again = facts_of(name).runs_again_as
+    if not again or not _holds(resolve(name), args):
         return None
-    mean, variance, training = positions
-    if training is not None and not args[training]:
-        return None
-    if name == "aten._native_batch_norm_legit.default":
-        kept = tuple(a for i, a in enumerate(args) if i not in (mean, variance))
-    else:
-        kept = tuple(None if i in (mean, variance) else a for i, a in enumerate(args))
-    return _WITHOUT_STATISTICS.get(name, name), kept
+    operator = resolve(name)
+    taken, unread = argument_names(resolve(again)), unread_arguments(name, args)
+    named = enumerate(zip(argument_names(operator), args, strict=False))
+    kept = (None if i in unread else a for i, (argument, a) in named if argument in taken)
+    return again, tuple(kept)
 
 
-def unread_statistics(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
-    """Positions of running mean and variance where the call does not look at their content:
-    batch normalization in training mode writes them, its backward ignores them."""
-    if name in _BATCH_NORM_BACKWARD:
-        mean, variance, training = _BATCH_NORM_BACKWARD[name]
-        return (mean, variance) if training is None or args[training] else ()
-    if without_statistics(name, args) is None:
+def unread_arguments(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
+    """Positions of arguments at whose content the call does not look: running statistics where
+    batch normalization in training mode writes them, and where its backward ignores them."""
+    unread = facts_of(name).reads_no_element_of
+    if not unread or not _holds(resolve(name), args):
         return ()
-    return (_BATCH_NORM_STATISTICS.get(name) or _BATCH_NORM_DECLARED[name])[:2]
+    return tuple(map(argument_names(resolve(name)).index, unread))
 
 
-# Operators that look at the shape and dtype of their first argument alone: what makes the same
-# without it, and the position of what they fill it with.
-_SAME_WITHOUT_ARGUMENT: dict[str, tuple[str, int | None]] = {
-    "aten.zeros_like.default": ("aten.zeros.default", None),
-    "aten.ones_like.default": ("aten.ones.default", None),
-    "aten.full_like.default": ("aten.full.default", 1),
-    "aten.rand_like.default": ("aten.rand.default", None),
-    "aten.randn_like.default": ("aten.randn.default", None),
-    "aten.new_zeros.default": ("aten.zeros.default", None),
-    "aten.new_ones.default": ("aten.ones.default", None),
-    "aten.new_full.default": ("aten.full.default", 2),
-}
-_EMPTY = frozenset(
-    {"aten.empty_like.default", "aten.new_empty.default", "aten.new_empty_strided.default"}
-)
+def _holds(operator: OpOverload, args: tuple[object, ...]) -> bool:
+    """Is the argument true under which the row of the operator holds, if there is one?"""
+    flag = facts_of(operator).if_argument
+    return not flag or bool(given(operator, flag, args, {}))
+
+
+def reads_content(operator: OpOverload) -> bool:
+    """Does a call look at the elements of what it does not write?"""
+    facts = facts_of(operator)
+    if facts.if_argument:
+        return True
+    ignored = {*facts.writes, *facts.reads_no_element_of}
+    tensors_of = (a.name for a in operator._schema.arguments if "Tensor" in str(a.type))
+    return not facts.reads_no_element_of or not ignored.issuperset(tensors_of)
+
+
+def reads_first(operator: OpOverload) -> bool:
+    """Does an operator that writes into its first argument read it, too?"""
+    packet = operator._schema.name.split("::")[-1]
+    return operator.namespace == "aten" and packet[-1] == "_" and not facts_of(operator).fills
 
 
 def without_argument(
@@ -207,46 +227,30 @@ def without_argument(
 
     None for other calls, and where the new tensor has strides that only `empty` can be given.
     """
-    name = operator_name(operator)
-    if name not in _EMPTY and name not in _SAME_WITHOUT_ARGUMENT:
+    facts = facts_of(operator)
+    if not facts.recorded_as:
         return None
+    same = resolve(facts.recorded_as)
     shape, strides = tuple(result.shape), result.stride()
     kind = {"dtype": result.dtype, "device": result.device}
-    if name in _EMPTY:
-        return torch.ops.aten.empty_strided.default, (shape, strides), kind
+    if facts.makes_unwritten:
+        return same, (shape, strides), kind
     if strides != make_contiguous_strides_for(shape):
         return None
-    same, fill = _SAME_WITHOUT_ARGUMENT[name]
-    if fill is None:
-        return resolve(same), (shape,), kind
-    return (resolve(same), (shape, args[fill]), kind) if len(args) > fill else None
+    if "fill_value" not in argument_names(operator):
+        return same, (shape,), kind
+    fill = argument_names(operator).index("fill_value")
+    return (same, (shape, args[fill]), kind) if len(args) > fill else None
 
 
 @functools.cache
 def follows_shapes(operator: OpOverload) -> bool:
     """True if the shape rule of the operator looks at nothing but shapes, strides, dtypes, devices
     and literals, and changes none of them in its arguments."""
-    tags = {
-        torch.Tag.data_dependent_output,
-        torch.Tag.dynamic_output_shape,
-        torch.Tag.inplace_view,
-    }
-    is_lift = operator._schema.name.startswith("aten::lift")
-    return operator.namespace == "aten" and not is_lift and tags.isdisjoint(operator.tags)
-
-
-@functools.cache
-def shapes_depend_on_values(name: str) -> bool:
-    """True if shapes of results depend on the values of arguments."""
-    return torch.Tag.dynamic_output_shape in resolve(name).tags
-
-
-# They copy all of the storage of their first argument, and write into the copy (of 702 entries of
-# PyTorch's op_db, forward and backward, these alone make storages whose size depends on that of an
-# argument's storage).
-_COPIES_OF_STORAGES = frozenset(
-    f"aten.{view}_scatter.default" for view in ("slice", "select", "diagonal", "as_strided")
-)
+    facts = facts_of(operator)
+    by_values = facts.shape_by_values or torch.Tag.data_dependent_output in operator.tags
+    others = facts.changes_shape_as or facts.may_be_constant or facts.refused_because
+    return operator.namespace == "aten" and not (by_values or others)
 
 
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,27 +261,31 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     need (bfloat16), which kernels of other devices do not: their result is described here. So are
     storages that are copied as a whole, of which shape rules make the elements that are seen.
     """
-    if operator_name(operator) in _COPIES_OF_STORAGES:
-        return _on_storage_as_large(operator(*args, **kwargs), args[0])
-    if operator_name(operator) != "aten._grouped_mm.default":
-        result = operator(*args, **kwargs)
-        position = _position_of_mask(operator)
-        if position is None:
-            return result
-        mask = args[position] if position < len(args) else kwargs["output_mask"]
-        pairs = zip(result, mask, strict=True)
-        return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
-    names = [a.name for a in operator._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    offsets: Any = given.get("offs")
-    left, right = given["self"], given["mat2"]
+    rule = facts_of(operator).shape_rule
+    if rule is ShapeRule.GROUPED_PRODUCT:
+        return _grouped_product(operator, args, kwargs)
+    result = operator(*args, **kwargs)
+    if rule is ShapeRule.STORAGE_AS_LARGE:
+        return _on_storage_as_large(result, args[0])
+    if "output_mask" not in argument_names(operator):
+        return result
+    pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
+    return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
+
+
+def _grouped_product(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    named = {**dict(zip(argument_names(operator), args, strict=False)), **kwargs}
+    offsets: Any = named.get("offs")
+    left, right = named["self"], named["mat2"]
     rows, columns = left.shape[-2], right.shape[-1]
     shape: tuple[int, ...] = (rows, columns)
     if left.ndim == right.ndim == 2:
         shape = (offsets.shape[0], rows, columns)
     elif left.ndim == right.ndim == 3:
         shape = (left.shape[0], rows, columns)
-    dtype = given.get("out_dtype") or left.dtype
+    dtype = named.get("out_dtype") or left.dtype
     return torch.empty(shape, dtype=dtype, device=left.device)
 
 
@@ -289,13 +297,6 @@ def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Te
         return made
     storage = torch.empty(elements, dtype=made.dtype, device=made.device)
     return storage.as_strided(made.shape, made.stride(), made.storage_offset())
-
-
-@functools.cache
-def _position_of_mask(operator: OpOverload) -> int | None:
-    """Of the argument that says which gradients are wanted, one for each result."""
-    names = [a.name for a in operator._schema.arguments]
-    return names.index("output_mask") if "output_mask" in names else None
 
 
 _Layout = tuple[tuple[int, ...], torch.dtype]

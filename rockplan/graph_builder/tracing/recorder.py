@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
@@ -32,9 +32,10 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import OF_UNKNOWN_SIZES, PAD
 from rockplan.graph_builder.tracing.fake_results import Results
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
-from rockplan.graph_builder.tracing.unwritten_memory import Unwritten, reads_content, reads_first
+from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
 from rockplan.values.interface import Guard
@@ -53,23 +54,6 @@ _OF_CUDNN = (
     "before and after it, or switch cuDNN off where the layer runs (with "
     "torch.backends.cudnn.flags(enabled=False))"
 )
-_PARTS = "call what it calls directly, or leave it outside of the planned module"
-_BOTH = "compute both branches and choose (torch.where), or decide before the call of the module"
-_LOOP = "write a Python loop, of as many steps for each call"
-_ATTENTION = (
-    "use torch.nn.functional.scaled_dot_product_attention with a mask (transformers: "
-    "attn_implementation='sdpa')"
-)
-# Higher-order operators: what users call them, and what to do.
-_HIGHER_ORDER = {
-    "cond": ("torch.cond", _BOTH),
-    "while_loop": ("torch.while_loop", _LOOP),
-    "scan": ("torch scan", _LOOP),
-    "associative_scan": ("torch associative_scan", _LOOP),
-    "map_impl": ("torch map", f"{_LOOP}, or one operation on the whole batch"),
-    "flex_attention": ("flex_attention", _ATTENTION),
-    "flex_attention_backward": ("flex_attention", _ATTENTION),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +136,7 @@ def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))
 
 
-PADDED = "whose sizes a plan cannot follow; use padded tensors (to_padded_tensor, pad_sequence)"
+PADDED = f"{OF_UNKNOWN_SIZES}; {PAD}"
 """Of nested tensors."""
 
 
@@ -314,7 +298,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs, given = self._known(args, kwargs)
         if func is _IS_SET_TO:
             return is_same_memory(*args)
-        if facts.operator_name(func) in facts.VALUE_READS:
+        if facts.facts_of(func).tells_python:
             self.refuse_unwritten(map(self.value, given), f"{func} at {source} reads")
             return self.reader.read(self, func, self._call(func, args, kwargs, ()), module, source)
         if self.phase is Phase.BACKWARD:
@@ -377,8 +361,8 @@ class Recorder(TorchDispatchMode):
         is_view = bool(made) and not writes and made <= given
         if self._unwritten and not is_view:
             written = {self.values[v].storage for v in writes}
-            looked_at = given - written if reads_content(func) else set()
-            if writes and reads_first(func):
+            looked_at = given - written if facts.reads_content(func) else set()
+            if writes and facts.reads_first(func):
                 first = facts.tensors(args[:1])
                 looked_at |= {self.values[self.value(t)].storage for t in first}
             self._unwritten.refuse(sorted(looked_at), f"{func} at {place[1]} reads")
@@ -479,17 +463,11 @@ class Recorder(TorchDispatchMode):
         return any(index == self.value(tensor) for index, _ in self.constants)
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
-        if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
-            raise UnsupportedModel.at(module, source, _of_higher_order(func))
-        if "nested" in facts.operator_name(func):
-            raise UnsupportedModel.at(
-                module, source, f"{func} makes or reads a nested tensor, {PADDED}"
-            )
-        if facts.changes_storage(func):
+        known = facts.facts_of(func)
+        if known.refused_because:
+            what = f"{known.called or func} {known.refused_because}; {known.instead}"
             is_recurrent = torch_function().startswith(_RECURRENT)
-            exchange = f"{func} exchanges the storage of a tensor, which a plan cannot follow; "
-            what = _OF_CUDNN if is_recurrent else exchange + "create a new tensor instead"
-            raise UnsupportedModel.at(module, source, what)
+            raise UnsupportedModel.at(module, source, _OF_CUDNN if is_recurrent else what)
 
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -596,16 +574,6 @@ def _result_leaves(result: Any) -> list[Any]:
             leaves += item if isinstance(item, tuple | list) else [item]
         return leaves
     return [result]
-
-
-def _of_higher_order(operator: Any) -> str:
-    """What a message says of an operator that takes functions (`torch.cond`)."""
-    called = str(operator)
-    name, instead = _HIGHER_ORDER.get(called, (called, _PARTS))
-    return (
-        f"{name} is a higher-order operator: it takes functions and calls them where a plan does "
-        f"not see it, so it cannot be planned; {instead}"
-    )
 
 
 OUTSIDE = (

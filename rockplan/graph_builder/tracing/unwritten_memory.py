@@ -13,41 +13,8 @@ from dataclasses import dataclass
 from torch._ops import OpOverload
 
 from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.foreign_kernels import AS_OPERATOR, maker
-
-# Make memory with whatever is in it.
-_MAKES_EMPTY = ("aten.empty", "aten.new_empty")
-# Look at shapes and dtypes of their arguments alone.
-_OF_SHAPES = frozenset({"aten.bernoulli.p", "aten.is_same_size.default"})
-# Write into their first argument and read nothing of it; others that end like them read it.
-_FILLS = frozenset(
-    {
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "geometric_",
-        "cauchy_",
-        "log_normal_",
-        "index_put_",
-        "_index_put_impl_",
-        "_unsafe_index_put_",
-        "index_copy_",
-        "index_fill_",
-        "scatter_",
-        "masked_fill_",
-        "masked_scatter_",
-        "put_",
-        "fill_diagonal_",
-        "eye_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +39,7 @@ class Unwritten:
         self, operator: OpOverload, storages: Iterable[int], module: str, source: str
     ) -> None:
         """`operator` has made new memory."""
-        if str(operator).startswith(_MAKES_EMPTY):
+        if facts.facts_of(operator).makes_unwritten:
             self._made |= dict.fromkeys(storages, _Maker(maker(), module, source))
 
     def written(self, storages: Iterable[int]) -> None:
@@ -86,19 +53,6 @@ class Unwritten:
             made = self._made.get(storage)
             if made is not None:
                 raise UnsupportedModel.at(made.module, made.source, _unwritten(made.by, reader))
-
-
-def reads_content(operator: OpOverload) -> bool:
-    """Does a call look at the elements of what it does not write?"""
-    name = str(operator)
-    packet = operator._schema.name.split("::")[-1]
-    return not (packet.endswith("_like") or packet.startswith("new_") or name in _OF_SHAPES)
-
-
-def reads_first(operator: OpOverload) -> bool:
-    """Does an operator that writes into its first argument read it, too?"""
-    packet = operator._schema.name.split("::")[-1]
-    return operator.namespace == "aten" and packet[-1] == "_" and packet not in _FILLS
 
 
 def _unwritten(made_by: str, reader: str) -> str:

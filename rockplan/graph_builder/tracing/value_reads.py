@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import DataDependentShape, UnsupportedModel, ValueDependentControlFlow
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.tracing import evaluate, value_shapes
 from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
 from rockplan.graph_builder.tracing.source_lines import of_experts, torch_function
@@ -238,15 +239,11 @@ class ValueReader:
         }
 
 
-# torch.rand returns through a detach.
-_MONOTONE = {f"aten.{name}.Scalar" for name in ("lt", "le", "gt", "ge")} | {"aten.detach.default"}
-
-
 def _certain_comparison(calls: Sequence[RecordedCall], read: Call) -> bool | None:
     """The outcome of `torch.rand([]) < p` where it is the same for every draw (a layer drop of
     zero), else None: a comparison is monotone, so both ends of [0, 1) decide."""
     draw, *rest = (c.call for c in calls)
-    if draw.op != "aten.rand.default" or any(c.op not in _MONOTONE for c in rest):
+    if draw.op != "aten.rand.default" or not all(row_of(c.op).monotone for c in rest):
         return None
     drawn = draw.results[0]
     assert drawn is not None

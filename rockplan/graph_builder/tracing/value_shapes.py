@@ -20,24 +20,6 @@ from rockplan.graph_builder.operators import facts
 from rockplan.values.graph import Call, ValueRef
 
 _MASKS = (torch.bool, torch.uint8)
-# Operators -> the argument that decides the shape.
-_DECIDING = {
-    "aten.nonzero.default": 0,
-    "aten.nonzero_numpy.default": 0,
-    "aten.masked_select.default": 1,
-    "aten.index.Tensor": 1,
-    "aten._unsafe_index.Tensor": 1,
-    "aten.repeat_interleave.Tensor": 0,
-    "aten.bincount.default": 0,
-    "aten._unique.default": 0,
-    "aten._unique2.default": 0,
-    "aten.unique_consecutive.default": 0,
-    "aten.unique_dim.default": 0,
-    "aten.unique_dim_consecutive.default": 0,
-}
-# Of the others the number of elements that are not zero does.
-_TOTAL = "aten.repeat_interleave.Tensor"
-_BY_RESULT = ("aten.bincount.", "aten._unique", "aten.unique_")
 _ITEM = "aten._local_scalar_dense.default"
 
 
@@ -61,18 +43,19 @@ class Rule:
     def sizes(self, deciding: Sequence[int], free: int) -> tuple[Size, ...]:
         """deciding: as values; free: the first number of a value that is not taken."""
         name = facts.operator_name(self.operator)
+        count = facts.facts_of(self.operator).sizes_from
         refs = [ValueRef(v) for v in deciding]
-        if name.startswith(_BY_RESULT):
+        if count == name:
             return (self._by_result(name, refs[0], free),)
-        count = "aten.sum.default" if name == _TOTAL else "aten.count_nonzero.default"
         item = Call(_ITEM, (ValueRef(free),), (), ())
         return tuple(Size((Call(count, (ref,), (), (free,)),), item) for ref in refs)
 
     def _by_result(self, name: str, ref: ValueRef, free: int) -> Size:
         """The size of what the operator itself returns first, weights left out."""
-        given = dict(zip(_names(self.operator), self.args, strict=False)) | self.kwargs
-        plain = {n: a for n, a in given.items() if n not in (_names(self.operator)[0], "weights")}
-        dim = plain["dim"] if name.startswith("aten.unique_dim") else 0
+        names = facts.argument_names(self.operator)
+        given = dict(zip(names, self.args, strict=False)) | self.kwargs
+        plain = {n: a for n, a in given.items() if n not in (names[0], "weights")}
+        dim = plain.get("dim") or 0
         made = (free, *[None] * (len(self.operator._schema.returns) - 1))
         call = Call(name, (ref,), tuple(plain.items()), made)
         return Size((call,), Call("aten.sym_size.int", (ValueRef(free), dim), (), ()))
@@ -80,18 +63,14 @@ class Rule:
 
 def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
     """None for an operator of which it is not known what decides the shape."""
-    position = _DECIDING.get(facts.operator_name(operator))
-    if position is None:
+    name = facts.facts_of(operator).shape_decided_by
+    if not name:
         return None
-    name = _names(operator)[position]
-    found = tuple(facts.tensors(args[position] if position < len(args) else kwargs[name]))
-    if facts.operator_name(operator).endswith("index.Tensor"):
+    deciding = facts.given(operator, name, args, kwargs)
+    found = tuple(facts.tensors(deciding))
+    if not isinstance(deciding, torch.Tensor):
         found = tuple(t for t in found if t.dtype in _MASKS)
     return Rule(operator, args, kwargs, found)
-
-
-def _names(operator: OpOverload) -> list[str]:
-    return [argument.name for argument in operator._schema.arguments]
 
 
 def result(
