@@ -1,4 +1,4 @@
-"""The command line: `rockplan profile|solve|show|compare|plot|cache`, a file a command.
+"""The command line: `rockplan profile|solve|show|compare|plot|facts|cache`, a file a command.
 
 Results go to stdout, as tables or with --json as one JSON document; progress, warnings, errors and
 what the user's code prints go to stderr. torch is imported only by commands that need a model.
@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from rockplan.cli import cache, compare, plot, profile, show, solve
+from rockplan.cli import cache, compare, facts, plot, profile, show, solve
 from rockplan.cli.ending import EXIT_CODES, ExitCode
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command(epilog=solve.EXAMPLE)(solve.solve)
 app.command(epilog=show.EXAMPLE)(show.show)
 app.command(epilog=compare.EXAMPLE)(compare.compare)
 app.command(epilog=plot.EXAMPLE)(plot.plot)
+app.command(epilog=facts.EXAMPLE)(facts.facts)
 app.add_typer(cache.app, name="cache")
 
 

@@ -7,17 +7,19 @@ operators read values or make shapes that depend on values.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import make_contiguous_strides_for
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rockplan.errors import InvalidInput
 from rockplan.graph_builder.operators.rows import (
     HIGHER_ORDER,
     OF_UNKNOWN_SIZES,
@@ -58,14 +60,15 @@ def tensors(arguments: object) -> Iterator[torch.Tensor]:
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
     """What the schema and the rows say of an operator of PyTorch or a library. operator: an
-    overload, or its name; what takes functions, and is none, is refused."""
-    if isinstance(operator, str):
+    overload, or a name; what takes functions, and is no overload, is refused."""
+    if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
         return _merged(OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS), str(operator))
     namespace, packet, _ = str(operator).split(".")
     names = (f"*.{packet}", f"{namespace}.{packet}", str(operator))
-    return _merged(_facts_of_schema(operator), *names)
+    found = _merged(_facts_of_schema(operator), *names)
+    return replace(found, changes_shape_as="") if found.refused_because else found
 
 
 _ROWS = {row.name: row for row in ROWS}
@@ -104,7 +107,43 @@ def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
         view=ViewKind.PLAIN if aliased and not operator._schema.is_mutable else ViewKind.NONE,
         changes_shape_as="" if view is None else operator_name(view),
         shape_by_values=torch.Tag.dynamic_output_shape in operator.tags,
+        composite=_is_composite(operator.name()),
     )
+
+
+def operators_named(name: str) -> tuple[Any, ...]:
+    """The operators that a user may mean: 'aten.add.Tensor', 'aten::add', 'add' (all overloads that
+    make their result, or write into an argument that a call has anyway), 'cond'. Raises
+    InvalidInput if there is none."""
+    library, *rest = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    if not rest:
+        if library in _ROWS:
+            return (library,)
+        library, rest = "aten", [library]
+    packet = getattr(getattr(torch.ops, library), rest[0], None) if rest[0].isidentifier() else None
+    if isinstance(packet, OpOverloadPacket) and len(rest) <= 2:
+        overloads = (rest[1],) if rest[1:] else sorted(packet.overloads())
+        found = [getattr(packet, o) for o in overloads if o in packet.overloads()]
+        found = [o for o in found if "Tensor" in str(o._schema)]
+        plain = [o for o in found if not any(a.is_out for a in o._schema.arguments)]
+        if found:
+            return tuple(plain or found)
+    raise InvalidInput(f"PyTorch has no operator '{name}'{_nearest(name)}")
+
+
+def _nearest(name: str) -> str:
+    """Names that are like it, and what else may be the matter."""
+    known = {n.split(".")[0].replace("::", ".") for n in torch._C._dispatch_get_all_op_names()}
+    full = name if "." in name else f"aten.{name}"
+    like = difflib.get_close_matches(".".join(full.split(".")[:2]), sorted(known), 3)
+    alike = f" ({', '.join(like)} are there)" if like else ""
+    return f"{alike}; write the name of one of PyTorch's, such as aten.add.Tensor, aten.add or add"
+
+
+def _is_composite(name: str) -> bool:
+    """Some overloads exist in TorchScript alone, and have no kernel."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return torch._C._dispatch_has_kernel(name) and has_kernel(name, "CompositeImplicitAutograd")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ has in any library ('*.set_'); operators that take functions have names without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 OPERAND = "an operand"
@@ -56,7 +56,8 @@ class OperatorFacts:
     overload whose variant in place does that. method: of a tensor, function: of PyTorch, that call
     the operator alone, faster than its overload. flops_like: the operator whose formula counts its
     operations. repeats_heads: of keys and values, where queries have more. matrix_product: what
-    selective checkpoints keep. casts: to another dtype or device, and nothing else.
+    selective checkpoints keep. casts: to another dtype or device, and nothing else. composite: what
+    it calls is recorded in its place.
     """
 
     name: str
@@ -89,6 +90,22 @@ class OperatorFacts:
     repeats_heads: bool = False
     matrix_product: bool = False
     casts: bool = False
+    composite: bool = False
+
+    def __str__(self) -> str:
+        """The name, then a line for each fact."""
+        stated = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "name")
+        lines = [f"  {name.replace('_', ' '):{_WIDTH}}{_shown(f)}" for name, f in stated if f]
+        return "\n".join([self.name, *(lines or ["  makes new tensors, and does nothing else"])])
+
+
+_WIDTH = len("reads no element of") + 2
+
+
+def _shown(fact: bool | str | tuple[str, ...]) -> str:
+    if isinstance(fact, tuple):
+        return ", ".join(fact)
+    return "yes" if fact is True else str(fact)
 
 
 _OVER = "test_takeover.test_what_is_written_over_an_operand_is_bit_for_bit_the_result"
@@ -122,6 +139,7 @@ SHOWN_BY = {
     "repeats_heads": "test_operator_facts.test_operations_are_counted",
     "matrix_product": "test_operator_facts.test_matrix_products",
     "casts": "test_operator_facts.test_casts",
+    "composite": "test_operator_facts.test_what_is_composite_is_not_recorded",
 }
 """Fact -> the test that goes through the rows which state it."""
 
