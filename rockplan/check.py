@@ -222,7 +222,7 @@ def _run(
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    with torch.enable_grad(), eager_paths.empty_cache_of_parametrizations():
+    with torch.enable_grad(), eager_paths.patched([eager_paths.CACHE_OF_PARAMETRIZATIONS]):
         outputs = trees.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [_ones(o, s) for o, s in zip(roots, starts.values(), strict=True)]

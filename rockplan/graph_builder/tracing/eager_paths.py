@@ -1,4 +1,9 @@
-"""Swap: functions and modes of PyTorch and of libraries, others while a forward is recorded."""
+"""Eager paths: what of PyTorch and of libraries is another while a forward is recorded, so that it
+takes the paths of eager execution; what a plan could not follow is refused.
+
+Functions, classes and variables are rows (`Patch`), put in place by `patched`. Modes, filters and
+registries, which are no names, have a context manager each. A new PyTorch is a diff of the rows.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,43 +28,83 @@ from rockplan.graph_builder.tracing import foreign_kernels
 from rockplan.graph_builder.tracing.recorder import PADDED, is_same_memory
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Of 446 operators of PyTorch's own database and those of its modules, these.
-_CAST_INSIDE = (
-    (torch, "affine_grid_generator"),
-    (torch, "bilinear"),
-    (nn.functional, "bilinear"),
-)
 _COMPILED = (
     "planning runs inside a function that is being compiled by torch.compile; plan the module "
     "before, and call the planned module there"
 )
-_TELLING = ("tolist", "numpy", "__repr__", "__dlpack__")
-_SEEDING = (
-    (torch, ("manual_seed", "seed", "set_rng_state")),
-    (torch.random, ("manual_seed", "seed", "set_rng_state")),
-    (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")),
-)
+
+
+def _nobody(message: str) -> NoReturn:
+    raise AssertionError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingAccess:
+    """What a replacement asks of the recording that it is there for. refuse: raises, with the place
+    in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
+    operator be recorded now?"""
+
+    refuse: Callable[[str], NoReturn] = _nobody
+    read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
+    is_active: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One name that is another while a forward is recorded.
+
+    owner: a class or a module, or the name of a package: those of its files that have the name.
+    replacement: from what was there, and the recording. why: it is there at all."""
+
+    owner: Any
+    name: str
+    replacement: Callable[[Any, RecordingAccess], Any]
+    why: str
+
+    def owners(self) -> list[Any]:
+        if not isinstance(self.owner, str):
+            return [self.owner]
+        files = [f for name, f in sys.modules.items() if name.split(".")[0] == self.owner]
+        return [file for file in files if self.name in vars(file)]
 
 
 @contextlib.contextmanager
-def _exchanged(owner: Any, replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """`owner` has other functions (or classes) meanwhile; other threads call what it had."""
-    before = {name: getattr(owner, name) for name in replacements}
-    inherited = before.keys() - vars(owner).keys()
-    for name, replacement in replacements.items():
-        is_class = isinstance(replacement, type)
-        setattr(owner, name, replacement if is_class else _here(replacement, before[name]))
+def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) -> Iterator[None]:
+    """The rows hold meanwhile, in this thread: functions that others call are what they were."""
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            for owner in patch.owners():
+                before = getattr(owner, patch.name)
+                made = patch.replacement(before, recording or RecordingAccess())
+                stack.enter_context(_exchanged(owner, patch.name, _in_this_thread(made, before)))
+        yield
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    own = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        for name, original in before.items():
-            if name in inherited:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        if own is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
-def _here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+def _in_this_thread(replacement: Any, elsewhere: Any) -> Any:
+    """Functions, and properties that are set, tell threads apart; classes and data do not."""
+    if isinstance(replacement, property):
+        return property(replacement.fget, _here(replacement.fset, elsewhere.__set__))
+    is_function = callable(replacement) and not isinstance(replacement, type)
+    return _here(replacement, elsewhere) if is_function else replacement
+
+
+def _here(function: Any, elsewhere: Any) -> Callable[..., Any]:
     """`function` in this thread, `elsewhere` in others."""
     thread = threading.get_ident()
 
@@ -69,42 +115,38 @@ def _here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callab
     return call
 
 
-@contextlib.contextmanager
-def transformers_sees_real_tensors() -> Iterator[None]:
-    """transformers builds explicit masks where it meets fake tensors, which changes kernels;
-    let it take the same path as in eager execution."""
-    replaced: list[tuple[Any, Any]] = []
-    for name, library in list(sys.modules.items()):
-        if name.split(".")[0] == "transformers" and "is_fake_tensor" in vars(library):
-            replaced.append((library, vars(library)["is_fake_tensor"]))
-            library.__dict__["is_fake_tensor"] = lambda x: False
-    try:
-        yield
-    finally:
-        for library, function in replaced:
-            library.__dict__["is_fake_tensor"] = function
+# Replacements
 
 
-def max_pool1d_as_unwatched() -> contextlib.AbstractContextManager[None]:
-    """On CPU, where no gradient is needed, `max_pool1d` has a kernel of its own, whose result is
-    contiguous; a dispatch mode leads it to the one with indices, whose result has the layout of
-    its operand, and later operators round otherwise (Pooling.cpp in PyTorch)."""
-    original = torch.max_pool1d
+def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
+    def replacement(original: Any, recording: RecordingAccess) -> Any:
+        return lambda *args, **kwargs: result
 
+    return replacement
+
+
+def _refusing(message: str) -> Callable[[Any, RecordingAccess], Any]:
+    def replacement(original: Any, recording: RecordingAccess) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            recording.refuse(message)
+
+        return refuse
+
+    return replacement
+
+
+def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
         if input.device.type == "cpu" and not with_indices:
             input = input.contiguous()
-        return original(input, *args, **kwargs)
+        found: torch.Tensor = original(input, *args, **kwargs)
+        return found
 
-    return _exchanged(torch, {"max_pool1d": max_pool1d})
+    return max_pool1d
 
 
-def ctc_loss_of_tensors() -> contextlib.AbstractContextManager[None]:
-    """Of lengths that are numbers `ctc_loss` makes a tensor by writing into its memory, of which
-    fake tensors have none; of lengths that are tensors it computes the same bits."""
-    original = torch.ctc_loss
-
+def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
     def as_tensor(lengths: Any) -> torch.Tensor:
         is_tensor = isinstance(lengths, torch.Tensor)
         return lengths if is_tensor else torch.tensor(lengths, device="cpu")
@@ -116,22 +158,18 @@ def ctc_loss_of_tensors() -> contextlib.AbstractContextManager[None]:
         target_lengths: Any,
         *args: Any,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         lengths = as_tensor(input_lengths), as_tensor(target_lengths)
         return original(log_probs, targets, *lengths, *args, **kwargs)
 
-    return _exchanged(torch, {"ctc_loss": ctc_loss})
+    return ctc_loss
 
 
-@contextlib.contextmanager
-def without_autocast_inside(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Refuse operators whose kernels call operators that autocast casts for: eager execution casts
-    inside of them, where nobody sees it."""
-
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
+    def replacement(original: Any, recording: RecordingAccess) -> Any:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled(first.device.type):
-                refuse(
+                recording.refuse(
                     f"under autocast the kernel of {name} casts inside, which a plan cannot "
                     "repeat; call it under torch.autocast(..., enabled=False)"
                 )
@@ -139,60 +177,167 @@ def without_autocast_inside(refuse: Callable[[str], NoReturn]) -> Iterator[None]
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        for owner, name in _CAST_INSIDE:
-            replacement = refusing(name, getattr(owner, name))
-            stack.enter_context(_exchanged(owner, {name: replacement}))
-        yield
+    return replacement
 
 
-@contextlib.contextmanager
-def without_seeding(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Refuse a forward that seeds torch's generators, or gives them another state."""
-
-    def seed(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(
-            "the forward seeds torch's generator, or saves and restores its state "
-            "(torch.manual_seed, torch.random.fork_rng), which a planned step would not repeat; "
-            "seed before the call, or pass the numbers in as a tensor"
-        )
-
-    with contextlib.ExitStack() as stack:
-        for owner, names in _SEEDING:
-            stack.enter_context(_exchanged(owner, dict.fromkeys(names, seed)))
-        yield
-
-
-def without_checkpointing() -> contextlib.AbstractContextManager[None]:
-    """Let `torch.utils.checkpoint` inside the model call its function directly: what is
-    recomputed is the plan's decision, and its replay of random draws cannot be recorded."""
-
+def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    class _Direct:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
-            return function(*args)
+    return no_hooks
 
-    names: dict[str, Callable[..., Any]] = {
-        "_checkpoint_without_reentrant_generator": no_hooks,
-        "CheckpointFunction": _Direct,
-    }
-    return _exchanged(checkpoint, names)
+
+class _Direct:
+    """Stands for a function of autograd that checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+def _telling(original: Any, recording: RecordingAccess) -> Any:
+    def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        real = recording.read_all(tensor)
+        if real is None:
+            return original(tensor, *args, **kwargs)
+        with _disable_current_modes():
+            return original(real.requires_grad_(tensor.requires_grad), *args, **kwargs)
+
+    return tell
+
+
+def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
+    def data_ptr(owner: Any) -> Any:
+        # Copies of tensors ask whether there is memory.
+        is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
+        if is_copied and isinstance(owner, FakeTensor):
+            return 0
+        if not is_copied and recording.is_active():
+            recording.refuse(foreign_kernels.of_address(foreign_kernels.running()))
+        return original(owner)
+
+    return data_ptr
+
+
+def _data(original: Any, recording: RecordingAccess) -> Any:
+    """What leaves a tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
+
+    def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if not is_same_memory(tensor, other):
+            recording.refuse(
+                "the forward assigns to the `.data` of a tensor, which gives it other memory, and "
+                "a planned run would not see it; write into it instead: "
+                "`with torch.no_grad(): tensor.copy_(...)`"
+            )
+
+    return property(original.__get__, assign)
+
+
+# Rows
+
+_SEED = _refusing(
+    "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
+    "torch.random.fork_rng), which a planned step would not repeat; seed before the call, or pass "
+    "the numbers in as a tensor"
+)
+_HOOK = _refusing(
+    "the forward registers a hook on a tensor, which would not run in a planned step; use a custom "
+    "autograd.Function, or hook the parameters"
+)
+_BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
+_OF_SEED = "what is drawn next is another number in eager execution alone"
+_CHECKPOINTED = (
+    "what is computed again is the plan's decision, and a checkpoint's replay of draws cannot be "
+    "recorded: it calls its function directly"
+)
+_TOLD = "tells Python the values of a whole tensor, and calls no operator for it"
+_ADDRESS = "fake tensors have no memory, and what is done with that of others is not seen"
+
+CACHE_OF_PARAMETRIZATIONS = Patch(
+    parametrize,
+    "_cache",
+    lambda original, recording: {},
+    "a block of parametrize.cached() around starts anew, and neither gets what is computed "
+    "meanwhile nor loses what it has",
+)
+WARNING_OF_COMPILED_MODULES = Patch(
+    nn.modules.module,
+    "_has_any_global_hook",
+    _always(False),
+    "a recording has hooks on every module, against which a compiled module warns when called",
+)
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "transformers",
+        "is_fake_tensor",
+        _always(False),
+        "transformers builds explicit masks where it meets fake tensors, which changes kernels",
+    ),
+    Patch(
+        torch,
+        "max_pool1d",
+        _max_pool1d,
+        "on CPU, where no gradient is needed, it has a kernel of its own, whose result is "
+        "contiguous; a dispatch mode leads it to the one with indices, whose result has the "
+        "layout of its operand, and later operators round otherwise (Pooling.cpp in PyTorch)",
+    ),
+    Patch(
+        torch,
+        "ctc_loss",
+        _ctc_loss,
+        "of lengths that are numbers it makes a tensor by writing into its memory, of which fake "
+        "tensors have none; of lengths that are tensors it computes the same bits",
+    ),
+    CACHE_OF_PARAMETRIZATIONS,
+    Patch(checkpoint, "_checkpoint_without_reentrant_generator", _no_hooks, _CHECKPOINTED),
+    Patch(checkpoint, "CheckpointFunction", lambda original, recording: _Direct, _CHECKPOINTED),
+    Patch(FakeTensor, "tolist", lambda original, r: _telling(torch._C.TensorBase.tolist, r), _TOLD),
+    Patch(torch.Tensor, "tolist", _telling, _TOLD),
+    Patch(torch.Tensor, "numpy", _telling, _TOLD),
+    Patch(torch.Tensor, "__repr__", _telling, _TOLD),
+    Patch(torch.Tensor, "__dlpack__", _telling, _TOLD),
+    Patch(torch.Tensor, "register_hook", _HOOK, "it would run while a forward is recorded alone"),
+    Patch(torch.Tensor, "data_ptr", _data_ptr, _ADDRESS),
+    Patch(torch.UntypedStorage, "data_ptr", _data_ptr, _ADDRESS),
+    Patch(torch.Tensor, "data", _data, "no operator is called, so nothing would be recorded"),
+    Patch(
+        NestedTensor,
+        "__new__",
+        _refusing(f"the forward makes a nested tensor, {PADDED}"),
+        "PyTorch fails to make them (of jagged layout) of fake tensors before it calls an operator",
+    ),
+    # Of 446 operators of PyTorch's own database and those of its modules, these.
+    Patch(torch, "affine_grid_generator", _refusing_autocast("affine_grid_generator"), _BY_KERNEL),
+    Patch(torch, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),
+    Patch(nn.functional, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),
+    Patch(torch, "manual_seed", _SEED, _OF_SEED),
+    Patch(torch, "seed", _SEED, _OF_SEED),
+    Patch(torch, "set_rng_state", _SEED, _OF_SEED),
+    Patch(torch.random, "manual_seed", _SEED, _OF_SEED),
+    Patch(torch.random, "seed", _SEED, _OF_SEED),
+    Patch(torch.random, "set_rng_state", _SEED, _OF_SEED),
+    Patch(torch.cuda, "manual_seed", _SEED, _OF_SEED),
+    Patch(torch.cuda, "manual_seed_all", _SEED, _OF_SEED),
+    Patch(torch.cuda, "seed", _SEED, _OF_SEED),
+    Patch(torch.cuda, "seed_all", _SEED, _OF_SEED),
+    Patch(torch.cuda, "set_rng_state", _SEED, _OF_SEED),
+)
+"""While a forward is recorded."""
+
+
+# Modes, filters and registries
 
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
     """What `torch.compile` was applied to, in whatever way, runs as it is written: the compiler
     cannot run below dispatch modes, where it ends the process."""
-    # Capture has hooks on every module, against which a compiled module warns when it is called.
-    no_warning = {"_has_any_global_hook": lambda: False}
     try:
         eager = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
         raise InvalidInput(_COMPILED) from error
-    with eager, _exchanged(nn.modules.module, no_warning):
+    with eager, patched([WARNING_OF_COMPILED_MODULES]):
         yield
 
 
@@ -201,18 +346,6 @@ def refuse_compiling() -> None:
     follows = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)()
     if follows is not None and follows is not False:
         raise InvalidInput(_COMPILED)
-
-
-@contextlib.contextmanager
-def empty_cache_of_parametrizations() -> Iterator[None]:
-    """A block of `torch.nn.utils.parametrize.cached()` around starts anew, and neither gets what
-    is computed meanwhile nor loses what it has."""
-    before = parametrize._cache
-    parametrize._cache = {}
-    try:
-        yield
-    finally:
-        parametrize._cache = before
 
 
 @contextlib.contextmanager
@@ -272,103 +405,3 @@ def without_hooks_on_all_modules() -> Iterator[None]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for a hook."""
-
-
-@contextlib.contextmanager
-def values_told(read: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Methods that tell Python the values of a whole tensor, and call no operator for it, do so of
-    the real tensor that `read` gives, where it gives one."""
-
-    def telling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            real = read(tensor)
-            if real is None:
-                return original(tensor, *args, **kwargs)
-            with _disable_current_modes():
-                return original(real.requires_grad_(tensor.requires_grad), *args, **kwargs)
-
-        return tell
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_exchanged(FakeTensor, {"tolist": telling(torch.Tensor.tolist)}))
-        replacements = {name: telling(getattr(torch.Tensor, name)) for name in _TELLING}
-        stack.enter_context(_exchanged(torch.Tensor, replacements))
-        yield
-
-
-def without_tensor_hooks(
-    refuse: Callable[[str], NoReturn],
-) -> contextlib.AbstractContextManager[None]:
-    """Refuse hooks that the forward puts on its tensors: they would run during capture only."""
-
-    def register_hook(self: torch.Tensor, hook: Any) -> NoReturn:
-        refuse(
-            "the forward registers a hook on a tensor, which would not run in a planned step; use "
-            "a custom autograd.Function, or hook the parameters"
-        )
-
-    return _exchanged(torch.Tensor, {"register_hook": register_hook})
-
-
-def without_nested_tensors(
-    refuse: Callable[[str], NoReturn],
-) -> contextlib.AbstractContextManager[None]:
-    """Refuse nested tensors (of jagged layout) that the forward makes: PyTorch fails to make them
-    of fake tensors before it calls an operator."""
-
-    def new(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(f"the forward makes a nested tensor, {PADDED}")
-
-    return _exchanged(NestedTensor, {"__new__": new})
-
-
-@contextlib.contextmanager
-def without_addresses(
-    is_recorded: Callable[[], bool], refuse: Callable[[str], NoReturn]
-) -> Iterator[None]:
-    """Refuse `data_ptr` of tensors and storages while the forward is recorded: fake tensors have no
-    memory, and what is done with that of others is not seen."""
-
-    def address(original: Callable[..., int]) -> Callable[..., int]:
-        def data_ptr(owner: Any) -> int:
-            # Copies of tensors ask whether there is memory.
-            is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
-            if is_copied and isinstance(owner, FakeTensor):
-                return 0
-            if not is_copied and is_recorded():
-                refuse(foreign_kernels.of_address(foreign_kernels.running()))
-            return original(owner)
-
-        return data_ptr
-
-    with contextlib.ExitStack() as stack:
-        for owner in (torch.Tensor, torch.UntypedStorage):
-            replacement = {"data_ptr": address(owner.data_ptr)}
-            stack.enter_context(_exchanged(owner, replacement))
-        yield
-
-
-@contextlib.contextmanager
-def without_other_memory(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Refuse `tensor.data = other`: no operator is called, so nothing of it would be recorded.
-    What leaves the tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
-    data: Any = torch.Tensor.data
-    before = vars(torch.Tensor).get("data")
-
-    def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if not is_same_memory(tensor, other):
-            refuse(
-                "the forward assigns to the `.data` of a tensor, which gives it other memory, and "
-                "a planned run would not see it; write into it instead: "
-                "`with torch.no_grad(): tensor.copy_(...)`"
-            )
-
-    assigned = _here(assign, data.__set__)
-    torch.Tensor.data = property(data.__get__, assigned)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if before is None:
-            del torch.Tensor.data
-        else:
-            torch.Tensor.data = before

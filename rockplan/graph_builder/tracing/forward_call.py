@@ -164,25 +164,15 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         return reader.read_all(recorder, tensor) if recorder.is_active() else None
 
     refuse = functools.partial(refuse_here, recorder)
+    recording = eager_paths.RecordingAccess(refuse, read_all, recorder.is_active)
     torch.clear_autocast_cache()
     with (
         torch.enable_grad(),
-        eager_paths.transformers_sees_real_tensors(),
-        eager_paths.max_pool1d_as_unwatched(),
-        eager_paths.ctc_loss_of_tensors(),
-        eager_paths.without_checkpointing(),
         eager_paths.without_compiling(),
         eager_paths.without_hooks_on_all_modules(),
-        eager_paths.empty_cache_of_parametrizations(),
         eager_paths.without_saved_tensor_hooks(),
         eager_paths.without_logs_of_fake_tensors(),
-        eager_paths.values_told(read_all),
-        eager_paths.without_tensor_hooks(refuse),
-        eager_paths.without_addresses(recorder.is_active, refuse),
-        eager_paths.without_other_memory(refuse),
-        eager_paths.without_nested_tensors(refuse),
-        eager_paths.without_autocast_inside(refuse),
-        eager_paths.without_seeding(refuse),
+        eager_paths.patched(eager_paths.PATCHES, recording),
     ):
         try:
             yield
