@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rockplan.errors import CaptureError, RockplanError, UnsupportedModel
+from rockplan.errors import CaptureError, RockplanError
 from rockplan.graph_builder.tracing import foreign_kernels
 from rockplan.graph_builder.tracing.forward_call import named_error
 from rockplan.graph_builder.tracing.outputs import (
@@ -21,6 +21,7 @@ from rockplan.graph_builder.tracing.outputs import (
     sources_of,
 )
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.graph_builder.tracing.refusals import NAMED
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
 # masked_fill_backward in PyTorch) -> the operator, and what to do.
@@ -44,11 +45,8 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
         name = node_name(node)
         fills_a_constant = name == "MaskedFillBackward1" and not node.next_functions[-1][0]
         if name in _BY_VALUES and not fills_a_constant:
-            raise UnsupportedModel.at(
-                *recorder.place_of(node),
-                "eager execution computes a gradient in a way that depends on values, which a plan "
-                f"cannot see. It is that of {_BY_VALUES[name]}",
-            )
+            place = recorder.place_of(node)
+            raise NAMED["gradient by values"].at(*place, operator=_BY_VALUES[name])
     for leaf in leaves_reached(roots):
         if not isinstance(leaf, FakeTensor):
             raise foreign_gradient(leaf)

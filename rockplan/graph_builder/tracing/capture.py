@@ -17,11 +17,8 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules import module as module_hooks
-from torch.nn.parameter import is_lazy
-from torch.overrides import _get_current_function_mode_stack
 
-from rockplan.errors import DataDependentShape, InvalidInput, UnsupportedModel
+from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.tracing import eager_paths, essence, own_gradients
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
@@ -41,6 +38,7 @@ from rockplan.graph_builder.tracing.recorder import (
     Recorder,
     why_not_planned,
 )
+from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
 from rockplan.graph_builder.tracing.repeated_calls import (
     is_overwritten,
     refuse_another_call,
@@ -68,13 +66,7 @@ from rockplan.values.interface import (
     Incoming,
     OutputLeaf,
     Question,
-    foreign_hooks,
-    is_foreign,
 )
-
-# weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
-# transformers collects outputs in hooks.
-_PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +115,7 @@ def capture(
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     eager_paths.refuse_compiling()
-    _refuse_function_modes()
-    _refuse_scripted(module)
-    _refuse_unmade(module)
-    _refuse_hooks(module)
+    refuse(When.MODULE, module)
     call = _Sample(module, forward or module.forward, args, kwargs, incoming)
     leftovers = Leftovers()
     try:
@@ -136,10 +125,7 @@ def capture(
         leftovers.remove()
         raise
     for place in leftovers.remove():
-        raise UnsupportedModel(
-            f"the forward leaves a tensor in {place}, which a planned run cannot reproduce (it "
-            "is removed from there). Return it, or keep it outside of the module"
-        )
+        raise NAMED["leftover"].error(place=place)
     return recorded
 
 
@@ -389,42 +375,13 @@ def _refuse_other_variants(recorder: Recorder) -> None:
             if call.results[0] is not None and len(values[refs[0].index].spec.shape) == 1:
                 gathered[call.results[0]] = filled[refs[1].index]
         elif call.op == "aten.masked_fill_.Scalar" and gathered.get(refs[0].index) == refs[1]:
-            raise DataDependentShape.at(
-                recorded.module,
-                recorded.source,
-                "cross entropy with class weights, label smoothing and the mean selects the "
-                "targets that are not ignored, a shape that depends on values; a plan needs "
-                "static shapes. Compute this loss outside of the module, or leave out the "
-                "weights or the smoothing",
-            )
+            raise NAMED["cross entropy"].at(recorded.module, recorded.source)
 
 
 def _tensor_names(
     module: nn.Module,
 ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
     return list(module.named_parameters()), list(module.named_buffers())
-
-
-def _refuse_scripted(module: nn.Module) -> None:
-    for path, m in module.named_modules():
-        if isinstance(m, torch.jit.ScriptModule):
-            part = f"submodule '{path}'" if path else "model"
-            raise UnsupportedModel(
-                f"{part} is a {type(m).__name__}: what TorchScript runs cannot be followed. Plan "
-                "the model with the module that was scripted or traced in its place",
-                module_path=path,
-            )
-
-
-def _refuse_unmade(module: nn.Module) -> None:
-    for names in _tensor_names(module):
-        for name, tensor in names:
-            if is_lazy(tensor):
-                raise InvalidInput(f"{name} is lazy: run the module once on a sample, then plan it")
-            if tensor.device.type == "meta":
-                raise InvalidInput(
-                    f"{name} is on the meta device: materialize the module, then plan it"
-                )
 
 
 _Given = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
@@ -448,62 +405,17 @@ def _given(
 
 def _refuse_kinds(given: _Given) -> None:
     for name, tensor in given.values():
-        reason = why_not_planned(tensor)
+        reason = why_not_planned(tensor, name)
         if reason is not None:
-            raise UnsupportedModel(f"{name} {reason}")
-
-
-def _refuse_function_modes() -> None:
-    """What such a mode does to a function depends on more than can be looked at: its state, and the
-    functions themselves, of which a plan has the operators that they call."""
-    if not torch._C._is_torch_function_mode_enabled():
-        return
-    for mode in _get_current_function_mode_stack():
-        if is_foreign(mode):
-            raise UnsupportedModel(
-                f"{type(mode).__qualname__} is a TorchFunctionMode, and what it does to functions "
-                "of PyTorch would not be done in a planned step, which calls operators. Plan and "
-                "call the module outside of it; or use the original module there, which calls of "
-                "a planned one do with Options(on_mismatch='original')"
-            )
-
-
-def _refuse_hooks(module: nn.Module) -> None:
-    """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
-    around the planned forward as always; those of libraries that compute weights are part of the
-    graph."""
-    of_all = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in eager_paths.HOOKS))
-    if of_all and any(True for _ in module.children()):
-        raise UnsupportedModel(
-            f"the hook {getattr(of_all[0], '__qualname__', of_all[0])} on all modules "
-            "(register_module_forward_hook and the like) would not run in the submodules of a "
-            "planned step; remove it, or use the original module while it is there"
-        )
-    for path, m in module.named_modules():
-        hooks = [h for name in eager_paths.HOOKS for h in (m.__dict__.get(name) or {}).values()]
-        foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
-        if path and foreign:
-            raise UnsupportedModel(
-                f"in module '{path}': the hook {getattr(foreign[0], '__qualname__', foreign[0])} "
-                "on a submodule would not run in a planned step; remove it before planning, or "
-                "put it on the root module or on the parameters",
-                module_path=path,
-            )
+            raise UnsupportedModel(reason)
 
 
 def _refuse_new_submodules(module: nn.Module, before: dict[int, nn.Module]) -> None:
     for path, m in module.named_modules():
         if id(m) not in before:
-            raise UnsupportedModel(
-                f"the forward adds the submodule '{path}', which a planned run would not do; run "
-                "the module once on the sample, then plan it",
-                module_path=path,
-            )
+            raise NAMED["new submodule"].error(module_path=path, path=path)
 
 
 def _refuse_callers_changes(snapshot: Snapshot) -> None:
     for place in snapshot.callers_changes():
-        raise UnsupportedModel(
-            f"the forward changes {place.text}, which the caller has given, and a planned run "
-            "would not; return what it adds there, or pass a copy in and leave it alone"
-        )
+        raise NAMED["change of the caller's"].error(place=place.text)

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing import foreign_kernels
-from rockplan.graph_builder.tracing.recorder import PADDED, is_same_memory
+from rockplan.graph_builder.tracing.recorder import is_same_memory
+from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COMPILED = (
     "planning runs inside a function that is being compiled by torch.compile; plan the module "
     "before, and call the planned module there"
@@ -125,10 +125,10 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
     return replacement
 
 
-def _refusing(message: str) -> Callable[[Any, RecordingAccess], Any]:
+def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            recording.refuse(message)
+            recording.refuse(NAMED[refusal].text())
 
         return refuse
 
@@ -169,10 +169,7 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled(first.device.type):
-                recording.refuse(
-                    f"under autocast the kernel of {name} casts inside, which a plan cannot "
-                    "repeat; call it under torch.autocast(..., enabled=False)"
-                )
+                recording.refuse(NAMED["autocast inside"].text(name=name))
             return original(first, *args, **kwargs)
 
         return call
@@ -224,26 +221,15 @@ def _data(original: Any, recording: RecordingAccess) -> Any:
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if not is_same_memory(tensor, other):
-            recording.refuse(
-                "the forward assigns to the `.data` of a tensor, which gives it other memory, and "
-                "a planned run would not see it; write into it instead: "
-                "`with torch.no_grad(): tensor.copy_(...)`"
-            )
+            recording.refuse(NAMED["other memory"].text())
 
     return property(original.__get__, assign)
 
 
 # Rows
 
-_SEED = _refusing(
-    "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
-    "torch.random.fork_rng), which a planned step would not repeat; seed before the call, or pass "
-    "the numbers in as a tensor"
-)
-_HOOK = _refusing(
-    "the forward registers a hook on a tensor, which would not run in a planned step; use a custom "
-    "autograd.Function, or hook the parameters"
-)
+_SEED = _refusing("seeds")
+_HOOK = _refusing("hook on a tensor")
 _BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
 _OF_SEED = "what is drawn next is another number in eager execution alone"
 _CHECKPOINTED = (
@@ -304,7 +290,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         NestedTensor,
         "__new__",
-        _refusing(f"the forward makes a nested tensor, {PADDED}"),
+        _refusing("nested tensor"),
         "PyTorch fails to make them (of jagged layout) of fake tensors before it calls an operator",
     ),
     # Of 446 operators of PyTorch's own database and those of its modules, these.

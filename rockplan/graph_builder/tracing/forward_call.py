@@ -21,11 +21,11 @@ from rockplan.errors import (
     ForwardRaises,
     RockplanError,
     UnsupportedModel,
-    ValueDependentControlFlow,
 )
 from rockplan.graph_builder.tracing import eager_paths, foreign_kernels, host_random
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.recorder import Recorder
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
@@ -103,19 +103,10 @@ def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any
         if by_address is not None:
             raise by_address from error
         if results_of_others and _WRITES_TO_A_LEAF in str(error):
-            raise UnsupportedModel(
-                "the forward changes a tensor that requires a gradient in place, which is an "
-                f"argument (leaf {', '.join(map(str, results_of_others))} of the arguments is the "
-                "result of other operations, else eager would fail, too); autograd would not be "
-                "told of the change by a planned step. Change a clone of it (x = x.clone()), or "
-                "use the operator without the underscore"
-            ) from error
+            leaves = ", ".join(map(str, results_of_others))
+            raise NAMED["argument in place"].error(leaves=leaves) from error
         if _NO_VALUES in str(error):
-            raise ValueDependentControlFlow(
-                "a function of PyTorch reads values of a tensor while the forward runs, of which "
-                "a plan knows shapes alone (those of a PackedSequence, for instance). Pass padded "
-                "tensors, or leave that function outside of the module"
-            ) from error
+            raise NAMED["values of a function of PyTorch"].error() from error
         by_name = isinstance(error, TypeError) and kwargs and not args
         remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
         raise ForwardRaises(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy
 
-from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
 from rockplan.python_state.holders import Element
 from rockplan.python_state.reach import Held, Place, Reached
@@ -30,7 +30,6 @@ _EVERYBODYS: dict[str, Any] = {
     "Python's `random`": random.getstate,
     "numpy.random": numpy.random.get_state,
 }
-_REMEDY = "draw with torch, or before the call, and pass what was drawn in as a tensor"
 
 
 class _NotAdvanced:
@@ -43,10 +42,7 @@ class _NotAdvanced:
         return self
 
     def __next__(self) -> NoReturn:
-        self._refuse(
-            f"the forward takes the next of an iterator that the module keeps (a {self._kind}), "
-            f"which a planned step would not advance; {_REMEDY}"
-        )
+        self._refuse(NAMED["iterator of the module"].text(kind=self._kind))
 
     def send(self, value: object) -> NoReturn:
         """As of a generator."""
@@ -74,20 +70,19 @@ def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]
         for key in moved:
             _set_state(generators[key][1], states[key])
     for place, generator in (generators[key] for key in moved):
-        raise UnsupportedModel(
-            f"in module '{place.module or '(root)'}': the forward draws from {place.text} (a "
-            f"{type(generator).__name__}), which a planned step would repeat for ever; {_REMEDY}",
+        raise NAMED["generator of Python"].error(
             module_path=place.module or "",
+            module=place.module or "(root)",
+            place=place.text,
+            kind=type(generator).__name__,
         )
 
 
 def _refuse_given(found: Reached) -> None:
     for place, value in found.objects:
         if place.is_callers and _is_iterator(value):
-            raise UnsupportedModel(
-                f"{place.text} is an iterator (a {type(value).__name__}), which a planned step "
-                "would not advance; pass a list"
-            )
+            kind = type(value).__name__
+            raise NAMED["iterator as an argument"].error(place=place.text, kind=kind)
 
 
 def _generators(found: Reached) -> Iterator[tuple[Place, Any]]:

@@ -14,9 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from rockplan.errors import InvalidInput, NothingToDifferentiate, UnsupportedModel
+from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
 from rockplan.values.interface import Incoming, OutputLeaf
 
@@ -42,15 +43,8 @@ def _refuse_opaque(output: object, position: int) -> None:
     plain += (torch.dtype, torch.device, torch.Size)
     if isinstance(output, plain):
         return
-    remedy = (
-        "pass use_cache=False (config.use_cache = False)"
-        if "Cache" in type(output).__name__
-        else "return tensors in tuples, lists, dictionaries or a registered pytree"
-    )
-    raise UnsupportedModel(
-        f"leaf {position} of the module's result is a {type(output).__qualname__}, an opaque "
-        f"container whose tensors cannot be followed; {remedy}"
-    )
+    name = "key-value cache" if "Cache" in type(output).__name__ else "opaque result"
+    raise NAMED[name].error(position=position, kind=type(output).__qualname__)
 
 
 def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
@@ -68,11 +62,7 @@ def backward_starts(
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
     if not candidates:
-        raise NothingToDifferentiate(
-            "no output of the module depends on a parameter or an input that requires a "
-            "gradient, so there is no backward pass to plan. Unfreeze a parameter, or set "
-            "requires_grad on the sample input"
-        )
+        raise NAMED["nothing to differentiate"].error()
     wanted = dict.fromkeys(_likely(outputs, spec, candidates)) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
@@ -166,10 +156,7 @@ def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> No
     """An output that shares storage with a tensor of the caller could be changed through it."""
     storage = recorder.values[recorder.value(output)].storage
     if output.requires_grad and storage in recorder.leaf_storages:
-        raise UnsupportedModel(
-            f"leaf {position} of the module's result is, or is a view of, an input or a parameter "
-            "that requires a gradient; return a clone of it"
-        )
+        raise NAMED["result that is an argument"].error(position=position)
 
 
 def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
@@ -193,15 +180,7 @@ def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
         seen |= set(followers)
 
 
-def foreign_gradient(tensor: torch.Tensor) -> UnsupportedModel:
+def foreign_gradient(tensor: torch.Tensor) -> Any:
     if getattr(tensor, "_is_flat_param", False):
-        return UnsupportedModel(
-            "the module's parameters are parts of one of FullyShardedDataParallel, where a planned "
-            f"module cannot be; {WITHOUT_FLAT_PARAMETERS}"
-        )
-    return UnsupportedModel(
-        f"the result depends on a tensor of shape {tuple(tensor.shape)} that requires a gradient "
-        "and is neither a parameter of the module nor an argument, so a planned step would not "
-        "compute its gradient; register it as a parameter (nn.Parameter, nn.ParameterList), pass "
-        "it as an argument, or detach it"
-    )
+        return NAMED["flat parameters"].error()
+    return NAMED["foreign parameter"].error(shape=tuple(tensor.shape))

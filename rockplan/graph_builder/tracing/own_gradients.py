@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rockplan.errors import NothingToDifferentiate, UnsupportedModel
+from rockplan.graph_builder.tracing.refusals import NAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,63 +46,35 @@ def refuse_changes(before: Iterable[AutogradState]) -> None:
     for one in before:
         if not one.tensor.is_leaf:
             if not one.requires_grad:
-                raise UnsupportedModel(
-                    f"the forward writes something that has a gradient into {one.name}, which has "
-                    "none: autograd would not be told of that by a planned step. Write what is "
-                    "detached (h.detach()), or return it"
-                )
+                raise NAMED["write of what has a gradient"].error(tensor=one.name)
             continue
         now = _kept(one.name, one.tensor)
         if now.requires_grad != one.requires_grad:
-            raise UnsupportedModel(
-                f"the forward changes `requires_grad` of {one.name}, which a planned step would "
-                "not do; change it before the call, or take another tensor (x = x.detach())"
-            )
+            raise NAMED["requires_grad"].error(tensor=one.name)
         if now.gradient is not one.gradient or now.version != one.version:
-            raise UnsupportedModel(
-                f"the forward, or a backward of its own, adds to the `.grad` of {one.name} itself "
-                "(backward() in the forward or in a custom autograd.Function), which a planned "
-                "step would not do; use torch.autograd.grad and return the gradients. Where it is "
-                "a checkpoint, leave it out: a plan computes again by itself"
-            )
+            raise NAMED["backward in the forward"].error(tensor=one.name)
 
 
 def refuse_history(constants: Sequence[torch.Tensor]) -> None:
     """Raise where the run has written something that has a gradient into tensors that are neither
     the module's nor the caller's."""
     for tensor in constants:
-        raise UnsupportedModel(
-            "the forward writes something that has a gradient into a tensor of shape "
-            f"{tuple(tensor.shape)} that is neither a parameter, a buffer nor an argument: "
-            "autograd would not be told of that by a planned step. Write what is detached "
-            "(h.detach()), or return it"
-        )
+        raise NAMED["write into another tensor"].error(shape=tuple(tensor.shape))
 
 
 def refuse_switch(place: object) -> None:
     """Raise where the run has changed `requires_grad` of a tensor that is kept in `place`."""
     if place is not None:
-        raise UnsupportedModel(
-            f"the forward changes `requires_grad` of {place}, which a planned step would not do; "
-            "change it before the call, or take another tensor (x = x.detach())"
-        )
+        raise NAMED["requires_grad"].error(tensor=place)
 
 
 def refuse_of_result(output: torch.Tensor, position: int) -> None:
     """Raise where a result gets a gradient of its own, which the caller would find in `.grad`."""
     if output.requires_grad and (output.is_leaf or output.retains_grad):
-        raise UnsupportedModel(
-            f"leaf {position} of the module's result is a tensor whose gradient the forward asks "
-            "for (requires_grad_() or retain_grad()), and would stay without it in a planned step; "
-            "detach it, call retain_grad() on the result, or pass in the tensor that requires a "
-            "gradient"
-        )
+        raise NAMED["result with a gradient of its own"].error(position=position)
 
 
 def refuse_none(gradients: Sequence[torch.Tensor | None]) -> None:
     """Raise where the backward pass reaches nothing that is the caller's."""
     if all(gradient is None for gradient in gradients):
-        raise NothingToDifferentiate(
-            "the result requires a gradient, but depends on no parameter and no input by autograd "
-            "(they are detached on the way to it), so there is no backward pass to plan"
-        )
+        raise NAMED["detached"].error()

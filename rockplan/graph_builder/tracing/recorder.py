@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.rows import OF_UNKNOWN_SIZES, PAD
 from rockplan.graph_builder.tracing.fake_results import Results
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state.leftovers import Leftovers
@@ -48,12 +48,6 @@ _INDEX = torch.ops.aten.index.Tensor
 _IS_SET_TO = torch.ops.aten.is_set_to.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 _RECURRENT = "torch.nn.modules.rnn."
-_OF_CUDNN = (
-    "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights from one "
-    "storage, and a generator of its own for dropout, which a plan cannot follow; plan the parts "
-    "before and after it, or switch cuDNN off where the layer runs (with "
-    "torch.backends.cudnn.flags(enabled=False))"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +101,15 @@ _OPERATIONS = {
 }
 
 
-def why_not_planned(tensor: torch.Tensor) -> str | None:
-    """What `tensor` is that a plan cannot have, and what to do; None: a plan can."""
+def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
+    """What a message says where `tensor` is one that a plan cannot have; None: a plan can."""
     kind = type(tensor)
     if tensor.is_nested:
-        return f"is a nested tensor, {PADDED}"
+        return NAMED["nested tensor that is given"].text(tensor=called)
     if tensor.layout is not torch.strided:
-        return (
-            f"is a tensor with layout {tensor.layout}, which cannot be planned; use dense tensors "
-            "(for nn.Embedding: sparse=False)"
-        )
+        return NAMED["layout"].text(tensor=called, layout=tensor.layout)
     if _has_operations(kind):
-        return (
-            f"is a {kind.__qualname__}, a class of tensors that says itself what operators do, "
-            "which a plan would not ask; use plain tensors (plan a module before it is sharded or "
-            "quantized, pass `tensor.as_subclass(torch.Tensor)`)"
-        )
+        return NAMED["class of tensors"].text(tensor=called, kind=kind.__qualname__)
     return None
 
 
@@ -134,10 +121,6 @@ def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return (*place, tensor.shape, tensor.stride())
 
     return a is b or (a.layout is b.layout is torch.strided and memory(a) == memory(b))
-
-
-PADDED = f"{OF_UNKNOWN_SIZES}; {PAD}"
-"""Of nested tensors."""
 
 
 @functools.cache
@@ -289,12 +272,7 @@ class Recorder(TorchDispatchMode):
         module, source = self.place()
         self._refuse_unsupported(func, module, source)
         if kwargs.get("generator") is not None:
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"{func} draws from a torch.Generator object, which cannot be written into a plan; "
-                "draw from the default generator, or before the call",
-            )
+            raise NAMED["generator"].at(module, source, operator=func)
         args, kwargs, given = self._known(args, kwargs)
         if func is _IS_SET_TO:
             return is_same_memory(*args)
@@ -314,21 +292,11 @@ class Recorder(TorchDispatchMode):
         except DynamicOutputShapeException:
             result = self.reader.shaped(self, func, args, kwargs, module, source)
         except UnsupportedOperatorException as error:
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"what {func} returns is not known before it runs, so it cannot be planned; leave "
-                "it outside of the module",
-            ) from error
+            raise NAMED["unknown result"].at(module, source, operator=func) from error
         except RuntimeError as error:
             if _NO_RULE not in str(error):
                 raise
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"{func} is an operator without a rule for what it returns: describe an empty "
-                "result of it with `register_fake` (torch.library.custom_op has that method)",
-            ) from error
+            raise NAMED["no rule"].at(module, source, operator=func) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in _result_leaves(result)
@@ -445,12 +413,7 @@ class Recorder(TorchDispatchMode):
         computed from it before has seen the old shape."""
         changed: torch.Tensor = args[0]
         if self.value(changed) < self.given_values or self._is_constant(changed):
-            raise UnsupportedModel.at(
-                module,
-                source,
-                f"{func} changes the shape of an input, a parameter or a buffer in place, which a "
-                "planned run would not do; use the operator without the underscore",
-            )
+            raise NAMED["shape in place"].at(module, source, operator=func)
         call = self._call(view, args, kwargs, ())
         reads = tuple(self.value(t) for t in facts.tensors((args, kwargs)))
         func(*args, **kwargs)
@@ -465,9 +428,10 @@ class Recorder(TorchDispatchMode):
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
         known = facts.facts_of(func)
         if known.refused_because:
+            if torch_function().startswith(_RECURRENT):
+                raise NAMED["recurrent layer of cuDNN"].at(module, source)
             what = f"{known.called or func} {known.refused_because}; {known.instead}"
-            is_recurrent = torch_function().startswith(_RECURRENT)
-            raise UnsupportedModel.at(module, source, _OF_CUDNN if is_recurrent else what)
+            raise UnsupportedModel.at(module, source, what)
 
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -513,9 +477,9 @@ class Recorder(TorchDispatchMode):
                     tensor.detach_()
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
-        reason = why_not_planned(tensor)
+        reason = why_not_planned(tensor, "what the forward computes with")
         if reason is not None:
-            raise UnsupportedModel.at(*self.place(), f"what the forward computes with {reason}")
+            raise UnsupportedModel.at(*self.place(), reason)
 
     def _alive_value(self, index: int) -> torch.Tensor:
         for candidate in self._alive:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, as_in_eager
 from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stored_state import perturbed
 from rockplan.python_state.reach import Identity, Place
 from rockplan.python_state.snapshot import Changes, Snapshot
@@ -22,11 +22,7 @@ def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
     """Raise where every call leaves other data than the one before."""
     for change in _changed(before, after):
         place = snapshot.place_of(change)
-        raise UnsupportedModel(
-            f"{_of(place)}: each call changes {place.text}, which would stand still in a planned "
-            "run; keep a count outside of the module, or in a registered buffer",
-            module_path=place.module,
-        )
+        raise _noticed("count", place)
 
 
 def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRun) -> None:
@@ -36,13 +32,7 @@ def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRu
         return
     for change in first.changes:
         place = snapshot.place_of(change)
-        raise UnsupportedModel(
-            f"{_of(place)}: the forward changes {place.text}, and the next call does not do the "
-            "same as this one, which a planned run would repeat for ever. If only the first call "
-            "is another one (values set by the first batch), run the module once on the sample, "
-            "then plan it",
-            module_path=place.module,
-        )
+        raise _noticed("another next call", place)
 
 
 def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
@@ -50,12 +40,7 @@ def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
     name = snapshot.grown_cache()
     if name is not None:
         place = snapshot.place_of(next(iter(changes)))
-        raise UnsupportedModel(
-            f"{_of(place)}: the forward changes {place.text}, and calls {name}, whose results are "
-            "cached (functools): a planned run could not tell whether the next call changes it as "
-            "well. Run the module once on the sample, then plan it",
-            module_path=place.module,
-        )
+        raise _noticed("cached change", place, function=name)
 
 
 def refuse_fresh_constants(
@@ -66,13 +51,7 @@ def refuse_fresh_constants(
     kept = {id(tensor) for _, tensor in another.constants}
     for tensor, call in written:
         if id(tensor) not in kept:
-            raise UnsupportedModel.at(
-                call.module,
-                call.source,
-                "the forward writes in place to a tensor that it has made of numpy's or Python's "
-                "data (torch.from_numpy, torch.as_tensor), which would be the same tensor at every "
-                "call of a planned module; write to a clone of it",
-            )
+            raise NAMED["fresh constant"].at(call.module, call.source)
 
 
 def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
@@ -106,5 +85,7 @@ def _changed(before: Changes, after: Changes) -> list[tuple[Identity, Any]]:
 _NO_CHANGE = object()
 
 
-def _of(place: Place) -> str:
-    return "in the model" if place.module is None else f"in module '{place.module or '(root)'}'"
+def _noticed(name: str, place: Place, **found: Any) -> Any:
+    """The refusal of this name, to be raised."""
+    of = "in the model" if place.module is None else f"in module '{place.module or '(root)'}'"
+    return NAMED[name].error(module_path=place.module, of=of, place=place.text, **found)

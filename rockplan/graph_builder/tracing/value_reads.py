@@ -16,11 +16,12 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import DataDependentShape, UnsupportedModel, ValueDependentControlFlow
+from rockplan.errors import DataDependentShape, ValueDependentControlFlow
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.tracing import evaluate, value_shapes
 from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import of_experts, torch_function
 from rockplan.values.graph import Call, ValueRef, value_refs
 from rockplan.values.interface import Guard
@@ -208,13 +209,7 @@ class ValueReader:
             with _disable_current_modes(), torch.no_grad():
                 same = torch.equal(_bits(handed.tensor), handed.bits)
             if not same:
-                raise UnsupportedModel.at(
-                    handed.module,
-                    handed.source,
-                    "the forward writes into the memory of an array that it gets from a tensor "
-                    "(.numpy(), numpy.asarray), which a planned run would not do; write to a copy "
-                    "(array.copy()), or to the tensor",
-                )
+                raise NAMED["memory of an array"].at(handed.module, handed.source)
 
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
         """Real tensors of integer inputs, constants, and what is computed from them alone."""

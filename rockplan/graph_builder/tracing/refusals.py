@@ -1,0 +1,549 @@
+"""Refusals: what cannot be planned, a row each: when it is noticed, by what rule, what is said, and
+what to do.
+
+Rows with a rule are looked for by `refuse`, one loop a stage. Others are noticed deep inside of a
+recording, and raised there by their name. docs/limits.md lists them as they are printed here, and
+each names the test that shows it; operators that are refused are rows of `operators.rows`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
+
+from rockplan.errors import (
+    CaptureError,
+    DataDependentShape,
+    InvalidInput,
+    NothingToDifferentiate,
+    RockplanError,
+    UnsupportedModel,
+    ValueDependentControlFlow,
+)
+from rockplan.graph_builder.operators.rows import OF_UNKNOWN_SIZES, PAD
+from rockplan.graph_builder.operators.rows import ROWS as OPERATORS
+from rockplan.values.interface import foreign_hooks, is_foreign
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
+# transformers collects outputs in hooks.
+_PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
+
+
+class When(StrEnum):
+    """The stage at which it is noticed."""
+
+    MODULE = "The module, before its forward runs"
+    FORWARD = "What the forward does"
+    RESULT = "The result"
+    GRADIENTS = "Gradients"
+    NEXT_CALL = "What the next call would do"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """says, remedy: text, with {places} for what was found. test: that shows it, by file and
+    function. rule: finds it in a module: what to fill in, for each place; None: it is noticed where
+    it happens."""
+
+    name: str
+    when: When
+    says: str
+    remedy: str
+    test: str
+    rule: Callable[[nn.Module], Iterator[dict[str, Any]]] | None = None
+    kind: type[RockplanError] = UnsupportedModel
+
+    def text(self, **found: Any) -> str:
+        joined = ". " if self.remedy[:1].isupper() else "; "
+        whole = f"{self.says}{joined}{self.remedy}" if self.remedy else self.says
+        return whole.format(**found)
+
+    def error(self, module_path: str | None = None, **found: Any) -> Any:
+        """To be raised. module_path: of the submodule that it is about."""
+        if not issubclass(self.kind, CaptureError):
+            return self.kind(self.text(**found))
+        return self.kind(self.text(**found), module_path=module_path)
+
+    def at(self, module: str, source: str, **found: Any) -> CaptureError:
+        """To be raised, with the place in the user's model."""
+        assert issubclass(self.kind, CaptureError)
+        return self.kind.at(module, source, self.text(**found))
+
+
+def refuse(when: When, module: nn.Module) -> None:
+    """Raise the first thing that a rule of this stage finds."""
+    for row in REFUSALS:
+        if row.when is when and row.rule is not None:
+            for found in row.rule(module):
+                raise row.error(**found)
+
+
+# Rules
+
+
+def _function_modes(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """What such a mode does to a function depends on more than can be looked at: its state, and the
+    functions themselves, of which a plan has the operators that they call."""
+    if torch._C._is_torch_function_mode_enabled():
+        for mode in filter(is_foreign, _get_current_function_mode_stack()):
+            yield {"mode": type(mode).__qualname__}
+
+
+def _scripted(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for path, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule):
+            part = f"submodule '{path}'" if path else "model"
+            yield {"part": part, "kind": type(m).__name__, "module_path": path}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _lazy(module: nn.Module) -> Iterator[dict[str, Any]]:
+    return ({"tensor": name} for name, tensor in _tensors(module) if is_lazy(tensor))
+
+
+def _on_meta(module: nn.Module) -> Iterator[dict[str, Any]]:
+    return ({"tensor": n} for n, tensor in _tensors(module) if tensor.device.type == "meta")
+
+
+def _hooks_on_all(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
+    around the planned forward as always; those of libraries that compute weights are part of the
+    graph."""
+    hooks = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in HOOKS))
+    if hooks and any(True for _ in module.children()):
+        yield {"hook": _called(hooks[0])}
+
+
+def _hooks_on_submodules(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for path, m in module.named_modules():
+        hooks = [h for name in HOOKS for h in (m.__dict__.get(name) or {}).values()]
+        foreign = [h for h in hooks if not str(h.__module__).startswith(_PURE_HOOKS)]
+        if path and foreign:
+            yield {"path": path, "hook": _called(foreign[0]), "module_path": path}
+
+
+def _called(hook: Any) -> Any:
+    return getattr(hook, "__qualname__", hook)
+
+
+# Rows
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "function mode",
+        When.MODULE,
+        "{mode} is a TorchFunctionMode, and what it does to functions of PyTorch would not be done "
+        "in a planned step, which calls operators",
+        "Plan and call the module outside of it; or use the original module there, which calls of "
+        "a planned one do with Options(on_mismatch='original')",
+        "test_modes.",
+        _function_modes,
+    ),
+    Refusal(
+        "TorchScript",
+        When.MODULE,
+        "{part} is a {kind}: what TorchScript runs cannot be followed",
+        "Plan the model with the module that was scripted or traced in its place",
+        "",
+        _scripted,
+    ),
+    Refusal(
+        "lazy",
+        When.MODULE,
+        "{tensor} is lazy: run the module once on a sample, then plan it",
+        "",
+        "",
+        _lazy,
+        InvalidInput,
+    ),
+    Refusal(
+        "meta",
+        When.MODULE,
+        "{tensor} is on the meta device: materialize the module, then plan it",
+        "",
+        "",
+        _on_meta,
+        InvalidInput,
+    ),
+    Refusal(
+        "hook on all modules",
+        When.MODULE,
+        "the hook {hook} on all modules (register_module_forward_hook and the like) would not run "
+        "in the submodules of a planned step",
+        "remove it, or use the original module while it is there",
+        "",
+        _hooks_on_all,
+    ),
+    Refusal(
+        "hook on a submodule",
+        When.MODULE,
+        "in module '{path}': the hook {hook} on a submodule would not run in a planned step",
+        "remove it before planning, or put it on the root module or on the parameters",
+        "",
+        _hooks_on_submodules,
+    ),
+    Refusal(
+        "nested tensor that is given",
+        When.MODULE,
+        f"{{tensor}} is a nested tensor, {OF_UNKNOWN_SIZES}",
+        PAD,
+        "",
+    ),
+    Refusal(
+        "layout",
+        When.MODULE,
+        "{tensor} is a tensor with layout {layout}, which cannot be planned",
+        "use dense tensors (for nn.Embedding: sparse=False)",
+        "",
+    ),
+    Refusal(
+        "class of tensors",
+        When.MODULE,
+        "{tensor} is a {kind}, a class of tensors that says itself what operators do, which a plan "
+        "would not ask",
+        "use plain tensors (plan a module before it is sharded or quantized, pass "
+        "`tensor.as_subclass(torch.Tensor)`)",
+        "",
+    ),
+    Refusal(
+        "leftover",
+        When.FORWARD,
+        "the forward leaves a tensor in {place}, which a planned run cannot reproduce (it is "
+        "removed from there)",
+        "Return it, or keep it outside of the module",
+        "",
+    ),
+    Refusal(
+        "generator",
+        When.FORWARD,
+        "{operator} draws from a torch.Generator object, which cannot be written into a plan",
+        "draw from the default generator, or before the call",
+        "",
+    ),
+    Refusal(
+        "unknown result",
+        When.FORWARD,
+        "what {operator} returns is not known before it runs, so it cannot be planned",
+        "leave it outside of the module",
+        "",
+    ),
+    Refusal(
+        "no rule",
+        When.FORWARD,
+        "{operator} is an operator without a rule for what it returns: describe an empty result of "
+        "it with `register_fake` (torch.library.custom_op has that method)",
+        "",
+        "",
+    ),
+    Refusal(
+        "shape in place",
+        When.FORWARD,
+        "{operator} changes the shape of an input, a parameter or a buffer in place, which a "
+        "planned run would not do",
+        "use the operator without the underscore",
+        "",
+    ),
+    Refusal(
+        "recurrent layer of cuDNN",
+        When.FORWARD,
+        "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights from one "
+        "storage, and a generator of its own for dropout, which a plan cannot follow",
+        "plan the parts before and after it, or switch cuDNN off where the layer runs (with "
+        "torch.backends.cudnn.flags(enabled=False))",
+        "",
+    ),
+    Refusal(
+        "argument in place",
+        When.FORWARD,
+        "the forward changes a tensor that requires a gradient in place, which is an argument "
+        "(leaf {leaves} of the arguments is the result of other operations, else eager would fail, "
+        "too); autograd would not be told of the change by a planned step",
+        "Change a clone of it (x = x.clone()), or use the operator without the underscore",
+        "",
+    ),
+    Refusal(
+        "values of a function of PyTorch",
+        When.FORWARD,
+        "a function of PyTorch reads values of a tensor while the forward runs, of which a plan "
+        "knows shapes alone (those of a PackedSequence, for instance)",
+        "Pass padded tensors, or leave that function outside of the module",
+        "",
+        kind=ValueDependentControlFlow,
+    ),
+    Refusal(
+        "memory of an array",
+        When.FORWARD,
+        "the forward writes into the memory of an array that it gets from a tensor (.numpy(), "
+        "numpy.asarray), which a planned run would not do",
+        "write to a copy (array.copy()), or to the tensor",
+        "",
+    ),
+    Refusal(
+        "cross entropy",
+        When.FORWARD,
+        "cross entropy with class weights, label smoothing and the mean selects the targets that "
+        "are not ignored, a shape that depends on values; a plan needs static shapes",
+        "Compute this loss outside of the module, or leave out the weights or the smoothing",
+        "",
+        kind=DataDependentShape,
+    ),
+    Refusal(
+        "autocast inside",
+        When.FORWARD,
+        "under autocast the kernel of {name} casts inside, which a plan cannot repeat",
+        "call it under torch.autocast(..., enabled=False)",
+        "",
+    ),
+    Refusal(
+        "other memory",
+        When.FORWARD,
+        "the forward assigns to the `.data` of a tensor, which gives it other memory, and a "
+        "planned run would not see it",
+        "write into it instead: `with torch.no_grad(): tensor.copy_(...)`",
+        "",
+    ),
+    Refusal(
+        "seeds",
+        When.FORWARD,
+        "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
+        "torch.random.fork_rng), which a planned step would not repeat",
+        "seed before the call, or pass the numbers in as a tensor",
+        "",
+    ),
+    Refusal(
+        "hook on a tensor",
+        When.FORWARD,
+        "the forward registers a hook on a tensor, which would not run in a planned step",
+        "use a custom autograd.Function, or hook the parameters",
+        "",
+    ),
+    Refusal(
+        "nested tensor",
+        When.FORWARD,
+        f"the forward makes a nested tensor, {OF_UNKNOWN_SIZES}",
+        PAD,
+        "",
+    ),
+    Refusal(
+        "iterator of the module",
+        When.FORWARD,
+        "the forward takes the next of an iterator that the module keeps (a {kind}), which a "
+        "planned step would not advance",
+        "draw with torch, or before the call, and pass what was drawn in as a tensor",
+        "",
+    ),
+    Refusal(
+        "iterator as an argument",
+        When.FORWARD,
+        "{place} is an iterator (a {kind}), which a planned step would not advance",
+        "pass a list",
+        "",
+    ),
+    Refusal(
+        "generator of Python",
+        When.FORWARD,
+        "in module '{module}': the forward draws from {place} (a {kind}), which a planned step "
+        "would repeat for ever",
+        "draw with torch, or before the call, and pass what was drawn in as a tensor",
+        "",
+    ),
+    Refusal(
+        "new submodule",
+        When.FORWARD,
+        "the forward adds the submodule '{path}', which a planned run would not do",
+        "run the module once on the sample, then plan it",
+        "",
+    ),
+    Refusal(
+        "change of the caller's",
+        When.FORWARD,
+        "the forward changes {place}, which the caller has given, and a planned run would not",
+        "return what it adds there, or pass a copy in and leave it alone",
+        "",
+    ),
+    Refusal(
+        "opaque result",
+        When.RESULT,
+        "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
+        "cannot be followed",
+        "return tensors in tuples, lists, dictionaries or a registered pytree",
+        "",
+    ),
+    Refusal(
+        "key-value cache",
+        When.RESULT,
+        "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
+        "cannot be followed",
+        "pass use_cache=False (config.use_cache = False)",
+        "",
+    ),
+    Refusal(
+        "result that is an argument",
+        When.RESULT,
+        "leaf {position} of the module's result is, or is a view of, an input or a parameter that "
+        "requires a gradient",
+        "return a clone of it",
+        "",
+    ),
+    Refusal(
+        "result with a gradient of its own",
+        When.RESULT,
+        "leaf {position} of the module's result is a tensor whose gradient the forward asks for "
+        "(requires_grad_() or retain_grad()), and would stay without it in a planned step",
+        "detach it, call retain_grad() on the result, or pass in the tensor that requires a "
+        "gradient",
+        "",
+    ),
+    Refusal(
+        "nothing to differentiate",
+        When.RESULT,
+        "no output of the module depends on a parameter or an input that requires a gradient, so "
+        "there is no backward pass to plan",
+        "Unfreeze a parameter, or set requires_grad on the sample input",
+        "",
+        kind=NothingToDifferentiate,
+    ),
+    Refusal(
+        "detached",
+        When.RESULT,
+        "the result requires a gradient, but depends on no parameter and no input by autograd "
+        "(they are detached on the way to it), so there is no backward pass to plan",
+        "",
+        "",
+        kind=NothingToDifferentiate,
+    ),
+    Refusal(
+        "flat parameters",
+        When.GRADIENTS,
+        "the module's parameters are parts of one of FullyShardedDataParallel, where a planned "
+        "module cannot be",
+        "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it "
+        "in DistributedDataParallel",
+        "",
+    ),
+    Refusal(
+        "foreign parameter",
+        When.GRADIENTS,
+        "the result depends on a tensor of shape {shape} that requires a gradient and is neither a "
+        "parameter of the module nor an argument, so a planned step would not compute its gradient",
+        "register it as a parameter (nn.Parameter, nn.ParameterList), pass it as an argument, or "
+        "detach it",
+        "",
+    ),
+    Refusal(
+        "gradient by values",
+        When.GRADIENTS,
+        "eager execution computes a gradient in a way that depends on values, which a plan cannot "
+        "see",
+        "It is that of {operator}",
+        "",
+    ),
+    Refusal(
+        "write of what has a gradient",
+        When.GRADIENTS,
+        "the forward writes something that has a gradient into {tensor}, which has none: autograd "
+        "would not be told of that by a planned step",
+        "Write what is detached (h.detach()), or return it",
+        "",
+    ),
+    Refusal(
+        "write into another tensor",
+        When.GRADIENTS,
+        "the forward writes something that has a gradient into a tensor of shape {shape} that is "
+        "neither a parameter, a buffer nor an argument: autograd would not be told of that by a "
+        "planned step",
+        "Write what is detached (h.detach()), or return it",
+        "",
+    ),
+    Refusal(
+        "requires_grad",
+        When.GRADIENTS,
+        "the forward changes `requires_grad` of {tensor}, which a planned step would not do",
+        "change it before the call, or take another tensor (x = x.detach())",
+        "",
+    ),
+    Refusal(
+        "backward in the forward",
+        When.GRADIENTS,
+        "the forward, or a backward of its own, adds to the `.grad` of {tensor} itself (backward() "
+        "in the forward or in a custom autograd.Function), which a planned step would not do",
+        "use torch.autograd.grad and return the gradients. Where it is a checkpoint, leave it out: "
+        "a plan computes again by itself",
+        "",
+    ),
+    Refusal(
+        "count",
+        When.NEXT_CALL,
+        "{of}: each call changes {place}, which would stand still in a planned run",
+        "keep a count outside of the module, or in a registered buffer",
+        "",
+    ),
+    Refusal(
+        "another next call",
+        When.NEXT_CALL,
+        "{of}: the forward changes {place}, and the next call does not do the same as this one, "
+        "which a planned run would repeat for ever",
+        "If only the first call is another one (values set by the first batch), run the module "
+        "once on the sample, then plan it",
+        "",
+    ),
+    Refusal(
+        "cached change",
+        When.NEXT_CALL,
+        "{of}: the forward changes {place}, and calls {function}, whose results are cached "
+        "(functools): a planned run could not tell whether the next call changes it as well",
+        "Run the module once on the sample, then plan it",
+        "",
+    ),
+    Refusal(
+        "fresh constant",
+        When.NEXT_CALL,
+        "the forward writes in place to a tensor that it has made of numpy's or Python's data "
+        "(torch.from_numpy, torch.as_tensor), which would be the same tensor at every call of a "
+        "planned module",
+        "write to a clone of it",
+        "",
+    ),
+)
+
+NAMED = {row.name: row for row in REFUSALS}
+"""The rows by name."""
+
+
+def as_markdown() -> str:
+    """All refusals, as docs/limits.md lists them: a list for each stage, and one of operators."""
+    lines: list[str] = []
+    for when in When:
+        lines += [f"### {when}", ""]
+        lines += [_item(row.says, row.remedy) for row in REFUSALS if row.when is when]
+        lines.append("")
+    lines += ["### Operators that are refused by name", ""]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in OPERATORS:
+        if row.refused_because:
+            called = row.called or row.name.removeprefix("*.")
+            names = reasons.setdefault((row.refused_because, row.instead), [])
+            names += [] if f"`{called}`" in names else [f"`{called}`"]
+    for (because, instead), names in reasons.items():
+        lines.append(_item(f"{', '.join(names)} {because}", instead))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _item(says: str, remedy: str) -> str:
+    """Says what, and after a dash what to do; '...' for what is filled in."""
+    said, todo = (re.sub(r"'?\{\w+\}'?", "...", text) for text in (says, remedy))
+    return f"- {said}{f' — *{todo}*' if todo else ''}"
