@@ -18,16 +18,11 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
 
 NO_ADDRESS = "Cannot access data pointer of Tensor"
 """What PyTorch says where C++ asks a fake tensor for its memory."""
-
-AS_OPERATOR = (
-    "make it an operator (torch.library.custom_op with register_fake and register_autograd; for "
-    "Triton torch.library.triton_op), or leave it outside of the planned module"
-)
-"""What to do about a kernel."""
 
 # Packages whose functions launch kernels for who calls them.
 _LAUNCHERS = ("triton", "cupy", "numba", "cutlass", "tvm_ffi", "tilelang", "cffi", "ctypes")
@@ -51,13 +46,13 @@ def of_address(frames: Frames) -> str:
     kernel = next(filter(None, (_kernel(frame) for frame, _ in _up_to_caller(users))), _FOREIGN)
     asking = [(frame, line) for frame, line in users if not _is_launcher(frame)]
     if not asking:
-        return f"the forward gives the memory of a tensor to {kernel}; {AS_OPERATOR}"
+        return NAMED["address by a library"].text(kernel=kernel)
     (frame, line), *outer = asking
-    return (
-        f"{_function(frame)} asks for the address of a tensor (data_ptr) for {kernel}"
-        f"{_code(frame, line)}{_called_by(outer)}. A plan consists of operators of PyTorch, and "
-        f"does not see what a kernel does with memory. If there is a kernel, {AS_OPERATOR}; to see "
-        "whether two tensors are one, compare the tensors (`a is b`)"
+    return NAMED["address"].text(
+        function=_function(frame),
+        kernel=kernel,
+        code=_code(frame, line),
+        caller=_called_by(outer),
     )
 
 

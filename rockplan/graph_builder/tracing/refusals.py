@@ -9,6 +9,7 @@ each names the test that shows it; operators that are refused are rows of `opera
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,6 +40,13 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
 
+AS_OPERATOR = (
+    "make it an operator (torch.library.custom_op with register_fake and register_autograd; for "
+    "Triton torch.library.triton_op), or leave it outside of the planned module"
+)
+"""What to do about a kernel."""
+
+
 class When(StrEnum):
     """The stage at which it is noticed."""
 
@@ -64,11 +72,13 @@ class Refusal:
     kind: type[RockplanError] = UnsupportedModel
 
     def text(self, **found: Any) -> str:
-        joined = ". " if self.remedy[:1].isupper() else "; "
-        whole = f"{self.says}{joined}{self.remedy}" if self.remedy else self.says
-        return whole.format(**found)
+        """What is said. remedy: another one, where what was found has its own."""
+        remedy = found.pop("remedy", self.remedy.format(**found))
+        says = self.says.format(**found)
+        joined = ". " if remedy[:1].isupper() else "; "
+        return f"{says}{joined}{remedy}" if remedy else says
 
-    def error(self, module_path: str | None = None, **found: Any) -> Any:
+    def error(self, module_path: str | None = None, **found: Any) -> RockplanError:
         """To be raised. module_path: of the submodule that it is about."""
         if not issubclass(self.kind, CaptureError):
             return self.kind(self.text(**found))
@@ -362,6 +372,121 @@ REFUSALS: tuple[Refusal, ...] = (
         "",
     ),
     Refusal(
+        "value",
+        When.FORWARD,
+        "{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
+        "`if` on a tensor), so the operations may differ from call to call and cannot be planned",
+        "Keep the decision on the tensor (torch.where), or move it out of the module",
+        "",
+        kind=ValueDependentControlFlow,
+    ),
+    Refusal(
+        "shape",
+        When.FORWARD,
+        "the shape of the result of {operator} depends on {what}; a plan needs shapes that are "
+        "known before the call (masks, counts and indices that are arguments, or made of integer "
+        "arguments, are)",
+        "Replace it by a masked operation (torch.where, multiplication by the mask)",
+        "",
+        kind=DataDependentShape,
+    ),
+    Refusal(
+        "unwritten memory",
+        When.FORWARD,
+        "{reader} memory that {maker} has made (torch.empty) and no operator of PyTorch has "
+        "written to",
+        "Either a kernel writes it where a plan does not see it, or it is skipped while a model is "
+        f"traced (as in flash-attention 4): {AS_OPERATOR}. Or what was in memory before is read: "
+        "fill it (torch.zeros)",
+        "",
+    ),
+    Refusal(
+        "address",
+        When.FORWARD,
+        "{function} asks for the address of a tensor (data_ptr) for {kernel}{code}{caller}. A plan "
+        "consists of operators of PyTorch, and does not see what a kernel does with memory",
+        f"If there is a kernel, {AS_OPERATOR}; to see whether two tensors are one, compare the "
+        "tensors (`a is b`)",
+        "",
+    ),
+    Refusal(
+        "address by a library",
+        When.FORWARD,
+        "the forward gives the memory of a tensor to {kernel}",
+        AS_OPERATOR,
+        "",
+    ),
+    Refusal(
+        "kept argument",
+        When.MODULE,
+        "an argument of the sample is also kept in {place}, and something compares objects by "
+        "`is`, so the forward could see that they are one, which a plan would take for granted",
+        "plan with a copy of it",
+        "",
+    ),
+    Refusal(
+        "kept tensor",
+        When.FORWARD,
+        "{who} assigns a tensor to {place}, which a planned run cannot reproduce",
+        "Return it, or keep it outside of the module",
+        "",
+    ),
+    Refusal(
+        "kept in a cache",
+        When.FORWARD,
+        "a tensor that depends on more than constants is kept in the cache of {place} "
+        "(functools), where the next call would find it, and a planned run would not",
+        "compute it without the cache",
+        "",
+    ),
+    Refusal(
+        "kept change",
+        When.FORWARD,
+        "{who} changes {place}, which a planned run could not do as it does",
+        "keep it outside of the module, or return it",
+        "",
+    ),
+    Refusal(
+        "another table",
+        When.NEXT_CALL,
+        "{who} keeps a table in {place}, and the next call does not do the same as this one, "
+        "which a planned run would repeat for ever",
+        "If only the first call is another one, run the module once on the sample, then plan it",
+        "",
+    ),
+    Refusal(
+        "attribute of a fake tensor",
+        When.MODULE,
+        "{tensor} has an attribute '{attribute}', a name that the fake tensors have with which a "
+        "forward is recorded",
+        "give it another name",
+        "",
+    ),
+    Refusal(
+        "attribute of a result",
+        When.RESULT,
+        "the forward sets the attribute '{attribute}' of leaf {position} of its result, which "
+        "the result of a planned run would not have",
+        "return it",
+        "",
+    ),
+    Refusal(
+        "attribute of a tensor",
+        When.FORWARD,
+        "the forward sets the attribute '{attribute}' of {tensor}, which a planned run would not "
+        "do",
+        "set it before the call, or keep it outside",
+        "",
+    ),
+    Refusal(
+        "question",
+        When.FORWARD,
+        "the forward asks {tensor} for `{name}` ({what}), which is another at the next call of a "
+        "planned module",
+        "decide on it outside, and pass in what follows",
+        "",
+    ),
+    Refusal(
         "new submodule",
         When.FORWARD,
         "the forward adds the submodule '{path}', which a planned run would not do",
@@ -539,11 +664,18 @@ def as_markdown() -> str:
             names = reasons.setdefault((row.refused_because, row.instead), [])
             names += [] if f"`{called}`" in names else [f"`{called}`"]
     for (because, instead), names in reasons.items():
-        lines.append(_item(f"{', '.join(names)} {because}", instead))
+        of_each = "each of " if len(names) > 1 else ""
+        lines.append(_item(f"{of_each}{', '.join(names)} {because}", instead))
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _item(says: str, remedy: str) -> str:
     """Says what, and after a dash what to do; '...' for what is filled in."""
-    said, todo = (re.sub(r"'?\{\w+\}'?", "...", text) for text in (says, remedy))
-    return f"- {said}{f' — *{todo}*' if todo else ''}"
+    said, todo = (re.sub(r"('?\{\w+\}'?)+", "...", text) for text in (says, remedy))
+    return textwrap.fill(
+        f"- {said}{f' - *{todo}*' if todo else ''}",
+        width=100,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

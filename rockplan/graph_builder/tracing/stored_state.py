@@ -21,8 +21,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import UnsupportedModel
+from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.recorder import Recorder
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
 from rockplan.python_state.holders import (
@@ -68,17 +69,13 @@ class Tables:
         known = dict(before)
         return held.element(next(k for k, v in elements if known.get(k) is not v))
 
-    def unstable(self) -> UnsupportedModel:
+    def unstable(self) -> RockplanError:
         return _refusal(self.place)
 
-    def another(self) -> UnsupportedModel:
+    def another(self) -> RockplanError:
         """Where calls that find the tables do something else than the first one."""
-        return UnsupportedModel(
-            f"{_who(self.place)} keeps a table in {self.place.text}, and the next call does not do "
-            "the same as this one, which a planned run would repeat for ever. If only the first "
-            "call is another one, run the module once on the sample, then plan it",
-            module_path=self.place.module,
-        )
+        where = self.place
+        return NAMED["another table"].error(where.module, who=_who(where), place=where.text)
 
 
 def refuse_kept_arguments(
@@ -99,12 +96,8 @@ def refuse_kept_arguments(
                 raise _compared(held.element(key))
 
 
-def _compared(place: Place) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"an argument of the sample is also kept in {place}, and something compares objects by "
-        "`is`, so the forward could see that they are one, which a plan would take for granted; "
-        "plan with a copy of it"
-    )
+def _compared(place: Place) -> RockplanError:
+    return NAMED["kept argument"].error(place=place)
 
 
 def tables_of(
@@ -154,12 +147,7 @@ def _refuse_cached(found: Reached, made: _RunTensors) -> None:
             continue
         for tensor in filter(made.is_ours, _cached(value)):
             if made.real_or_none(tensor) is None:
-                raise UnsupportedModel(
-                    f"a tensor that depends on more than constants is kept in the cache of "
-                    f"{place.text} (functools), where the next call would find it, and a planned "
-                    "run would not; compute it without the cache",
-                    module_path=place.module,
-                )
+                raise NAMED["kept in a cache"].error(place.module, place=place.text)
 
 
 def _cached(cache: Any) -> Iterator[Any]:
@@ -197,11 +185,7 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
         place = held.place if held.kind.step == "all" else held.element(keys[0] if keys else "")
         is_ours = place.address is not None and not held.is_registry
         if keys and not (is_ours and all(map(_is_plain, values))):
-            raise UnsupportedModel(
-                f"{_who(place)} changes {place.text}, which a planned run could not do as it "
-                "does; keep it outside of the module, or return it",
-                module_path=place.module,
-            )
+            raise NAMED["kept change"].error(place.module, who=_who(place), place=place.text)
         found += _assigned(held, keys, now, before)
     return tuple(found)
 
@@ -407,14 +391,11 @@ def _who(place: Place) -> str:
     return f"in module '{place.module or '(root)'}': the forward"
 
 
-def _refusal(place: Place) -> UnsupportedModel:
-    remedy = (
-        f"Return it, or update a registered buffer in place ({place.text}.copy_(...))"
-        if place.text.removeprefix("self.").isidentifier()
-        else "Return it, or keep it outside of the module"
-    )
-    return UnsupportedModel(
-        f"{_who(place)} assigns a tensor to {place.text if place.module is not None else place}, "
-        f"which a planned run cannot reproduce. {remedy}",
-        module_path=place.module,
-    )
+def _refusal(place: Place) -> RockplanError:
+    refusal, found = NAMED["kept tensor"], {"who": _who(place)}
+    found["place"] = place.text if place.module is not None else str(place)
+    if place.text.removeprefix("self.").isidentifier():
+        found["remedy"] = (
+            f"Return it, or update a registered buffer in place ({place.text}.copy_(...))"
+        )
+    return refusal.error(place.module, **found)

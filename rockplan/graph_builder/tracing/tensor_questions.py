@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
 from rockplan.python_state.contents import described
 from rockplan.values.interface import ABSENT, METHODS, Question
@@ -59,10 +59,7 @@ class Questions:
         self.attributes.setdefault(id(stand_in), frozenset(stand_in.__dict__))
         shadowed = self.real[id(stand_in)].__dict__.keys() & _OF_STAND_INS
         for attribute in sorted(shadowed):
-            raise UnsupportedModel(
-                f"{called} has an attribute '{attribute}', a name that the fake tensors have with "
-                "which a forward is recorded; give it another name"
-            )
+            raise NAMED["attribute of a fake tensor"].error(tensor=called, attribute=attribute)
 
     @contextlib.contextmanager
     def answered(self, namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
@@ -91,18 +88,14 @@ class Questions:
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
                 for attribute in _given(result.__dict__):
-                    raise UnsupportedModel(
-                        f"the forward sets the attribute '{attribute}' of leaf {position} of its "
-                        "result, which the result of a planned run would not have; return it"
+                    raise NAMED["attribute of a result"].error(
+                        attribute=attribute, position=position
                     )
         for identity, (called, _, _) in self.names.items():
             stand_in = self.stand_ins[identity]
             for attribute in stand_in.__dict__.keys() - self.attributes[identity]:
                 if not _is_own(attribute):
-                    raise UnsupportedModel(
-                        f"the forward sets the attribute '{attribute}' of {called}, which a "
-                        "planned run would not do; set it before the call, or keep it outside"
-                    )
+                    raise NAMED["attribute of a tensor"].error(tensor=called, attribute=attribute)
 
     def _members(self) -> dict[str, Any]:
         def attribute(tensor: torch.Tensor, name: str) -> Any:
@@ -294,10 +287,7 @@ class Questions:
 
     def _refuse(self, tensor: torch.Tensor, name: str, what: str) -> NoReturn:
         called = self.names.get(id(tensor), ("a tensor", "", ""))[0]
-        self.refuse(
-            f"the forward asks {called} for `{name}` ({what}), which is another at the next call "
-            "of a planned module; decide on it outside, and pass in what follows"
-        )
+        self.refuse(NAMED["question"].text(tensor=called, name=name, what=what))
 
 
 _class_of: list[Callable[[torch.Tensor], type]] = []

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch._ops import OpOverload
 
-from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.foreign_kernels import AS_OPERATOR, maker
+from rockplan.graph_builder.tracing.foreign_kernels import maker
+from rockplan.graph_builder.tracing.refusals import NAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,6 @@ class Unwritten:
         for storage in storages:
             made = self._made.get(storage)
             if made is not None:
-                raise UnsupportedModel.at(made.module, made.source, _unwritten(made.by, reader))
-
-
-def _unwritten(made_by: str, reader: str) -> str:
-    return (
-        f"{reader} memory that {made_by} has made (torch.empty) and no operator of PyTorch has "
-        "written to. Either a kernel writes it where a plan does not see it, or it is skipped "
-        f"while a model is traced (as in flash-attention 4): {AS_OPERATOR}. Or what was in memory "
-        "before is read: fill it (torch.zeros)"
-    )
+                raise NAMED["unwritten memory"].at(
+                    made.module, made.source, reader=reader, maker=made.by
+                )

@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import DataDependentShape, ValueDependentControlFlow
+from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.tracing import evaluate, value_shapes
@@ -287,7 +287,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _value_read_error(
     calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str, further: str
-) -> ValueDependentControlFlow:
+) -> CaptureError:
     """names: of parameters, buffers and inputs that the value depends on; further: another thing
     to do."""
     what = f"a value that depends on {_listed(names)}"
@@ -304,13 +304,8 @@ def _value_read_error(
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
     if _is_called_by(_DISTRIBUTIONS):
         remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
-    return ValueDependentControlFlow.at(
-        module,
-        source,
-        f"{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
-        "`if` on a tensor), so the operations may differ from call to call and cannot be planned. "
-        f"{remedy}{further}{of_experts()}",
-    )
+    remedy = f"{remedy}{further}{of_experts()}"
+    return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
 
 
 def _shape_error(
@@ -319,7 +314,7 @@ def _shape_error(
     names: Sequence[str],
     module: str,
     source: str,
-) -> DataDependentShape:
+) -> CaptureError:
     """names: of parameters, buffers and inputs that the shape depends on."""
     function = torch_function()
     if function:
@@ -329,13 +324,8 @@ def _shape_error(
     what = f"the values of {_listed(names)}" if names else "the values of its input"
     if any(c.random for c in calls):
         what = "a random draw"
-    return DataDependentShape.at(
-        module,
-        source,
-        f"the shape of the result of {operator} depends on {what}; a plan needs shapes that are "
-        "known before the call (masks, counts and indices that are arguments, or made of integer "
-        f"arguments, are). {remedy}{_plain_table(names)}{of_experts()}",
-    )
+    remedy = f"{remedy}{_plain_table(names)}{of_experts()}"
+    return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
 
 
 def _listed(names: Sequence[str]) -> str:
