@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from rockplan.errors import CaptureError, InvalidInput, RockplanError
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.graph_builder.tracing.fake_results import Results
+from rockplan.graph_builder.tracing.foreign_kernels import of_address
+from rockplan.graph_builder.tracing.outputs import foreign_gradient
 from rockplan.graph_builder.tracing.refusals import (
     NAMED,
     REFUSALS,
@@ -78,3 +86,134 @@ def test_the_first_rule_that_finds_something_says_so() -> None:
         refuse(When.MODULE, nn.Sequential(nn.Linear(2, 2, device="meta"), nn.LazyLinear(2))[:1])
     refuse(When.MODULE, nn.Sequential(nn.Linear(2, 2)))
     assert torch.is_grad_enabled()
+
+
+class Does(nn.Module):
+    """What `step` makes of a hidden tensor and the argument."""
+
+    def __init__(self, step: Callable[[Any, torch.Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.step = nn.Linear(4, 4), step
+        self.register_buffer("kept", torch.zeros(3, 4))
+        self.flag, self.table = 0, None
+
+    def forward(self, x: Any) -> Any:
+        first = x if isinstance(x, torch.Tensor) else next(t for t in x if t is not None)
+        return self.step(self, self.linear(first), x)
+
+
+def hooked(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    h.register_hook(lambda gradient: gradient)
+    return h
+
+
+def nested(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([h, h], layout=torch.jagged).values()
+
+
+def sparse(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    return torch.sparse.mm(h.to_sparse(), module.linear.weight)
+
+
+def noted(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    h.note = 1  # type: ignore[attr-defined]
+    return h
+
+
+def into_buffer(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    module.kept.copy_(h)
+    return h * 2
+
+
+TABLE = torch.zeros(3, 4)
+
+
+def into_table(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    TABLE.copy_(h)
+    return h * 2
+
+
+def asked(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    return h if x._version == 0 else h * 2
+
+
+def compared(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    return h if x is module.linear.last else h * 2
+
+
+@functools.cache
+def remembered(h: torch.Tensor) -> torch.Tensor:
+    return h * 2
+
+
+@functools.cache
+def three() -> int:
+    return 3
+
+
+def flagged(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    module.flag = three()
+    return h
+
+
+def tabled(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
+    if module.table is None:
+        module.table = torch.arange(4.0)
+        return h + module.table
+    return h * module.table
+
+
+SAMPLE = torch.randn(3, 4)
+MARKED = torch.randn(3, 4)
+MARKED.fake_device = "cpu"  # type: ignore[attr-defined]
+CASES: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], Any]] = {
+    "hook on a tensor": (hooked, SAMPLE),
+    "nested tensor": (nested, SAMPLE),
+    "layout": (sparse, SAMPLE),
+    "attribute of a result": (noted, SAMPLE),
+    "attribute of a fake tensor": (lambda module, h, x: h, MARKED),
+    "write of what has a gradient": (into_buffer, SAMPLE),
+    "write into another tensor": (into_table, SAMPLE),
+    "question": (asked, SAMPLE),
+    "kept argument": (compared, SAMPLE),
+    "kept in a cache": (lambda module, h, x: remembered(h), SAMPLE),
+    "result that is an argument": (
+        lambda module, h, x: (h, x), torch.randn(3, 4, requires_grad=True)
+    ),
+    "cached change": (flagged, SAMPLE),
+    "another table": (tabled, SAMPLE),
+    "iterator as an argument": (lambda module, h, x: h, iter([SAMPLE])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused_is_said_in_the_words_of_its_row(name: str) -> None:
+    step, x = CASES[name]
+    module = Does(step)
+    if name == "kept argument":
+        module.linear.last = x  # type: ignore[assignment]
+    with pytest.raises(CaptureError) as info:
+        capture(module, (x,), {})
+    words = re.split(r"\{\w+\}", NAMED[name].says)
+    assert all(part in str(info.value) for part in words)
+    assert re.split(r"\{\w+\}", NAMED[name].remedy)[0] in str(info.value)
+
+
+def test_an_operator_of_whose_result_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(results: Results, operator: Any, *_: Any) -> NoReturn:
+        raise UnsupportedOperatorException(operator)
+
+    monkeypatch.setattr(Results, "of", fails)
+    with pytest.raises(CaptureError, match=r"what aten\.t\.default returns is not known before"):
+        capture(nn.Linear(2, 2), (torch.randn(1, 2),), {})
+
+
+def test_addresses_that_no_code_of_the_user_asks_for() -> None:
+    assert of_address(iter(())) == NAMED["address by a library"].text(kernel="foreign code")
+
+
+def test_parameters_that_are_parts_of_one() -> None:
+    flat = nn.Parameter(torch.zeros(2))
+    assert "neither a parameter" in str(foreign_gradient(flat))
+    flat._is_flat_param = True  # type: ignore[attr-defined]
+    assert str(foreign_gradient(flat)) == NAMED["flat parameters"].text()

@@ -72,7 +72,7 @@ def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]
     for place, generator in (generators[key] for key in moved):
         raise NAMED["generator of Python"].error(
             module_path=place.module or "",
-            module=place.module or "(root)",
+            path=place.module or "(root)",
             place=place.text,
             kind=type(generator).__name__,
         )

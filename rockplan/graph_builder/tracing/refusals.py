@@ -160,7 +160,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "in a planned step, which calls operators",
         "Plan and call the module outside of it; or use the original module there, which calls of "
         "a planned one do with Options(on_mismatch='original')",
-        "test_modes.",
+        "test_modes.test_function_modes_are_refused_by_name",
         _function_modes,
     ),
     Refusal(
@@ -168,7 +168,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{part} is a {kind}: what TorchScript runs cannot be followed",
         "Plan the model with the module that was scripted or traced in its place",
-        "",
+        "test_bad_input.test_torchscript_modules_are_refused",
         _scripted,
     ),
     Refusal(
@@ -176,7 +176,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{tensor} is lazy: run the module once on a sample, then plan it",
         "",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         _lazy,
         InvalidInput,
     ),
@@ -185,7 +185,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{tensor} is on the meta device: materialize the module, then plan it",
         "",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         _on_meta,
         InvalidInput,
     ),
@@ -195,7 +195,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the hook {hook} on all modules (register_module_forward_hook and the like) would not run "
         "in the submodules of a planned step",
         "remove it, or use the original module while it is there",
-        "",
+        "test_usage.test_hooks_on_all_modules_are_refused",
         _hooks_on_all,
     ),
     Refusal(
@@ -203,7 +203,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "in module '{path}': the hook {hook} on a submodule would not run in a planned step",
         "remove it before planning, or put it on the root module or on the parameters",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         _hooks_on_submodules,
     ),
     Refusal(
@@ -211,14 +211,14 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         f"{{tensor}} is a nested tensor, {OF_UNKNOWN_SIZES}",
         PAD,
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "layout",
         When.MODULE,
         "{tensor} is a tensor with layout {layout}, which cannot be planned",
         "use dense tensors (for nn.Embedding: sparse=False)",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "class of tensors",
@@ -227,7 +227,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "would not ask",
         "use plain tensors (plan a module before it is sharded or quantized, pass "
         "`tensor.as_subclass(torch.Tensor)`)",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "leftover",
@@ -235,21 +235,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward leaves a tensor in {place}, which a planned run cannot reproduce (it is "
         "removed from there)",
         "Return it, or keep it outside of the module",
-        "",
+        "test_python_state.test_a_fake_tensor_that_is_left_is_found",
     ),
     Refusal(
         "generator",
         When.FORWARD,
         "{operator} draws from a torch.Generator object, which cannot be written into a plan",
         "draw from the default generator, or before the call",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "unknown result",
         When.FORWARD,
         "what {operator} returns is not known before it runs, so it cannot be planned",
         "leave it outside of the module",
-        "",
+        "test_refusals.test_an_operator_of_whose_result_nothing_is_known",
     ),
     Refusal(
         "no rule",
@@ -257,7 +257,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{operator} is an operator without a rule for what it returns: describe an empty result of "
         "it with `register_fake` (torch.library.custom_op has that method)",
         "",
-        "",
+        "test_foreign_kernels.test_an_operator_whose_result_is_not_described",
     ),
     Refusal(
         "shape in place",
@@ -265,7 +265,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{operator} changes the shape of an input, a parameter or a buffer in place, which a "
         "planned run would not do",
         "use the operator without the underscore",
-        "",
+        "test_bad_input.test_changing_the_shape_of_an_input_in_place_is_refused",
     ),
     Refusal(
         "recurrent layer of cuDNN",
@@ -274,7 +274,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "storage, and a generator of its own for dropout, which a plan cannot follow",
         "plan the parts before and after it, or switch cuDNN off where the layer runs (with "
         "torch.backends.cudnn.flags(enabled=False))",
-        "",
+        "test_cuda.test_recurrent_layers_of_cudnn_are_refused",
     ),
     Refusal(
         "argument in place",
@@ -283,7 +283,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "(leaf {leaves} of the arguments is the result of other operations, else eager would fail, "
         "too); autograd would not be told of the change by a planned step",
         "Change a clone of it (x = x.clone()), or use the operator without the underscore",
-        "",
+        "test_bad_input.test_writing_to_an_input_that_has_a_history_is_refused",
     ),
     Refusal(
         "values of a function of PyTorch",
@@ -291,7 +291,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "a function of PyTorch reads values of a tensor while the forward runs, of which a plan "
         "knows shapes alone (those of a PackedSequence, for instance)",
         "Pass padded tensors, or leave that function outside of the module",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=ValueDependentControlFlow,
     ),
     Refusal(
@@ -300,7 +300,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward writes into the memory of an array that it gets from a tensor (.numpy(), "
         "numpy.asarray), which a planned run would not do",
         "write to a copy (array.copy()), or to the tensor",
-        "",
+        "test_bad_input.test_arrays_of_tensors_that_the_forward_writes_to_are_refused",
     ),
     Refusal(
         "cross entropy",
@@ -308,7 +308,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "cross entropy with class weights, label smoothing and the mean selects the targets that "
         "are not ignored, a shape that depends on values; a plan needs static shapes",
         "Compute this loss outside of the module, or leave out the weights or the smoothing",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=DataDependentShape,
     ),
     Refusal(
@@ -316,7 +316,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.FORWARD,
         "under autocast the kernel of {name} casts inside, which a plan cannot repeat",
         "call it under torch.autocast(..., enabled=False)",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "other memory",
@@ -324,7 +324,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward assigns to the `.data` of a tensor, which gives it other memory, and a "
         "planned run would not see it",
         "write into it instead: `with torch.no_grad(): tensor.copy_(...)`",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "seeds",
@@ -332,21 +332,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
         "torch.random.fork_rng), which a planned step would not repeat",
         "seed before the call, or pass the numbers in as a tensor",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "hook on a tensor",
         When.FORWARD,
         "the forward registers a hook on a tensor, which would not run in a planned step",
         "use a custom autograd.Function, or hook the parameters",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "nested tensor",
         When.FORWARD,
         f"the forward makes a nested tensor, {OF_UNKNOWN_SIZES}",
         PAD,
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "iterator of the module",
@@ -354,22 +354,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward takes the next of an iterator that the module keeps (a {kind}), which a "
         "planned step would not advance",
         "draw with torch, or before the call, and pass what was drawn in as a tensor",
-        "",
+        "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     ),
     Refusal(
         "iterator as an argument",
         When.FORWARD,
         "{place} is an iterator (a {kind}), which a planned step would not advance",
         "pass a list",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "generator of Python",
         When.FORWARD,
-        "in module '{module}': the forward draws from {place} (a {kind}), which a planned step "
+        "in module '{path}': the forward draws from {place} (a {kind}), which a planned step "
         "would repeat for ever",
         "draw with torch, or before the call, and pass what was drawn in as a tensor",
-        "",
+        "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     ),
     Refusal(
         "value",
@@ -377,7 +377,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
         "`if` on a tensor), so the operations may differ from call to call and cannot be planned",
         "Keep the decision on the tensor (torch.where), or move it out of the module",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=ValueDependentControlFlow,
     ),
     Refusal(
@@ -387,7 +387,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "known before the call (masks, counts and indices that are arguments, or made of integer "
         "arguments, are)",
         "Replace it by a masked operation (torch.where, multiplication by the mask)",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=DataDependentShape,
     ),
     Refusal(
@@ -398,7 +398,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Either a kernel writes it where a plan does not see it, or it is skipped while a model is "
         f"traced (as in flash-attention 4): {AS_OPERATOR}. Or what was in memory before is read: "
         "fill it (torch.zeros)",
-        "",
+        "test_foreign_kernels.test_kernels_are_refused_by_name",
     ),
     Refusal(
         "address",
@@ -407,14 +407,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "consists of operators of PyTorch, and does not see what a kernel does with memory",
         f"If there is a kernel, {AS_OPERATOR}; to see whether two tensors are one, compare the "
         "tensors (`a is b`)",
-        "",
+        "test_foreign_kernels.test_kernels_are_refused_by_name",
     ),
     Refusal(
         "address by a library",
         When.FORWARD,
         "the forward gives the memory of a tensor to {kernel}",
         AS_OPERATOR,
-        "",
+        "test_refusals.test_addresses_that_no_code_of_the_user_asks_for",
     ),
     Refusal(
         "kept argument",
@@ -422,14 +422,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "an argument of the sample is also kept in {place}, and something compares objects by "
         "`is`, so the forward could see that they are one, which a plan would take for granted",
         "plan with a copy of it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "kept tensor",
         When.FORWARD,
         "{who} assigns a tensor to {place}, which a planned run cannot reproduce",
         "Return it, or keep it outside of the module",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "kept in a cache",
@@ -437,14 +437,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "a tensor that depends on more than constants is kept in the cache of {place} "
         "(functools), where the next call would find it, and a planned run would not",
         "compute it without the cache",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "kept change",
         When.FORWARD,
         "{who} changes {place}, which a planned run could not do as it does",
         "keep it outside of the module, or return it",
-        "",
+        "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
         "another table",
@@ -452,7 +452,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{who} keeps a table in {place}, and the next call does not do the same as this one, "
         "which a planned run would repeat for ever",
         "If only the first call is another one, run the module once on the sample, then plan it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "attribute of a fake tensor",
@@ -460,7 +460,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{tensor} has an attribute '{attribute}', a name that the fake tensors have with which a "
         "forward is recorded",
         "give it another name",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "attribute of a result",
@@ -468,7 +468,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward sets the attribute '{attribute}' of leaf {position} of its result, which "
         "the result of a planned run would not have",
         "return it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "attribute of a tensor",
@@ -476,7 +476,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward sets the attribute '{attribute}' of {tensor}, which a planned run would not "
         "do",
         "set it before the call, or keep it outside",
-        "",
+        "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
         "question",
@@ -484,21 +484,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward asks {tensor} for `{name}` ({what}), which is another at the next call of a "
         "planned module",
         "decide on it outside, and pass in what follows",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "new submodule",
         When.FORWARD,
         "the forward adds the submodule '{path}', which a planned run would not do",
         "run the module once on the sample, then plan it",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "change of the caller's",
         When.FORWARD,
         "the forward changes {place}, which the caller has given, and a planned run would not",
         "return what it adds there, or pass a copy in and leave it alone",
-        "",
+        "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
         "opaque result",
@@ -506,7 +506,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
         "return tensors in tuples, lists, dictionaries or a registered pytree",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "key-value cache",
@@ -514,7 +514,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
         "pass use_cache=False (config.use_cache = False)",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "result that is an argument",
@@ -522,7 +522,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "leaf {position} of the module's result is, or is a view of, an input or a parameter that "
         "requires a gradient",
         "return a clone of it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "result with a gradient of its own",
@@ -531,7 +531,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "(requires_grad_() or retain_grad()), and would stay without it in a planned step",
         "detach it, call retain_grad() on the result, or pass in the tensor that requires a "
         "gradient",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "nothing to differentiate",
@@ -539,7 +539,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "no output of the module depends on a parameter or an input that requires a gradient, so "
         "there is no backward pass to plan",
         "Unfreeze a parameter, or set requires_grad on the sample input",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=NothingToDifferentiate,
     ),
     Refusal(
@@ -548,7 +548,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the result requires a gradient, but depends on no parameter and no input by autograd "
         "(they are detached on the way to it), so there is no backward pass to plan",
         "",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=NothingToDifferentiate,
     ),
     Refusal(
@@ -558,7 +558,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "module cannot be",
         "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it "
         "in DistributedDataParallel",
-        "",
+        "test_refusals.test_parameters_that_are_parts_of_one",
     ),
     Refusal(
         "foreign parameter",
@@ -567,7 +567,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "parameter of the module nor an argument, so a planned step would not compute its gradient",
         "register it as a parameter (nn.Parameter, nn.ParameterList), pass it as an argument, or "
         "detach it",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "gradient by values",
@@ -575,7 +575,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "eager execution computes a gradient in a way that depends on values, which a plan cannot "
         "see",
         "It is that of {operator}",
-        "",
+        "test_bad_input.test_gradients_that_depend_on_values",
     ),
     Refusal(
         "write of what has a gradient",
@@ -583,7 +583,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward writes something that has a gradient into {tensor}, which has none: autograd "
         "would not be told of that by a planned step",
         "Write what is detached (h.detach()), or return it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "write into another tensor",
@@ -592,14 +592,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "neither a parameter, a buffer nor an argument: autograd would not be told of that by a "
         "planned step",
         "Write what is detached (h.detach()), or return it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "requires_grad",
         When.GRADIENTS,
         "the forward changes `requires_grad` of {tensor}, which a planned step would not do",
         "change it before the call, or take another tensor (x = x.detach())",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "backward in the forward",
@@ -608,14 +608,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "in the forward or in a custom autograd.Function), which a planned step would not do",
         "use torch.autograd.grad and return the gradients. Where it is a checkpoint, leave it out: "
         "a plan computes again by itself",
-        "",
+        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "count",
         When.NEXT_CALL,
         "{of}: each call changes {place}, which would stand still in a planned run",
         "keep a count outside of the module, or in a registered buffer",
-        "",
+        "test_bad_input.test_counters_are_refused",
     ),
     Refusal(
         "another next call",
@@ -624,7 +624,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "which a planned run would repeat for ever",
         "If only the first call is another one (values set by the first batch), run the module "
         "once on the sample, then plan it",
-        "",
+        "test_bad_input.test_a_first_call_that_differs_is_refused_until_it_has_been",
     ),
     Refusal(
         "cached change",
@@ -632,7 +632,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{of}: the forward changes {place}, and calls {function}, whose results are cached "
         "(functools): a planned run could not tell whether the next call changes it as well",
         "Run the module once on the sample, then plan it",
-        "",
+        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "fresh constant",
@@ -641,7 +641,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "(torch.from_numpy, torch.as_tensor), which would be the same tensor at every call of a "
         "planned module",
         "write to a clone of it",
-        "",
+        "test_bad_input.test_what_is_made_of_other_data_and_written_to",
     ),
 )
 
