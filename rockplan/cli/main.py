@@ -1,7 +1,8 @@
 """The command line: `rockplan profile|solve|show|compare|plot|facts|cache`, a file a command.
 
 Results go to stdout, as tables or with --json as one JSON document; progress, warnings, errors and
-what the user's code prints go to stderr. torch is imported only by commands that need a model.
+what the user's code prints go to stderr. torch is imported only by commands that need a model or an
+operator.
 """
 
 from __future__ import annotations
