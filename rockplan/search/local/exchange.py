@@ -40,8 +40,9 @@ class ExchangeLimits:
     effort: of one round, in storages weighed, about a million in a second; inserting, leaving_out,
     positions: what an insertion, an attempt to leave something out, and a look at the memory of so
     many positions count. rounds: in a row that do not gain `gain` of the iteration time, after
-    which no other begins. hot, hotter, cold: temperatures, of the time for re-executions, at the
-    start of the first round and of others, and at the end.
+    which no other begins; up to most_rounds, one for each `point` that might be gained.
+    hot, hotter, cold: temperatures, of the time for re-executions, at the start of the first round
+    and of others, and at the end.
     moves: first executions of the backward phase are delayed and hastened.
     distance_powers: of the distance to the next read in the score, one drawn for each exchange;
     noise: share by which scores are raised at random. depth: storages that must be made again for
@@ -58,6 +59,8 @@ class ExchangeLimits:
     leaving_out: int = 40
     positions: int = 500
     rounds: int = 4
+    most_rounds: int = 8
+    point: float = 0.01
     gain: float = 5e-4
     hot: float = 0.1
     hotter: float = 0.4
@@ -97,7 +100,10 @@ def exchanged(
     best = annealed(graph, schedule, budget_bytes, deadline=deadline, limits=limits)
     best_ns = simulate(graph, best).time_ns
     seed = without_gain = 0
-    while without_gain < limits.rounds and best_ns > enough_ns and time.monotonic() < deadline:
+    while best_ns > enough_ns and time.monotonic() < deadline:
+        hoped = (best_ns - enough_ns) / max(graph.time_ns, 1)
+        if without_gain >= max(limits.rounds, min(limits.most_rounds, hoped / limits.point)):
+            break
         seed, without_gain = seed + 1, without_gain + 1
         candidate = annealed(graph, best, budget_bytes, deadline=deadline, limits=limits, seed=seed)
         candidate_ns = simulate(graph, candidate).time_ns
