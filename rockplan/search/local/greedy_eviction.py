@@ -474,4 +474,10 @@ class _Run:
 
     def _again(self, d: int) -> int | None:
         maker = self.producer.get(d)
-        return maker if maker in self.may_run_again else None
+        if maker not in self.may_run_again:
+            return None
+        node = self.graph.nodes[maker]
+        # Nothing is gained where the generator's state, kept meanwhile, is as large.
+        made_bytes = sum(self.sizes[w] for w in node.writes)
+        is_worth = not node.random or made_bytes > self.graph.rng_state_bytes
+        return maker if is_worth else None
