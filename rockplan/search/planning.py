@@ -205,8 +205,9 @@ def plan_anew(
     least.reach(incumbent.schedule)
     made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
     made = replace(made, trace=(*trace, *incumbent.trace))
-    is_done = is_complete and incumbent.is_complete
-    return made if is_done or made.certificate.status is Status.OPTIMAL else _stopped(made)
+    is_done = incumbent.is_complete or made.certificate.status is Status.OPTIMAL
+    # No plan within as many bytes may be faster; yet with more time they might be fewer.
+    return made if is_done and is_complete else _stopped(made)
 
 
 def _too_small(
