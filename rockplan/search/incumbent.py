@@ -44,8 +44,11 @@ class Incumbent:
         return replace(self, schedule=schedule, time_ns=found.time_ns, peak_bytes=found.peak_bytes)
 
     def is_near(self, goal: Goal, limits: Limits) -> bool:
-        """Is no schedule that is faster by more than the nearness of the limits?"""
-        return self.schedule is not None and self.time_ns <= self.enough_ns(goal, limits)
+        """Is no schedule that is faster by more than the nearness of the limits? Where the goal is
+        the least peak, that ends nothing."""
+        if self.schedule is None or goal.budget_bytes is None:
+            return False
+        return self.time_ns <= self.enough_ns(goal, limits)
 
     def enough_ns(self, goal: Goal, limits: Limits) -> int:
         return self.bound_ns + int(limits.nearness * goal.graph.time_ns)

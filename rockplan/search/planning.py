@@ -197,8 +197,10 @@ def plan_anew(
         smallest = least.find(limits)
         if budget_bytes < smallest.peak_bytes:
             raise _too_small(problem, smallest, budget_bytes, options)
+        # Of the smallest budget it is told already.
+        looked = () if trace else smallest.trace
         start = replace(
-            incumbent.improved(goal, smallest.schedule), trace=(*incumbent.trace, *smallest.trace)
+            incumbent.improved(goal, smallest.schedule), trace=(*incumbent.trace, *looked)
         )
         incumbent = run(POLISH, goal, limits, start)
     assert incumbent.schedule is not None
