@@ -32,8 +32,9 @@ from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
 from rockplan.values.schedule import first_executions, keep_all
 from tests.exhaustive import Exhaustive
-from tests.graphs import Ranges, random_chain, random_graph
+from tests.graphs import Ranges, random_chain
 from tests.test_orders import schedule_in, topological
+from tests.test_reorder import branched
 
 OPTIONS = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.0)
 QUICK = Limits(exchange=ExchangeLimits(effort=5_000), squeeze=ExchangeLimits(effort=5_000))
@@ -213,7 +214,7 @@ def test_bounds_are_those_of_the_order_in_which_plans_run() -> None:
     moved = costly = 0
     for seed in range(40):
         rng = random.Random(seed)
-        graph = random_graph(rng, 4, Ranges(pinned_percent=0))
+        graph = branched(rng, 3)
         if len(graph.nodes) > 11:
             continue
         start = thriftiest(graph).schedule
@@ -235,6 +236,41 @@ def test_bounds_are_those_of_the_order_in_which_plans_run() -> None:
         proven = stages.prove(goal, incumbent, replace(QUICK, proof_s=60.0, nearness=-1.0))
         assert incumbent.bound_ns <= proven.bound_ns <= fastest_ns
     assert moved >= 4 and costly >= 4
+
+
+def test_what_is_proven_in_one_order_is_not_in_another() -> None:
+    graph = branched(random.Random(0), 3)
+    order = topological(random.Random(0), graph)
+    moved = schedule_in(graph, order)
+    goal = Goal(graph, (), 1 << 40)
+    incumbent = Incumbent(bound_ns=1 << 40).improved(goal, moved)
+    assert incumbent.order == order != tuple(range(len(order)))
+    assert incumbent.bound_ns == graph.time_ns
+    proven = replace(incumbent, bound_ns=1 << 40, time_ns=1 << 50)
+    assert proven.improved(goal, moved).bound_ns == 1 << 40
+    in_place = proven.improved(goal, keep_all(graph))
+    assert in_place.order == () and in_place.bound_ns == graph.time_ns
+
+
+def test_what_is_proven_of_a_plan_is_so_in_its_order() -> None:
+    """Whichever stage moved its first executions, and whether or not the last one ran."""
+    moved = 0
+    for seed in range(60):
+        graph = branched(random.Random(seed), 3)
+        if len(graph.nodes) > 11:
+            continue
+        low = simulate(graph, thriftiest(graph).schedule).peak_bytes
+        for names in ((), ("proof",)):
+            goal = Goal(graph, (), low)
+            limits = replace(QUICK, without=frozenset({"blocks", *names}))
+            incumbent = run(STAGES, goal, limits)
+            check(goal, incumbent)
+            if incumbent.schedule is not None:
+                fastest_ns = of_order(graph, first_executions(incumbent.schedule), low)
+                assert fastest_ns is not None
+                assert incumbent.bound_ns <= fastest_ns <= incumbent.time_ns, seed
+                moved += incumbent.order != ()
+    assert moved >= 6
 
 
 def of_order(graph: CDGraph, order: Sequence[int], budget_bytes: int) -> int | None:
