@@ -209,6 +209,9 @@ def plan_anew(
         incumbent = run(POLISH, goal, limits, start)
     assert incumbent.schedule is not None
     least.reach(incumbent.schedule)
+    if budget.is_minimum:
+        # Within the bytes that were found, the fastest may need less.
+        budget_bytes = min(budget_bytes, incumbent.peak_bytes)
     made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
     made = replace(made, trace=(*trace, *incumbent.trace))
     is_done = incumbent.is_complete or made.certificate.status is Status.OPTIMAL
