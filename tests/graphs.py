@@ -213,6 +213,28 @@ def constrained_graph(rng: random.Random, ranges: Ranges = DEFAULT) -> CDGraph:
             return replace(graph, dropped=dropped)
 
 
+def varied_graph(seed: int) -> CDGraph:
+    """A small graph of one of four kinds: with states of generators, with storages that are taken
+    over, a block, with activations that must not be kept."""
+    rng, with_states = random.Random(seed), Ranges(random_percent=40, max_rng_state_bytes=5)
+    match seed % 4:
+        case 0:
+            return with_more_held(rng, random_graph(rng, rng.randint(2, 4), with_states))
+        case 1:
+            return with_random_takes(rng, random_graph(rng, rng.randint(2, 4)))
+        case 2:
+            return random_block(rng, rng.randint(2, 3), with_states).problem
+        case _:
+            return constrained_graph(rng)
+
+
+def with_room(graph: CDGraph, room_bytes: int) -> CDGraph:
+    """With as much for the caller's loss, of which exhaustive search knows nothing."""
+    last = len(graph.forward) - 1
+    nodes = [replace(n, workspace_bytes=room_bytes) if n.index == last else n for n in graph.nodes]
+    return replace(graph, nodes=tuple(nodes))
+
+
 def random_chain(
     rng: random.Random, lengths: tuple[int, ...] = (2, 3, 2), ranges: Ranges = DEFAULT
 ) -> tuple[CDGraph, tuple[Block, ...]]:
@@ -702,33 +724,6 @@ def branched(rng: random.Random, size: int) -> CDGraph:
         order.insert(rng.randint(order.index(node), len(order)), weight)
     nodes = tuple(replace(n, index=i) for i, n in enumerate(order))
     return replace(graph, data=tuple(data), nodes=nodes, handed=tuple(handed))
-
-
-WITH_DRAWS = Ranges(random_percent=40, max_rng_state_bytes=5)
-
-
-def small_graph(seed: int) -> CDGraph:
-    rng = random.Random(seed)
-    match seed % 4:
-        case 0:
-            return with_more_held(rng, random_graph(rng, rng.randint(2, 4), WITH_DRAWS))
-        case 1:
-            return with_random_takes(rng, random_graph(rng, rng.randint(2, 4)))
-        case 2:
-            return random_block(rng, rng.randint(2, 3), WITH_DRAWS).problem
-        case _:
-            return constrained_graph(rng)
-
-
-def without_room(graph: CDGraph) -> CDGraph:
-    """Without a caller's loss, of which exhaustive search knows nothing."""
-    return with_room(graph, 0)
-
-
-def with_room(graph: CDGraph, room_bytes: int) -> CDGraph:
-    last = len(graph.forward) - 1
-    nodes = [replace(n, workspace_bytes=room_bytes) if n.index == last else n for n in graph.nodes]
-    return replace(graph, nodes=tuple(nodes))
 
 
 def random_recomputations(graph: CDGraph, rng: random.Random) -> Schedule:

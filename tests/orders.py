@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-from rockplan.graph_builder.lowering.backward_order import predecessors
-from rockplan.search import planning
+from torch import nn
+
+import rockplan
+from benchmarks.models import Case
+from rockplan import Options
+from rockplan.codegen import rng_replay
+from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.lowering.backward_order import predecessors, renumbered
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.oracles.simulate import simulate
+from rockplan.search.local import greedy_eviction
+from rockplan.search.planning import plan_of
+from rockplan.search.problem import Problem, problem_of
+from rockplan.store.plan_file import dump_plans
 from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Schedule, first_executions, with_frees
+
+
+def roofline_problem(case: Case) -> Problem:
+    captured = capture(case.model, case.args, case.kwargs)
+    device = next(case.model.parameters()).device
+    graph = lower(captured, rng_replay.state_bytes(device)).graph
+    return problem_of(graph, roofline(graph, 1e11, 2e12), Options(cache=False))
 
 
 def topological(rng: random.Random, graph: CDGraph) -> tuple[int, ...]:
@@ -24,13 +44,23 @@ def topological(rng: random.Random, graph: CDGraph) -> tuple[int, ...]:
     return tuple(order)
 
 
-def plan_in(order_of: Callable[[CDGraph], tuple[int, ...]], monkeypatch: Any) -> None:
-    """Has plans be made in another order than the graph's alone."""
-    common_of = planning.common_of
+def schedule_in(graph: CDGraph, order: Sequence[int]) -> Schedule:
+    """One with a small peak and these first executions."""
+    found = greedy_eviction.thriftiest(renumbered(graph, order)).schedule
+    forward, backward = (tuple(order[i] for i in phase) for phase in found.phases)
+    return with_frees(graph, forward, backward)
 
-    def in_other(problem: planning.Problem, *args: Any) -> planning.Common:
-        common = common_of(problem, *args)
-        first = common.in_order(order_of(problem.constrained))
-        return replace(common, first=first, others=lambda: ())
 
-    monkeypatch.setattr(planning, "common_of", in_other)
+def planned_in(case: Case, rng: random.Random, path: Path) -> nn.Module:
+    """With a plan whose first executions come in a random order, which a file brings."""
+    problem = roofline_problem(case)
+    graph = problem.constrained
+    order = topological(rng, graph)
+    schedule = schedule_in(graph, order)
+    assert first_executions(schedule) == order != tuple(sorted(order))
+    made = plan_of(problem, schedule, simulate(graph, schedule).peak_bytes)
+    assert made is not None
+    path.write_text(dump_plans([made]))
+    planned = rockplan.load(case.model, case.args, path, sample_kwargs=case.kwargs)
+    assert first_executions(planned.plan.schedule) == order
+    return planned

@@ -29,16 +29,16 @@ from tests.cache_worker import KEY, hammer
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
-    # So that small graphs need all kinds of entries, as larger ones do.
-    monkeypatch.setattr("rockplan.search.needs.LARGEST", 0)
     return folder
 
 
 def make_plan(budget: str = "80%", **options: Any) -> rockplan.Plan:
+    """By options of blocks, so that there are all kinds of entries."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
     x = torch.randn(64, 16)
-    return rockplan.plan(model, x, budget, options=rockplan.Options(**options))
+    made = rockplan.Options(without=("relaxation", "eviction"), **options)
+    return rockplan.plan(model, x, budget, options=made)
 
 
 def forbidden(*args: Any, **kwargs: Any) -> Any:
@@ -67,9 +67,8 @@ def test_the_second_plan_measures_and_solves_nothing(
     monkeypatch.setattr("rockplan.graph_builder.costs.price._measure_time", forbidden)
     monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
     monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.search.minimum_peak.refined", forbidden)
-    monkeypatch.setattr("rockplan.search.needs.LARGEST", 1000)
-    monkeypatch.setattr("rockplan.search.needs.Search", forbidden)
+    monkeypatch.setattr("rockplan.search.planning.run", forbidden)
+    monkeypatch.setattr("rockplan.search.minimum_peak.run", forbidden)
     assert make_plan() == first
 
 
@@ -90,7 +89,7 @@ def test_the_least_peak_that_was_found_is_not_looked_for_again(
 ) -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as first:
         make_plan("1KB")
-    monkeypatch.setattr("rockplan.search.local.greedy_eviction.thriftiest", forbidden)
+    monkeypatch.setattr("rockplan.search.minimum_peak.run", forbidden)
     with pytest.raises(rockplan.InfeasibleBudget) as second:
         make_plan("2KB")
     assert second.value.minimum_bytes == first.value.minimum_bytes

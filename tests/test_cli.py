@@ -488,13 +488,6 @@ def test_names_in_a_file_do_not_command_the_terminal(own_folder: Path) -> None:
 # Interrupts and progress
 
 
-@pytest.fixture
-def without_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may prove the plan, as prices are, before there are options of blocks."""
-    monkeypatch.setattr("rockplan.search.needs.LARGEST", 0)
-
-
-@pytest.mark.usefixtures("without_exact_search")
 def test_an_interrupt_leaves_nothing_half_written(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,11 +498,7 @@ def test_an_interrupt_leaves_nothing_half_written(
         raise KeyboardInterrupt
 
     words = ("solve", MLP, "-b", "50%", "--save", "plan.json")
-    for place in (
-        "ilp.blocks.families.option_family",
-        "search.minimum_peak.refined",
-        "store.plan_file.os.replace",
-    ):
+    for place in ("search.stages.refined", "search.stages.exchanged", "store.plan_file.os.replace"):
         with monkeypatch.context() as patch:
             patch.setattr(f"rockplan.{place}", interrupt)
             assert "interrupted" in errors(*words, code=ExitCode.INTERRUPTED)

@@ -7,10 +7,9 @@ Skipped where there is none. Eager execution must repeat itself: algorithms are 
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,7 @@ import rockplan
 from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import FOR_CUDA, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
-from rockplan.graph_builder.lowering.backward_order import gathered
-from rockplan.values.graph import CDGraph
-from rockplan.values.schedule import first_executions
-from tests.orders import plan_in, topological
+from tests.orders import planned_in
 from tests.training import generator_states, solve_case, train_side_by_side, twin
 from tests.usage import LookupByCount, classifier, mean_square
 
@@ -263,14 +259,11 @@ def test_a_checkpoint_around_planned_modules(reentrant: bool) -> None:
     assert len(left) == 1 and min(left) > 0
 
 
-@pytest.mark.parametrize("order_of", [gathered, functools.partial(topological, random.Random(0))])
-def test_first_executions_in_another_order(
-    order_of: Callable[[CDGraph], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan_in(order_of, monkeypatch)
+def test_first_executions_in_another_order(tmp_path: Path) -> None:
     case = large(width=256, depth=6, batch=512)
-    order = first_executions(check(case, "70%").schedule)
-    assert order != tuple(sorted(order))
+    eager = twin(case)
+    planned = planned_in(case, random.Random(0), tmp_path / "plan.json")
+    train_side_by_side(case, planned, eager)
 
 
 @pytest.mark.parametrize("budget", ["min", "100%"])

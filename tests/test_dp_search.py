@@ -44,7 +44,7 @@ def generated(seed: int) -> Chain:
 # Links
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_links_cost_what_the_options_say(seed: int) -> None:
     _, blocks, found = generated(seed)
     for link, block, family in zip(links(blocks, found), blocks, found, strict=True):
@@ -98,7 +98,7 @@ def test_a_block_without_options_is_refused() -> None:
 # Dead re-executions
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(12))
 def test_dropping_dead_runs_keeps_schedules_legal(seed: int) -> None:
     """Random legal orders with re-executions anywhere: what is left is legal, takes no longer,
     and runs no node again of which nothing is read."""
@@ -224,7 +224,7 @@ def test_storages_that_skip_blocks_are_pinned() -> None:
     assert Counter((*dropped.forward, *dropped.backward))[0] == 1
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_chain_never_underestimates(seed: int) -> None:
     """Where nothing lives outside the blocks (held outputs, generator states, results that
     cannot be had again), the simulated peak is within the limit that the sequence was made for."""
@@ -267,7 +267,7 @@ def test_without_time_there_is_no_schedule_of_the_chain_and_with_time_the_same_a
     assert hurried.best_schedule(budget_bytes, deadline=late) is not None
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_schedules_are_legal_within_their_budget(seed: int) -> None:
     graph, blocks, found = generated(seed)
     everything = simulate(graph, keep_all(graph))

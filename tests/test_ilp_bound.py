@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rockplan.search.local.prune import pruned
 from torch import nn
 
+from benchmarks import exact_search
 from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
 from rockplan.graph_builder.costs.price import price as price_with
 from rockplan.graph_builder.costs.price import roofline
@@ -24,7 +24,7 @@ from rockplan.ilp.whole_graph import refine
 from rockplan.ilp.whole_graph.program import Facts, program
 from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.oracles.simulate import simulate
-from rockplan.search import needs
+from rockplan.search.local.exchange import pruned
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
@@ -116,7 +116,9 @@ def test_the_bound_knows_of_the_forward_phase() -> None:
     assert kept.peak_bytes == kept.forward_peak_bytes
     for share in (0.95, 0.8, 0.7):
         budget_bytes = int(share * kept.peak_bytes)
-        fastest = needs.Search(graph, budget_bytes).fastest(needs.EFFORT, deadline=math.inf)
+        fastest = exact_search.Search(graph, budget_bytes).fastest(
+            exact_search.EFFORT, deadline=math.inf
+        )
         assert fastest is not None
         time_ns = simulate(graph, fastest).time_ns
         assert graph.time_ns < lower_bound_ns(graph, budget_bytes, time_limit_s=60) == time_ns
@@ -129,7 +131,7 @@ def test_no_schedule_that_is_known_is_faster(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(refine, "SMALL", (0.005, 0.15, 0.4)[seed % 3])
         rng = random.Random(seed)
         graph = draw(seed)
-        for schedule in (thriftiest(graph), random_schedule(rng, graph)):
+        for schedule in (thriftiest(graph).schedule, random_schedule(rng, graph)):
             found = simulate(graph, pruned(graph, schedule, simulate(graph, schedule).peak_bytes))
             bound = lower_bound_ns(graph, found.peak_bytes, time_limit_s=60)
             assert bound <= found.time_ns
@@ -169,9 +171,11 @@ def test_the_bound_knows_of_generator_states() -> None:
     lowered = lower(capture(layer, (torch.randn(4, 16, 32),), {}), rng_state_bytes=5056)
     profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
     graph = price_with(lowered.graph, profile)
-    least_bytes = simulate(graph, thriftiest(graph)).peak_bytes
+    least_bytes = simulate(graph, thriftiest(graph).schedule).peak_bytes
     budget_bytes = (3 * least_bytes + 2 * simulate(graph, keep_all(graph)).peak_bytes) // 5
-    fastest = needs.Search(graph, budget_bytes).fastest(needs.EFFORT, deadline=math.inf)
+    fastest = exact_search.Search(graph, budget_bytes).fastest(
+        exact_search.EFFORT, deadline=math.inf
+    )
     assert fastest is not None
     bound_ns = lower_bound_ns(graph, budget_bytes, time_limit_s=60)
     assert bound_ns == simulate(graph, fastest).time_ns

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch
 import rockplan
 from benchmarks.models import Case, encoder, mlp, resnet
 from rockplan.api import plan_each
-from rockplan.search import needs, planning
 
 CASES: list[Callable[[], Case]] = [
     lambda: encoder(layers=1),
@@ -24,14 +21,6 @@ Found = tuple[Case, rockplan.Curve]
 OPTIONS = rockplan.Options(bound_time_limit_s=0.1, time_limit_s=60.0)
 OTHER_OPTIONS = replace(OPTIONS, bound_time_limit_s=0.05)
 """Of plans that are not those that the curve was made from: they are cached as others."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_long_searches() -> Iterator[None]:
-    """What is asked of a curve is to be so with any effort; with all of it, minutes go by."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(needs, "EFFORT", needs.FIRST)
-        yield
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["encoder", "resnet", "mlp"])
@@ -85,22 +74,3 @@ def test_the_point_for_a_budget_is_the_fastest_that_fits(found: Found) -> None:
     assert curve.at(curve.minimum_bytes - 1) is None
     assert curve.at(10 * curve.unplanned_bytes) == curve.points[-1]
     assert len(str(curve).splitlines()) == len(curve.points) + 2
-
-
-def test_no_budget_is_planned_twice_and_none_between_what_a_plan_needs_and_what_it_was_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked, plan_anew = list[rockplan.Plan](), planning.plan_anew
-
-    def counted(*args: Any) -> rockplan.Plan:
-        asked.append(plan_anew(*args))
-        return asked[-1]
-
-    monkeypatch.setattr(planning, "plan_anew", counted)
-    case = mlp(depth=3)
-    rockplan.pareto(case.model, case.args, options=replace(OPTIONS, cache=False))
-    for plan, later in itertools.pairwise(asked[1:]):
-        wanted_bytes = (1 - planning.SPARE) * plan.budget_bytes
-        assert later.budget_bytes < plan.budget_bytes
-        assert later.budget_bytes <= plan.peak_bytes or plan.peak_bytes >= wanted_bytes
-    assert asked[0].budget_bytes < asked[-1].budget_bytes

@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from rockplan.search.local.prune import pruned
 
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local import editable_schedule as planning_draft
+from rockplan.search.local.exchange import pruned
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph, DataKind, Phase
 from rockplan.values.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
@@ -45,10 +45,10 @@ def shorter_ones(graph: CDGraph, schedule: Schedule) -> list[Schedule]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_single_reexecution_can_be_left_out(seed: int) -> None:
     graph = draw(seed)
-    least = thriftiest(graph)
+    least = thriftiest(graph).schedule
     low = simulate(graph, least).peak_bytes
     for budget_bytes in (low, low + low // 20, low + low // 5):
         before = within(graph, budget_bytes) or least
@@ -81,12 +81,12 @@ def test_what_must_not_be_kept_is_made_again() -> None:
     assert pruned(graph, schedule, simulate(graph, schedule).peak_bytes) == schedule
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_constraints_are_obeyed_when_much_is_left_out(seed: int) -> None:
     """What must not be kept may have been made again for what was left out before."""
     rng = random.Random(seed + 540)
     graph = constrained_graph(rng, RANGES)
-    least = thriftiest(graph)
+    least = thriftiest(graph).schedule
     verify(graph, least)
     low = simulate(graph, least).peak_bytes
     for budget_bytes in (low, low * 11 // 10, low * 2):

@@ -130,7 +130,7 @@ def draw(seed: int, nodes: int = 3) -> CDGraph:
 def schedules(seed: int) -> Iterator[tuple[CDGraph, Schedule]]:
     graph = draw(seed, 4)
     yield graph, keep_all(graph)
-    yield graph, thriftiest(graph)
+    yield graph, thriftiest(graph).schedule
 
 
 def test_what_is_taken_over_is_freed_before_anything_else_runs() -> None:
@@ -167,7 +167,7 @@ def test_no_schedule_is_below_the_bounds() -> None:
     gained = 0
     for seed in range(25):
         graph = draw(seed)
-        least = thriftiest(graph)
+        least = thriftiest(graph).schedule
         verify(graph, least)
         peak = simulate(graph, least)
         fastest = Exhaustive(graph, peak.peak_bytes, None, is_free=True, in_order=True).fastest_ns()
@@ -185,7 +185,7 @@ def test_evicted_schedules_are_within_the_budget_by_what_is_taken_over() -> None
     gained = 0
     for seed in range(60):
         graph = draw(seed, 4)
-        least = simulate(graph, thriftiest(graph)).peak_bytes
+        least = simulate(graph, thriftiest(graph).schedule).peak_bytes
         most = simulate(graph, keep_all(graph)).peak_bytes
         for budget_bytes in (least, (least + most) // 2, most):
             found = within(graph, budget_bytes)

@@ -1,4 +1,4 @@
-"""Tiny models: their plans are the optimum, and their smallest budget is the least peak."""
+"""Tiny models: their plans are near the optimum, and their smallest budget is the least peak."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
-from benchmarks import priced
 from benchmarks.models import Case
+from benchmarks.priced import prepared_case
 from rockplan import Options
 from rockplan.budget import Budget
+from rockplan.graph_builder.lowering.backward_order import renumbered
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
-from rockplan.values.plan import Status
-from rockplan.values.schedule import keep_all
+from rockplan.search.limits import Limits
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import first_executions, keep_all
 from tests.exhaustive import Exhaustive
 from tests.usage import mean_square
 
@@ -55,29 +57,28 @@ MODELS = {
 }
 
 
-def tiny(name: str, monkeypatch: pytest.MonkeyPatch) -> planning.Problem:
-    case = Case(name, MODELS[name](), (torch.randn(16, 8),), {}, mean_square)
-    monkeypatch.setitem(priced.CASES, name, lambda: case)
-    return priced.prepared(name, OPTIONS)
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_plans_of_tiny_models_are_the_optimum(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tiny(name, monkeypatch)
+def test_plans_of_tiny_models_are_near_the_optimum(name: str) -> None:
+    """Of the order of the graph; what a certificate proves is so of the order of the plan."""
+    problem = prepared_case(
+        Case(name, MODELS[name](), (torch.randn(16, 8),), {}, mean_square), OPTIONS
+    )
     graph = problem.constrained
-
-    def fastest_ns(budget_bytes: int) -> int | None:
-        found = Exhaustive(graph, budget_bytes, None, is_free=True, in_order=True)
-        return found.fastest_ns()
-
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
         planning.plan_anew(problem, Budget(size_bytes=1), OPTIONS)
     least_bytes = caught.value.minimum_bytes
-    assert fastest_ns(least_bytes - 1) is None
+    assert fastest_ns(graph, least_bytes - 1) is None
     most_bytes = simulate(graph, keep_all(graph)).peak_bytes
     for part in range(4):
         budget_bytes = least_bytes + (most_bytes - least_bytes) * part // 4
         plan = planning.plan_anew(problem, Budget(size_bytes=budget_bytes), OPTIONS)
-        assert plan.time_ns == fastest_ns(budget_bytes)
-        assert plan.certificate.bound_ns == plan.time_ns
-        assert plan.certificate.status is Status.OPTIMAL
+        optimum_ns = fastest_ns(graph, budget_bytes)
+        assert optimum_ns is not None
+        assert plan.time_ns <= optimum_ns + Limits().nearness * graph.time_ns
+        in_order = fastest_ns(renumbered(graph, first_executions(plan.schedule)), budget_bytes)
+        assert in_order is not None
+        assert graph.time_ns <= plan.certificate.bound_ns <= in_order <= plan.time_ns
+
+
+def fastest_ns(graph: CDGraph, budget_bytes: int) -> int | None:
+    return Exhaustive(graph, budget_bytes, None, is_free=True, in_order=True).fastest_ns()

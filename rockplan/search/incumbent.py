@@ -9,18 +9,20 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search.limits import Limits
 from rockplan.search.problem import Goal
 from rockplan.values.plan import StageTrace
-from rockplan.values.schedule import Schedule
+from rockplan.values.schedule import Schedule, first_executions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incumbent:
     """schedule: legal, within the budget of the goal, of `time_ns` and `peak_bytes`; None at first.
-    bound_ns: no schedule within the budget in the order of the graph is faster. relaxation: the
-    last one that was solved. starts: schedules from which the least peak may be reached.
+    bound_ns: no schedule within the budget is faster whose first executions come in `order`, which
+    is that of the schedule; () where it is the order of the graph. relaxation: the last one that
+    was solved in that order. starts: schedules from which the least peak may be reached.
     is_complete: the deadline cut nothing short; is_exhausted: the last
     construction ended for want of effort. trace: of the stages that ran."""
 
     bound_ns: int
+    order: tuple[int, ...] = ()
     schedule: Schedule | None = None
     time_ns: int = 0
     peak_bytes: int = 0
@@ -43,11 +45,27 @@ class Incumbent:
             new, old = (found.peak_bytes, found.time_ns), (self.peak_bytes, self.time_ns)
             if (new if is_least else new[::-1]) >= (old if is_least else old[::-1]):
                 return self
-        return replace(self, schedule=schedule, time_ns=found.time_ns, peak_bytes=found.peak_bytes)
+        better = replace(
+            self, schedule=schedule, time_ns=found.time_ns, peak_bytes=found.peak_bytes
+        )
+        order = _moved(schedule)
+        if order == self.order:
+            return better
+        # Nothing is proven in this order but that every node takes its time.
+        return replace(better, order=order, bound_ns=goal.graph.time_ns, relaxation=None)
 
     def is_near(self, goal: Goal, limits: Limits) -> bool:
-        """Is no schedule that is faster by more than the nearness of the limits?"""
-        return self.schedule is not None and self.time_ns <= self.enough_ns(goal, limits)
+        """Is no schedule that is faster by more than the nearness of the limits? Where the goal is
+        the least peak, that ends nothing."""
+        if self.schedule is None or goal.budget_bytes is None:
+            return False
+        return self.time_ns <= self.enough_ns(goal, limits)
 
     def enough_ns(self, goal: Goal, limits: Limits) -> int:
         return self.bound_ns + int(limits.nearness * goal.graph.time_ns)
+
+
+def _moved(schedule: Schedule) -> tuple[int, ...]:
+    """The order of first executions; () where it is that of the graph."""
+    order = first_executions(schedule)
+    return () if order == tuple(range(len(order))) else order

@@ -33,6 +33,7 @@ from rockplan.values.schedule import (
     Compute,
     Schedule,
     Waits,
+    first_executions,
     keep_all,
     merge_handovers,
     with_waits,
@@ -75,7 +76,7 @@ def plan_within(
         if waiting(found, problem.waits).peak_bytes <= found.budget_bytes:
             return found
         waited = replace(waited, budget_bytes=waited.peak_bytes)
-        return _certified(problem, waited, found.certificate.bound_ns)
+        return _certified(problem, waited, found)
     made = plain
     while (found := waiting(made, problem.waits)).peak_bytes > limit_bytes:
         excess_bytes = max(found.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)
@@ -88,7 +89,7 @@ def plan_within(
             asked = Budget(size_bytes=error.minimum_bytes)
             made = _without_waits(problem, asked, options, least)
     found = replace(found, budget_bytes=limit_bytes)
-    return found if made is plain else _certified(problem, found, plain.certificate.bound_ns)
+    return found if made is plain else _certified(problem, found, plain)
 
 
 LESS = 0.03
@@ -104,8 +105,11 @@ def waiting(plan: Plan, waits: Waits) -> Plan:
     return replace(plan, schedule=schedule, peak_bytes=peak_bytes)
 
 
-def _certified(problem: Problem, plan: Plan, bound_ns: int) -> Plan:
-    """`plan`, which was made for another budget. bound_ns: proven for the one that it has."""
+def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
+    """`plan`, which was made for another budget. proven: made for the one that it has; its bound
+    holds where both run their nodes for the first time in the same order."""
+    orders = {first_executions(p.schedule) for p in (plan, proven)}
+    bound_ns = proven.certificate.bound_ns if len(orders) == 1 else 0
     simulation = simulate(plan.graph, plan.schedule)
     certificate = _certificate(problem.constrained, simulation, bound_ns)
     made = replace(plan, certificate=certificate)
@@ -200,10 +204,14 @@ def plan_anew(
         incumbent = run(POLISH, goal, limits, _from_smallest(problem, incumbent, smallest))
     assert incumbent.schedule is not None
     least.reach(incumbent.schedule)
+    if budget.is_minimum:
+        # Within the bytes that were found, the fastest may need less.
+        budget_bytes = min(budget_bytes, incumbent.peak_bytes)
     made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
     made = replace(made, trace=incumbent.trace)
-    is_done = incumbent.is_complete or made.certificate.status is Status.OPTIMAL
-    return made if is_done else _stopped(made)
+    # No plan within as many bytes may be faster; yet with more time they might be fewer.
+    is_proven = made.certificate.status is Status.OPTIMAL and not budget.is_minimum
+    return made if incumbent.is_complete or is_proven else _stopped(made)
 
 
 def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) -> Incumbent:

@@ -20,7 +20,7 @@ from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.search.problem import Goal
 from rockplan.values.graph import CDGraph
 from rockplan.values.progress import report
-from rockplan.values.schedule import Schedule, first_executions, keep_all
+from rockplan.values.schedule import Schedule, keep_all
 
 
 def keep_everything(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
@@ -36,8 +36,9 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     relaxation = refined(goal.graph, goal.budget_bytes, deadline=_half_way(limits))
     if relaxation is None:
         return incumbent
-    bound_ns = max(incumbent.bound_ns, relaxation.bound_ns)
-    incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
+    if not incumbent.order:
+        bound_ns = max(incumbent.bound_ns, relaxation.bound_ns)
+        incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
     orders = relaxation.orders
     if orders is None:
         return incumbent
@@ -127,10 +128,8 @@ def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     schedule = pruned(goal.graph, incumbent.schedule, goal.budget_bytes, deadline=limits.deadline)
     incumbent = incumbent.improved(goal, schedule)
     relaxation = incumbent.relaxation
-    assert incumbent.schedule is not None
-    order = first_executions(incumbent.schedule)
-    if order != tuple(range(len(order))):
-        graph = renumbered(goal.graph, order)
+    if incumbent.order:
+        graph = renumbered(goal.graph, incumbent.order)
         relaxation = refined(graph, goal.budget_bytes, deadline=limits.deadline)
         bound_ns = graph.time_ns if relaxation is None else relaxation.bound_ns
         incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)

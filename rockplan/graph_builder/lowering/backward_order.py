@@ -18,15 +18,10 @@ that they are made from. Forward nodes stay as they are: what autograd saves of 
 anyway, and generated code follows the user's model. So do the first backward nodes, up to the one
 that needs as much as the caller's loss did just before: if all needed less, that loss, which is not
 known and not counted, would be what a step needs most for.
-
-Where something runs again, another order may be worth more (`gathered`): one in which the nodes
-that make or read a storage come close together, so that little waits meanwhile. It may need more
-than eager's, so it is one that plans are looked for in, beside that of the graph.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -39,9 +34,6 @@ from rockplan.values.schedule import Compute, keep_all
 REACH = 16
 """Neighbours that a node may pass. In the models of `benchmarks.below_eager` none passes more than
 two."""
-
-ROUNDS = 64
-"""Of exchanged neighbours, at most. Ten models of docs/experiments.md take up to 8."""
 
 WORTH = 0.01
 """Of the largest result among those concerned: what a move must save. Without it the sums that
@@ -63,71 +55,6 @@ def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
     """`graph` with its nodes in another order, which knows nothing of eager's."""
     nodes = tuple(replace(graph.nodes[old], index=new) for new, old in enumerate(order))
     return replace(graph, nodes=nodes, eager_order=())
-
-
-def gathered(graph: CDGraph) -> tuple[int, ...]:
-    """All nodes, with those backward nodes close together that make or read the same storage: two
-    neighbours change places where that makes the sum of bytes times nodes from the first to the
-    last one of each storage smaller, until none do. What is said of order above holds of it, but
-    nodes may need more.
-
-    For each storage the nodes of the backward phase count alone: before them an activation may be
-    missing. Of what the caller holds nothing counts.
-    """
-    first = len(graph.forward)
-    after = predecessors(graph)
-    order = [n.index for n in graph.nodes]
-    spans = _Spans(graph)
-    fixed = first + _beside_the_loss(graph)
-    for _ in range(ROUNDS):
-        swapped = False
-        for place in range(fixed, len(order) - 1):
-            one, next_one = order[place], order[place + 1]
-            if one not in after[next_one] and spans.swap(one, next_one, place):
-                order[place], order[place + 1] = next_one, one
-                swapped = True
-        if not swapped:
-            break
-    return tuple(order)
-
-
-class _Spans:
-    """The places of the first and last backward node that makes or reads each storage."""
-
-    def __init__(self, graph: CDGraph) -> None:
-        first = len(graph.forward)
-        held = set(graph.held)
-        producer, read_by = producers(graph), readers(graph)
-        self._sizes = {d.index: d.size_bytes for d in graph.data}
-        self._at: dict[int, list[int]] = {}
-        self._touched: list[set[int]] = [set() for _ in graph.nodes]
-        for data in graph.data:
-            nodes = {*read_by[data.index], producer.get(data.index, -1)}
-            places = sorted(n for n in nodes if n >= first)
-            if len(places) > 1 and not data.kind.resident and data.index not in held:
-                self._at[data.index] = places
-                for n in places:
-                    self._touched[n].add(data.index)
-
-    def swap(self, one: int, next_one: int, place: int) -> bool:
-        """Let `one`, which is at `place`, and the next change places, if that is worth it."""
-        sooner = self._touched[next_one] - self._touched[one]
-        later = self._touched[one] - self._touched[next_one]
-        more_bytes = 0
-        for touched, at, ahead in ((later, place, 1), (sooner, place + 1, -1)):
-            for d in touched:
-                places = self._at[d]
-                if places[-1] == at:
-                    more_bytes += ahead * self._sizes[d]
-                elif places[0] == at:
-                    more_bytes -= ahead * self._sizes[d]
-        if more_bytes >= 0:
-            return False
-        # No other node of these is at either place: they stay sorted.
-        for touched, at, ahead in ((later, place, 1), (sooner, place + 1, -1)):
-            for d in touched:
-                self._at[d][bisect_left(self._at[d], at)] += ahead
-        return True
 
 
 def _backward_order(graph: CDGraph) -> list[int]:

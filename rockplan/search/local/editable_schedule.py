@@ -110,8 +110,10 @@ class Draft:
         forward: Sequence[int],
         backward: Sequence[int],
         movable: frozenset[int] = frozenset(),
+        slots: int | None = None,
     ) -> None:
-        """movable: nodes whose first execution may go where another one is left."""
+        """movable: nodes whose first execution may go where another one is left. slots: positions
+        for each computation, if not by how many there are."""
         self.graph = graph
         self.movable = movable
         view = GraphView(graph)
@@ -127,12 +129,13 @@ class Draft:
         self._uses = [{d for d in (*n.reads, *n.writes) if d in may_go} for n in graph.nodes]
         self._gaps, self._changed = _Gaps(), set(may_go)
         self._changes: list[_Change] = []
+        many = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
+        self._slots = many if slots is None else slots
         self._lay_out(forward, backward)
 
     def _lay_out(self, forward: Sequence[int], backward: Sequence[int]) -> None:
         graph = self.graph
         self.boundary = len(forward)
-        self._slots = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
         self.end = self.boundary + self._slots * (len(backward) + 1)
         self.nodes = [EMPTY] * self.end
         self.time_ns = 0

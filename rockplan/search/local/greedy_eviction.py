@@ -228,7 +228,7 @@ class _Run:
         self.beside_bytes = [n.workspace_bytes + view.made_bytes[n.index] for n in graph.nodes]
         self.taken_bytes = [max((self.sizes[d] for d in n.takes), default=0) for n in graph.nodes]
         # Of each storage: the node that makes it again, None if none does.
-        self.maker = [view.maker(d.index) for d in graph.data]
+        self.maker = [self._again(view, d.index) for d in graph.data]
         self.made_of: list[list[int]] = [[] for _ in graph.data]
         for d, maker in enumerate(self.maker):
             for r in () if maker is None else self.inputs[maker]:
@@ -476,3 +476,12 @@ class _Run:
         users = self.readers[d]
         k = bisect_left(users, self.position)
         return users[k] if k < len(users) else None
+
+    def _again(self, view: GraphView, d: int) -> int | None:
+        maker = view.maker(d)
+        if maker is None:
+            return None
+        # Nothing is gained where the generator's state, kept meanwhile, is as large.
+        is_random = self.graph.nodes[maker].random
+        is_worth = not is_random or view.made_bytes[maker] > self.graph.rng_state_bytes
+        return maker if is_worth else None
