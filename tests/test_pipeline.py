@@ -33,7 +33,7 @@ from rockplan.values.plan import Plan
 from rockplan.values.schedule import first_executions, keep_all
 from tests.exhaustive import Exhaustive
 from tests.graphs import Ranges, random_chain
-from tests.test_orders import schedule_in, topological
+from tests.orders import schedule_in, topological
 from tests.test_reorder import branched
 
 OPTIONS = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.0)
