@@ -204,9 +204,6 @@ def plan_anew(
         incumbent = run(POLISH, goal, limits, _from_smallest(problem, incumbent, smallest))
     assert incumbent.schedule is not None
     least.reach(incumbent.schedule)
-    if budget.is_minimum:
-        # Within the bytes that were found, the fastest may need less.
-        budget_bytes = min(budget_bytes, incumbent.peak_bytes)
     made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
     made = replace(made, trace=incumbent.trace)
     # No plan within as many bytes may be faster; yet with more time they might be fewer.
