@@ -77,16 +77,10 @@ def test_libraries_stay_in_their_folders(path: Path) -> None:
             assert own in LIBRARIES[library], f"{own} imports {library}"
 
 
-# Their classes are renamed with the search; then this goes.
-_NAMED_LATER = {"search", "ilp", "dp"}
-
-
 def test_no_class_name_is_used_twice() -> None:
     """A leading underscore makes no other name."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
-        if part_of(path) in _NAMED_LATER:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")

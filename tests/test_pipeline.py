@@ -32,9 +32,8 @@ from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
 from rockplan.values.schedule import first_executions, keep_all
 from tests.exhaustive import Exhaustive
-from tests.graphs import Ranges, random_chain
+from tests.graphs import Ranges, branched, random_chain
 from tests.orders import schedule_in, topological
-from tests.test_reorder import branched
 
 OPTIONS = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.0)
 QUICK = Limits(exchange=ExchangeLimits(effort=5_000), squeeze=ExchangeLimits(effort=5_000))

@@ -29,7 +29,7 @@ EMPTY = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class OptionArrays:
     """The options of one link in one role, as arrays of equal length."""
 
     option: Integers
@@ -49,8 +49,8 @@ class Roles:
     forward_peak_bytes, dropped_peak_bytes: of running each block forward, beside its input.
     """
 
-    inner: tuple[tuple[Options, ...], tuple[Options, ...]]
-    last: tuple[tuple[Options, ...], tuple[Options, ...]]
+    inner: tuple[tuple[OptionArrays, ...], tuple[OptionArrays, ...]]
+    last: tuple[tuple[OptionArrays, ...], tuple[OptionArrays, ...]]
     forward_time_ns: Integers
     forward_peak_bytes: Integers
     dropped_peak_bytes: Integers
@@ -204,8 +204,8 @@ def _roles(
     )
 
 
-def _options(costs: Sequence[OptionCost]) -> Options:
-    return Options(
+def _options(costs: Sequence[OptionCost]) -> OptionArrays:
+    return OptionArrays(
         option=_integers(c.option for c in costs),
         saved_bytes=_integers(c.saved_bytes for c in costs),
         forward_peak_bytes=_integers(c.forward_peak_bytes for c in costs),

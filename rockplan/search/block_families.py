@@ -24,7 +24,7 @@ from rockplan.values.schedule import with_frees
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class SolvedChain:
     """The blocks with their options. is_complete: those of no block were cut short."""
 
     solver: ChainSolver
@@ -37,13 +37,13 @@ def chain_of(
     cache: Cache | None,
     settings: Settings,
     limit_s: float,
-) -> Chain:
+) -> SolvedChain:
     """settings: by which options are known in the cache; limit_s: for what has to be solved, if it
     is less than their time limit."""
     found = families(blocks, cache, settings, limit_s)
     report("combining blocks")
     solver = ChainSolver(graph, blocks, found)
-    return Chain(solver, all(family.is_complete for family in found))
+    return SolvedChain(solver, all(family.is_complete for family in found))
 
 
 def families(

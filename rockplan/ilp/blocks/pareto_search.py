@@ -1,13 +1,13 @@
 """Which corners (peak, saved bytes) of a problem to solve.
 
-takes: a problem, Settings. returns: Search, the answers and what is proven of them. guarantees:
-keep-all is among the answers, and so are the four ends: the least peak that a schedule of the
-class (`stages`) can have, the least saved bytes with it, the least saved bytes of all, the least
-peak with those. For every corner that leaves room for `Settings.delta`, an answer within the
+takes: a problem, Settings. returns: ParetoSearch, the answers and what is proven of them.
+guarantees: keep-all is among the answers, and so are the four ends: the least peak that a schedule
+of the class (`stages`) can have, the least saved bytes with it, the least saved bytes of all, the
+least peak with those. For every corner that leaves room for `Settings.delta`, an answer within the
 corner is at most `gap_ns` slower than the best schedule of the class that needs delta less (tiny
 storages aside, see `units`). The same answers on every run unless the time limit strikes.
 
-Search: the schedule found at a corner (P, S) is the best one for every tighter corner that it
+ParetoSearch: the schedule found at a corner (P, S) is the best one for every tighter corner that it
 fits, and its time bounds every tighter corner from below. So a sweep at one peak starts without a
 limit on saved bytes; each corner is answered by a schedule in hand, if that is within eps of the
 bound, else by the solver; and the next corner is just below what the answer saves. The first
@@ -87,7 +87,7 @@ class Answer:
 
 
 @dataclass
-class Search:
+class ParetoSearch:
     """What is known about one problem so far.
 
     answers: schedules found. bounds: (peak, saved, ns): nothing within that corner is faster.
@@ -183,13 +183,13 @@ class Search:
         return max(self.deadline - time.monotonic(), 0.0) / 4
 
 
-def search_corners(problem: CDGraph, settings: Settings) -> Search:
+def search_corners(problem: CDGraph, settings: Settings) -> ParetoSearch:
     """Find the ends, then sweep from the loosest corners as long as the effort lasts."""
     deadline = time.monotonic() + settings.time_limit_s
     units = in_units(problem)
     stages = find_stages(units)
     fits_solver = 0 < entries(stages) <= MAX_ENTRIES
-    search = Search(
+    search = ParetoSearch(
         units=units,
         model=formulate(stages) if fits_solver else None,
         settings=settings,
@@ -213,7 +213,7 @@ def _covers(outer: Corner, inner: Corner) -> bool:
     return inner[0] <= outer[0] and inner[1] <= outer[1]
 
 
-def _find_ends(search: Search) -> list[Corner]:
+def _find_ends(search: ParetoSearch) -> list[Corner]:
     """The corners at the four ends of the family: the least peak and the least saved bytes, each
     alone and followed by the other."""
     peak = _smallest(search, 0, UNLIMITED)
@@ -226,7 +226,7 @@ def _find_ends(search: Search) -> list[Corner]:
     ]
 
 
-def _smallest(search: Search, axis: int, other: int) -> int:
+def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
     """The smallest peak (axis 0) or saved bytes (axis 1) of a schedule that stays within `other`
     on the other axis.
 
@@ -252,7 +252,7 @@ def _smallest(search: Search, axis: int, other: int) -> int:
     return found
 
 
-def _least(search: Search, axis: int) -> int:
+def _least(search: ParetoSearch, axis: int) -> int:
     """What every schedule needs at the least."""
     assert search.model is not None
     if axis == 1:
@@ -266,7 +266,7 @@ def _least(search: Search, axis: int) -> int:
     )
 
 
-def _fill(search: Search, ends: list[Corner]) -> None:
+def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
     """Sweep without a limit on the peak, solve the ends, sweep at peaks one step apart."""
     range_bytes = search.answers[0].needs[1] - min(saved for _, saved in ends)
     step = search.step = max(int(search.settings.delta * range_bytes), 1)
@@ -293,7 +293,7 @@ def _from_coarse_to_fine(last: int) -> list[int]:
     return list(found)
 
 
-def _sweep(search: Search, peak_bytes: int, step: int) -> None:
+def _sweep(search: ParetoSearch, peak_bytes: int, step: int) -> None:
     """Answer the corners at one peak, from the loosest, `step` bytes apart."""
     corner = (peak_bytes, UNLIMITED)
     while corner[1] >= 0 and not search.is_infeasible(corner):
@@ -303,7 +303,7 @@ def _sweep(search: Search, peak_bytes: int, step: int) -> None:
         corner = (peak_bytes, answer.needs[1] - step)
 
 
-def _answer(search: Search, corner: Corner) -> Answer | None:
+def _answer(search: ParetoSearch, corner: Corner) -> Answer | None:
     """The best schedule in hand for a corner, if it is good enough; else the solver's."""
     best = search.best(corner)
     eps_ns = int(search.settings.eps * search.problem.time_ns)
@@ -314,7 +314,7 @@ def _answer(search: Search, corner: Corner) -> Answer | None:
     return best
 
 
-def gap_ns(search: Search) -> int | None:
+def gap_ns(search: ParetoSearch) -> int | None:
     """The largest distance, over all corners, between the best answer there and the bound for
     schedules that need less than `step` bytes less; None where there is no answer, or where the
     time limit struck.

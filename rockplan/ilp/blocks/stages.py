@@ -23,7 +23,7 @@ from rockplan.values.schedule import Compute, Schedule, with_frees
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TurnStage:
     """What may happen directly before one backward node, and that node.
 
     node: the backward node. reads: free storages that it reads. wanted: free storages that this
@@ -57,7 +57,7 @@ class Stages:
     """
 
     units: Units
-    stages: tuple[Stage, ...]
+    stages: tuple[TurnStage, ...]
     tail: int
     producer: dict[int, int]
     transient: frozenset[int]
@@ -95,14 +95,14 @@ def find_stages(units: Units) -> Stages:
     )
 
 
-def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tuple[Stage, ...]:
+def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tuple[TurnStage, ...]:
     producer = producers(graph)
     made = {n.index: sum(graph.data[d].size_bytes for d in n.writes) for n in graph.backward}
     before = {n.index: during[n.index] - made[n.index] - n.workspace_bytes for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
     chosen = [i for i, found in reads.items() if found]
     starts = [len(graph.forward), *(node + 1 for node in chosen)]
-    stages: list[Stage] = []
+    stages: list[TurnStage] = []
     wanted: set[int] = set()
 
     def free_reads(node: int) -> list[int]:
@@ -116,7 +116,7 @@ def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tup
         wanted = closure(free_reads, producer.__getitem__, may_run, seeds)
         movable = {producer[d] for d in wanted if graph.nodes[producer[d]].recomputable}
         stages.append(
-            Stage(
+            TurnStage(
                 node=node,
                 reads=reads[node],
                 wanted=tuple(sorted(wanted)),
@@ -153,7 +153,9 @@ def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
     }
 
 
-def _transient(graph: CDGraph, free: frozenset[int], stages: tuple[Stage, ...]) -> frozenset[int]:
+def _transient(
+    graph: CDGraph, free: frozenset[int], stages: tuple[TurnStage, ...]
+) -> frozenset[int]:
     wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
     users: dict[int, list[ComputeNode]] = {d: [] for d in wanted - read_in_backward}

@@ -129,7 +129,7 @@ def annealed(
         return schedule
     may_move = movable(graph) if seed and limits.moves else frozenset()
     draft = Draft(graph, *schedule.phases, may_move)
-    search = _Search(graph, budget_bytes, draft, deadline, limits, seed)
+    search = _ExchangeSearch(graph, budget_bytes, draft, deadline, limits, seed)
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
@@ -156,7 +156,7 @@ def fitted(
 ) -> Schedule | None:
     """The computations, legal but for the budget, with re-executions that make room; None if none
     are found before the deadline, as of time.monotonic."""
-    search = _Search(graph, budget_bytes, Draft(graph, forward, backward), deadline, limits)
+    search = _ExchangeSearch(graph, budget_bytes, Draft(graph, forward, backward), deadline, limits)
     if not search.makes_room(limits.longest * graph.time_ns):
         return None
     search.prune()
@@ -181,7 +181,7 @@ def squeezed(
         return schedule
     peak_bytes = simulate(graph, schedule).peak_bytes
     draft = Draft(graph, *schedule.phases)
-    search = _Search(graph, peak_bytes, draft, deadline, limits)
+    search = _ExchangeSearch(graph, peak_bytes, draft, deadline, limits)
     best_bytes, best = search.budget_bytes, search.draft.orders
     failed = 0
     while search.spent < limits.effort and best_bytes > enough_bytes and failed < limits.attempts:
@@ -240,7 +240,7 @@ def _checked(graph: CDGraph, orders: tuple[Sequence[int], Sequence[int]]) -> Sch
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _ExchangeRule:
     """Of one exchange. distance_power: of the scores; never: what was left out, which is not to
     run again for others; made: how often it was inserted, by storage and the node that reads it;
     hastened: how often a node was."""
@@ -251,7 +251,7 @@ class _Rule:
     hastened: Counter[int] = field(default_factory=Counter)
 
 
-class _Search:
+class _ExchangeSearch:
     """spent: storages weighed. deadline: after which no room is made, and nothing left out, as of
     time.monotonic."""
 
@@ -298,7 +298,7 @@ class _Search:
         """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
         nothing is inserted, if the schedule would take `limit_ns`, nothing helps, or time is up."""
         draft = self.draft
-        rule = _Rule(self.random.choice(self.limits.distance_powers), never)
+        rule = _ExchangeRule(self.random.choice(self.limits.distance_powers), never)
         before = draft.changes
         position, bytes_ = self._worst()
         while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
@@ -313,7 +313,7 @@ class _Search:
         draft.undo(before)
         return False
 
-    def _hastens(self, position: int, gaps: Spans, rule: _Rule) -> bool:
+    def _hastens(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
         """Moves what reads something for the last time to before `position`, if less is alive there
         then; False if nothing does."""
         draft = self.draft
@@ -332,7 +332,7 @@ class _Search:
         draft.hasten(first, position)
         return True
 
-    def _makes_again(self, position: int, gaps: Spans, rule: _Rule) -> bool:
+    def _makes_again(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
         """Has what is cheapest go at `position`; False if nothing can."""
         draft = self.draft
         cheapest = self._cheapest(position, gaps, rule)
@@ -351,7 +351,7 @@ class _Search:
         self.spent += 1 + self.draft.end // self.limits.positions
         return self.draft.worst()
 
-    def _cheapest(self, position: int, gaps: Spans, rule: _Rule) -> tuple[int, int] | None:
+    def _cheapest(self, position: int, gaps: Spans, rule: _ExchangeRule) -> tuple[int, int] | None:
         """The storage that goes at `position`, and where it is read next."""
         draft = self.draft
         self.spent += self.limits.inserting
