@@ -6,6 +6,9 @@ roofline, effort is counted, and no clock strikes. A column leaves one mechanism
 stays if it gains .5 % of an iteration in a cell at 10, 25 or 50 % of the way or at the peak of
 checkpointing, or 3 % of "min", or is the only way to anything at all.
 
+The column "before" is the planner of commit 9723c2e with everything that it had, at the same
+budgets (`plan_anew` with a time limit of 600 s, which did not strike, and without a cache).
+
 Command: OMP_NUM_THREADS=1 python -m benchmarks.ablation [MODEL ...] [--columns everything moves]
 Results: benchmarks/results/ablation.jsonl, one line a cell and column, kept and continued;
 ablation.md, the tables.
@@ -68,6 +71,9 @@ class Column:
     rules: int = len(greedy_eviction.RULES)
     ways: tuple[str, ...] = WAYS
 
+
+BEFORE = "before"
+"""Column of the planner that this one replaced."""
 
 WITHIN, SHORT = WAYS[:-1], ("3%", "min")
 
@@ -194,7 +200,7 @@ def keep(made: Cell) -> None:
 
 def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
     """Overheads, and for "min" bytes above those of the column "everything"."""
-    columns = [c for c in COLUMNS if any(key[2] == c for key in rows)]
+    columns = [c for c in (BEFORE, *COLUMNS) if any(key[2] == c for key in rows)]
     lines = [
         "# Ablation",
         "",
@@ -213,7 +219,8 @@ def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
                 base = rows.get((model, way, "everything"))
                 cells = " | ".join(_text(row, way, base) for row in found)
                 lines.append(f"| {model} | {way} | {cells} |")
-    worth = "\n".join(f"| {c} | {_worth(rows, c)} |" for c in columns if c != "everything")
+    left_out = [c for c in columns if c not in (BEFORE, "everything")]
+    worth = "\n".join(f"| {c} | {_worth(rows, c)} |" for c in left_out)
     heading = "| left out | loses at most, in % of an iteration, from 10 % on | of min | refuses |"
     return "\n".join([*lines, "", heading, "|---|---|---|---|", worth, ""])
 
