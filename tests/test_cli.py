@@ -571,7 +571,6 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
 # The cache
 
 
-@pytest.mark.usefixtures("without_exact_search")
 def test_the_cache_is_listed_shown_verified_and_cleared(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
