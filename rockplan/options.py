@@ -30,13 +30,13 @@ class Options:
     released: leaves of the result, by position, that the caller lets go before backward, such as
     logits where the loss is all that is used: their memory is free then. What the caller holds all
     the same comes on top of the predicted peak. A leaf that backward starts from is always held.
-    time_limit_s: how long to plan, after the model is captured and measured; the best plan so far
-    is returned, and its status says that time was short. Half of what is left at most is for each
-    relaxation of the whole graph, unless its schedule does not fit yet, for each exact search and
-    for options of blocks, and three quarters for the smallest budget where that is asked
-    for (of more than 800 operations all of it); cut short, this one is larger than with more time.
-    Single passes over a schedule are not cut short, and what leads to a plan at all may take some
-    seconds more on graphs of more than 800 operations. For `pareto` it is the limit of each of some
+    time_limit_s: how long to plan at most, after the model is captured and measured; the best plan
+    so far is returned, and its status says that time was short. The search counts its effort and
+    mostly ends long before: the clock is a last stop. Of what is left when they begin, the
+    relaxation of the whole graph, evictions for the smallest budget and options of blocks have half
+    at most; a smallest budget that was cut short is larger than with more time. Single passes over
+    a schedule are not cut short, and what leads to a first schedule (evictions, and blocks with
+    what needs no solver) runs after the deadline too. For `pareto` it is the limit of each of some
     16 plans.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
@@ -44,7 +44,8 @@ class Options:
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long integer programs may raise the lower bound that the certificate
-    states, within time_limit_s, after the search; not where the relaxation is enough.
+    states, within time_limit_s, after the search; not where the relaxation is enough. The plan does
+    not depend on it.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.values.names` names them (see

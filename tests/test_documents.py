@@ -62,6 +62,23 @@ def test_example_runs(name: str, code: str, tmp_path: Path) -> None:
     exec(compile(code, name, "exec"), {"__name__": name})
 
 
+def test_the_mechanisms_print_what_the_model_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every example of the page on one graph, one after the other; the diagram of the pipeline is
+    one of them."""
+    model = ROOT / "docs" / "model.md"
+    pairs = re.findall(
+        r"^```python model\n(.*?)^```\n\n```text\n(.*?)^```",
+        model.read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    assert [code for code, _ in pairs] == blocks(model, "python model")
+    names: dict[str, Any] = {}
+    for code, shown in pairs:
+        exec(compile(code, "model.md", "exec"), names)
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert printed == shown.splitlines(), code
+
+
 NET = """
 import torch
 import rockplan

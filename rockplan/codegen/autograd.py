@@ -4,7 +4,7 @@ One `_Seam` for each backward slice, chained by tokens of zero elements, one `_O
 results, and a `_Result` for each of several: the engine runs the slices in order and hands the
 gradients of each slice on at once. Activations and inner gradients never travel through autograd:
 they hang on one saved tensor of zero elements (`SavedForBackward`), so several calls can be in
-flight, and dropping the outputs frees everything. See docs/model.md, Execution.
+flight, and dropping the outputs frees everything. See docs/model.md, Runtime.
 """
 
 from __future__ import annotations

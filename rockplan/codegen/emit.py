@@ -4,7 +4,7 @@ takes: CDGraph with calls, Interface, Schedule. returns: Code. guarantees: the t
 schedule event by event, a result in the storage of an operand where `schedule.taken_over` says so;
 each line names the place in the user's model; views are derived where they are read and cost no
 memory; one function for the forward phase, one for each slice of the backward phase, a slice ending
-where gradients are handed to autograd. See docs/model.md, Execution.
+where gradients are handed to autograd. See docs/model.md, Code generation.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ so for one call. What each is worth: benchmarks/results/ablation.md.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -116,6 +117,22 @@ def _trace(stage: Stage, incumbent: Incumbent, seconds: float) -> StageTrace:
         incumbent.bound_ns,
         seconds,
     )
+
+
+def diagram(tuple_of_stages: Sequence[Stage]) -> str:
+    """The stages from first to last: when each runs, and what it does by its docstring."""
+    names = max(len(stage.name) for stage in tuple_of_stages)
+    conditions = max(len(stage.when.__name__) for stage in tuple_of_stages)
+    return "\n".join(
+        f"{stage.name:{names}}  {stage.when.__name__.replace('_', ' '):{conditions}}  "
+        f"{_purpose(stage)}"
+        for stage in tuple_of_stages
+    )
+
+
+def _purpose(stage: Stage) -> str:
+    """What stands before the first colon, comma or full stop of the docstring."""
+    return re.split(r"[:.,]", " ".join((stage.run.__doc__ or "").split()))[0]
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -101,8 +101,8 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """From what the first stages for a byte less than the least peak begin with, to a smaller one;
-    then less by twice as much at each step: what is called the smallest budget shall be."""
+    """What fits into a byte less than the least peak, then into less by twice as much at each step:
+    what is called the smallest budget shall be."""
     assert incumbent.schedule is not None
     report("looking below the least peak")
     less_bytes = 1

@@ -1,6 +1,6 @@
 """Cache: profiles, options of blocks and plans on disk, so that nothing is made twice.
 
-One JSON document for each entry (`serial`), named by the digest of what it depends on (its key);
+One JSON document for each entry (`documents`), named by the digest of what it depends on (its key);
 an entry of a profile is named by its content too, so that what several processes measure at once
 adds up. A document is written beside its place and then moved there, so readers never see half of
 one. An entry that cannot be used (damaged, written by another version, lying) is named in a

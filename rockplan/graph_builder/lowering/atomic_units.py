@@ -2,7 +2,7 @@
 
 takes: Capture. returns: Storages, views, live calls, units in execution order. guarantees: the
 allocation of a storage and all its mutations are one unit, with whatever reads an intermediate
-state of it; dead computations without effect are in none. (docs/model.md, Graph)
+state of it; dead computations without effect are in none. (docs/model.md, Capture and lowering)
 """
 
 from __future__ import annotations

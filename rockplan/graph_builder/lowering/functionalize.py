@@ -3,11 +3,12 @@
 takes: Capture. returns: a Capture in which some calls are the operators without the underscore.
 guarantees: not one bit of a result differs; what the caller owns is still changed itself.
 
-The changes of a storage run together with its allocation (`units`). So all that one of them reads
-would have to be made before the first, and be alive with what the others read: all terms of a sum
-(`acc += f(x)`), or all that lies between a residual and its sum. Such a change makes a new version
-of the storage instead, and what reads the storage from there on reads that. Eager's way comes back
-where the old version dies, as it does in eager's order: the new one takes over (`takeover`).
+The changes of a storage run together with its allocation (`atomic_units`). So all that one of them
+reads would have to be made before the first, and be alive with what the others read: all terms of a
+sum (`acc += f(x)`), or all that lies between a residual and its sum. Such a change makes a new
+version of the storage instead, and what reads the storage from there on reads that. Eager's way
+comes back where the old version dies, as it does in eager's order: the new one takes over
+(`reinplace`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller).
 guarantees: views and in-place results are members of one storage; a node that reads what the run
-itself mutates outside (buffers, inputs), or mutates it, runs once (docs/model.md, Graph).
+itself mutates outside (buffers, inputs), or mutates it, runs once (docs/model.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: the
 recorded operators are those of eager execution, nothing of the module's activations is
 allocated, and the module, the sample and every generator are left exactly as they were.
-What becomes of it: docs/model.md, Graph.
+What becomes of it: docs/model.md, Capture and lowering.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 takes: the problem of a block. returns: OptionFamily. guarantees: keep-all is in it; no option
 dominates another; every option is legal (`verify`) and priced by `simulate`; what is proven of
-the family is said in `corners`.
+the family is said in `pareto_search`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ takes: a CDGraph, a budget. returns: Refined, nanoseconds, bytes. guarantees: no
 `simulate` finds within the budget is faster, whatever it executes again, forward or backward,
 however often and in whatever order.
 
-The program of `moments` begins with one moment. The schedule that its solution stands for is
+The program (`program`) begins with one moment. The schedule that its solution stands for is
 simulated, and where it needs most above the budget there is a moment in the next program: first of
 relaxations, until no first execution exceeds the budget, then of integer programs, where
 re-executions become moments as well. A solution whose schedule keeps the budget ends it: nothing is

@@ -70,8 +70,8 @@ class EvictionRule:
 
 
 RULES = (EvictionRule(0.5, 0.5), EvictionRule(1.0, 1.0))
-"""Neither leads to a schedule everywhere: at 3 % of the way BERT needs the second, ResNet-18 the
-first. Six others that were tried gained nothing once exchanges followed."""
+"""With the first alone BERT's smallest budget is 3.4 % larger (benchmarks/results/ablation.md); six
+others that were tried gained nothing once exchanges followed."""
 
 
 class _Failed(Exception):
