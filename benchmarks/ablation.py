@@ -86,7 +86,7 @@ COLUMNS: dict[str, Column] = {
     "everything": Column(),
     "no relaxation": _without("relaxation", WITHIN),
     "no exchange": _without("exchange"),
-    "one round": Column(Limits(exchange=ExchangeLimits(rounds=0)), ways=WITHIN),
+    "one round": Column(Limits(exchange=ExchangeLimits(rounds=0, most_rounds=0)), ways=WITHIN),
     "no moves": Column(Limits(exchange=ExchangeLimits(moves=False)), ways=WITHIN),
     "no eviction": _without("eviction", SHORT),
     "one rule": Column(rules=1, ways=SHORT),

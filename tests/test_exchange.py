@@ -168,7 +168,9 @@ def test_other_rounds_leave_what_one_cannot() -> None:
         least = thriftiest(graph).schedule
         low, high = (simulate(graph, s).peak_bytes for s in (least, keep_all(graph)))
         for budget_bytes in (low, (3 * low + high) // 4):
-            once = exchanged(graph, least, budget_bytes, limits=replace(QUICK, rounds=0))
+            once = exchanged(
+                graph, least, budget_bytes, limits=replace(QUICK, rounds=0, most_rounds=0)
+            )
             assert once == annealed(graph, least, budget_bytes, limits=QUICK)
             once_ns = simulate(graph, once).time_ns
             more = exchanged(graph, least, budget_bytes, limits=QUICK)

@@ -36,6 +36,7 @@ class LeastPeak:
     in the cache, and no larger than that of any plan that was made (`reach`)."""
 
     goal: Goal
+    without: frozenset[str] = frozenset()
     known: Incumbent | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +69,9 @@ class LeastPeak:
         return self.known is not None and self.known.peak_bytes < size_bytes
 
     def _key(self) -> dict[str, str]:
-        return family_key(problem_digest(self.goal.graph), "the least peak")
+        # What a search without some stages calls the least is not that of another one.
+        settings = " ".join(("the least peak without", *sorted(self.without)))
+        return family_key(problem_digest(self.goal.graph), settings)
 
     def _stored(self) -> Incumbent | None:
         graph, cache = self.goal.graph, self.goal.cache

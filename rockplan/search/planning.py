@@ -52,7 +52,8 @@ def limits_of(options: Options) -> Limits:
 
 def least_peak_of(problem: Problem, options: Options) -> LeastPeak:
     """What plans of one problem have in common: it is looked for once."""
-    return LeastPeak(Goal(problem.constrained, problem.blocks, None, cache_of(options)))
+    goal = Goal(problem.constrained, problem.blocks, None, cache_of(options))
+    return LeastPeak(goal, frozenset(options.without))
 
 
 def plan_within(
