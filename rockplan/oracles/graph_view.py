@@ -1,8 +1,9 @@
 """The graph as planners see it: what storages weigh, what makes and reads them, what may run again.
 
 takes: a priced CDGraph. guarantees: sizes, readers and makers are those that `verify` and
-`simulate` go by. A rule of memory that changes what a storage weighs, or what brings it back, is
-written there and here, and nowhere else.
+`simulate` go by. Planners ask this view what a storage weighs and what brings it back. What is
+taken over (`schedule.taken_over`), who owns the bytes (`lifetimes`), states of generators and what
+has to be dropped have code of their own still: a rule of memory that touches these is not here.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from rockplan.graph_builder.costs.price import price, roofline
 from rockplan.graph_builder.digests import problem_digest
 from rockplan.ilp.blocks.decode import price as option_of
-from rockplan.oracles.simulate import simulate
 from rockplan.search.block_families import family_key, is_legal
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
@@ -95,22 +94,19 @@ class LeastPeak:
 def least_peak(
     goal: Goal, limits: Limits, tuple_of_stages: Sequence[Stage] = LEAST_PEAK
 ) -> Incumbent:
-    """All stages but the last with the times of another machine, the last with those of this."""
+    """Stages that see what was measured after all others, which go by the times of another
+    machine."""
     report("looking for the smallest peak")
     there = replace(goal, graph=elsewhere(goal.graph))
-    first = run(tuple_of_stages[:-1], there, limits)
+    first = run([s for s in tuple_of_stages if not s.sees_measured], there, limits)
     start = Incumbent(bound_ns=goal.graph.time_ns, is_complete=first.is_complete)
     # Times and bounds of the other machine say nothing here.
     trace = tuple(replace(t, time_ns=None, bound_ns=start.bound_ns) for t in first.trace)
     here = replace(start.improved(goal, first.schedule), trace=trace)
-    return run(tuple_of_stages[-1:], goal, limits, here)
+    return run([s for s in tuple_of_stages if s.sees_measured], goal, limits, here)
 
 
 def elsewhere(graph: CDGraph) -> CDGraph:
     """The graph with the times of the machine on which the smallest peak is looked for."""
     times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S)).nodes]
     return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))
-
-
-def peak_of(graph: CDGraph, schedule: Schedule) -> int:
-    return simulate(graph, schedule).peak_bytes

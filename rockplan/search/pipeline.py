@@ -49,11 +49,13 @@ def improvable(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """when: whether the stage runs at all, by what is known before it."""
+    """when: whether the stage runs at all, by what is known before it. sees_measured: of the search
+    for the least peak, whether it goes by the times of this machine (`minimum_peak`)."""
 
     name: str
     run: Callable[[Goal, Incumbent, Limits], Incumbent]
     when: When
+    sees_measured: bool = False
 
 
 STAGES = (
@@ -66,7 +68,7 @@ STAGES = (
 )
 """To the fastest schedule within a budget."""
 
-POLISH = STAGES[-2:]
+POLISH = tuple(stage for stage in STAGES if stage.when is improvable)
 """What follows where nothing fits but the schedule with the least peak (`planning`)."""
 
 LEAST_PEAK = (
@@ -74,7 +76,7 @@ LEAST_PEAK = (
     Stage("eviction", stages.evict, always),
     Stage("blocks", stages.combine_blocks, is_short),
     Stage("exchange", stages.exchange, something_fits),
-    Stage("descent", stages.descend, something_fits),
+    Stage("descent", stages.descend, something_fits, sees_measured=True),
 )
 """To the schedule with the least peak."""
 

@@ -2,7 +2,8 @@
 
 takes: a Problem, a Budget, Options. returns: Plan. guarantees: the schedule is legal under the
 constraints of the options and within the budget as `simulate` finds it; what the cache holds is
-not solved again, and the cache never changes which plan is found.
+not solved again. The cache never changes which plan is found, but for the smallest budget, which is
+no larger than what any plan in it needs.
 """
 
 from __future__ import annotations
