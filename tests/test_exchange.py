@@ -96,13 +96,6 @@ def test_least_peaks_that_only_exchanges_lead_to(draw: Draw, seed: int) -> None:
     assert simulate(graph, alone).peak_bytes > found_bytes
 
 
-def test_no_smaller_peak_than_enough_is_looked_for() -> None:
-    graph = eight_nodes(random.Random(57), RANGES)
-    everything = keep_all(graph)
-    enough_bytes = simulate(graph, everything).peak_bytes
-    assert squeezed(graph, everything, limits=QUICK, enough_bytes=enough_bytes) == everything
-
-
 def test_exchanges_find_most_optima_of_small_graphs() -> None:
     """From the schedule with the least peak; what is listed runs forward nodes again only."""
     optimal = total = 0

@@ -17,9 +17,9 @@ from rockplan.ilp.whole_graph.program import (
     Moments,
     Pinch,
     Program,
+    alive_before,
     orders_of,
     program,
-    solution_of,
 )
 from rockplan.ilp.whole_graph.refine import looking_closer
 from rockplan.oracles.simulate import simulate
@@ -38,6 +38,24 @@ from tests.moments import random_moments
 
 RANGES = Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15)
 WITH_STATES = replace(RANGES, random_percent=40, max_rng_state_bytes=6)
+
+
+def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
+    """Integer columns as a schedule has them."""
+    columns = {*found.keep.values(), *(c for runs in found.reruns for c in runs.values())}
+    chosen = dict.fromkeys(columns, 0.0)
+    count = len(found.intervals)
+    places = found.places(schedule)
+    for i, s, first in zip(schedule.computations, places, schedule.is_first, strict=True):
+        if not first and 0 <= s < count and i in found.reruns[s]:
+            chosen[found.reruns[s][i]] = 1.0
+    alive = alive_before(found.facts, schedule)
+    kept = dict(reversed(list(zip(places, alive, strict=True))))
+    for s in reversed(range(count)):
+        # Nothing runs in it.
+        kept.setdefault(s, kept.get(s + 1, frozenset()))
+    chosen |= {column: 1.0 for (s, d), column in found.keep.items() if d in kept[s]}
+    return chosen
 
 
 def draw(seed: int) -> CDGraph:

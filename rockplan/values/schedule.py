@@ -10,7 +10,7 @@ import functools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rockplan.values.columns import aligned
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers
@@ -76,15 +76,6 @@ class Schedule:
 def first_executions(schedule: Schedule) -> tuple[int, ...]:
     """All nodes, in the order in which they run for the first time."""
     return tuple(dict.fromkeys(schedule.computes))
-
-
-def with_numbers(schedule: Schedule, numbers: Sequence[int]) -> Schedule:
-    """`schedule` where each node has another number: that at its place in `numbers`."""
-    events = tuple(
-        replace(event, node=numbers[event.node]) if isinstance(event, Compute) else event
-        for event in schedule.events
-    )
-    return replace(schedule, events=events)
 
 
 def keep_all(graph: CDGraph) -> Schedule:

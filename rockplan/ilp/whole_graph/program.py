@@ -653,24 +653,6 @@ class _Order:
         return [d for d in self.facts.graph.nodes[index].reads if d in self.facts.is_open]
 
 
-def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
-    """Integer columns as a schedule has them."""
-    columns = {*found.keep.values(), *(c for runs in found.reruns for c in runs.values())}
-    chosen = dict.fromkeys(columns, 0.0)
-    count = len(found.intervals)
-    places = found.places(schedule)
-    for i, s, first in zip(schedule.computations, places, schedule.is_first, strict=True):
-        if not first and 0 <= s < count and i in found.reruns[s]:
-            chosen[found.reruns[s][i]] = 1.0
-    alive = alive_before(found.facts, schedule)
-    kept = dict(reversed(list(zip(places, alive, strict=True))))
-    for s in reversed(range(count)):
-        # Nothing runs in it.
-        kept.setdefault(s, kept.get(s + 1, frozenset()))
-    chosen |= {column: 1.0 for (s, d), column in found.keep.items() if d in kept[s]}
-    return chosen
-
-
 def alive_before(facts: Facts, schedule: Orders) -> list[frozenset[int]]:
     """For each computation: what is there that it or a later one reads."""
     found: list[frozenset[int]] = []

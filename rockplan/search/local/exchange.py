@@ -169,10 +169,8 @@ def squeezed(
     *,
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
-    enough_bytes: int = 0,
 ) -> Schedule:
-    """`schedule` or one whose peak is smaller, but not than what is enough; deadline: as of
-    time.monotonic.
+    """`schedule` or one whose peak is smaller; deadline: as of time.monotonic.
 
     Room is made for a smaller budget, whatever it costs; where none is found, some exchanges within
     the budget in hand lead elsewhere.
@@ -184,10 +182,10 @@ def squeezed(
     search = _ExchangeSearch(graph, peak_bytes, draft, deadline, limits)
     best_bytes, best = search.budget_bytes, search.draft.orders
     failed = 0
-    while search.spent < limits.effort and best_bytes > enough_bytes and failed < limits.attempts:
+    while search.spent < limits.effort and best_bytes > 0 and failed < limits.attempts:
         if time.monotonic() >= deadline:
             break
-        search.budget_bytes = max(int(best_bytes * (1 - limits.step)), enough_bytes)
+        search.budget_bytes = int(best_bytes * (1 - limits.step))
         most_ns = min(limits.longest * graph.time_ns, search.draft.time_ns + graph.time_ns)
         if search.makes_room(most_ns):
             search.prune()
