@@ -51,7 +51,8 @@ class Options:
     ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
     `rockplan.oracles.constraints`).
     without: names of stages of the search that do not run (`rockplan.search.pipeline`), for
-    experiments: what each is worth is in benchmarks/results/ablation.md.
+    experiments: what each is worth is in benchmarks/results/ablation.md. A search with fewer
+    stages has a smallest budget of its own.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"

@@ -288,7 +288,7 @@ def test_a_hook_on_the_node_of_autograd_is_not_seen_but_what_it_changes_is() -> 
 def test_a_budget_without_room_for_what_waits() -> None:
     """Hooks that only look still work in it; others are told."""
     case = gated_case()
-    least_bytes = solve_case(case, "min").plan.budget_bytes
+    least_bytes = solve_case(case, "min", options=QUICK).plan.budget_bytes
     planned, eager = pair(case, least_bytes)
     handles = []
     for module in (planned, eager):
