@@ -232,6 +232,15 @@ _SEED = _refusing("seeds")
 _HOOK = _refusing("hook on a tensor")
 _BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
 _OF_SEED = "what is drawn next is another number in eager execution alone"
+# Up to torch 2.13 it has no other function inside.
+_CHECKPOINT_HOOKS = next(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(checkpoint, name)
+)
 _CHECKPOINTED = (
     "what is computed again is the plan's decision, and a checkpoint's replay of draws cannot be "
     "recorded: it calls its function directly"
@@ -276,7 +285,7 @@ PATCHES: tuple[Patch, ...] = (
         "tensors have none; of lengths that are tensors it computes the same bits",
     ),
     CACHE_OF_PARAMETRIZATIONS,
-    Patch(checkpoint, "_checkpoint_without_reentrant_generator", _no_hooks, _CHECKPOINTED),
+    Patch(checkpoint, _CHECKPOINT_HOOKS, _no_hooks, _CHECKPOINTED),
     Patch(checkpoint, "CheckpointFunction", lambda original, recording: _Direct, _CHECKPOINTED),
     Patch(FakeTensor, "tolist", lambda original, r: _telling(torch._C.TensorBase.tolist, r), _TOLD),
     Patch(torch.Tensor, "tolist", _telling, _TOLD),
