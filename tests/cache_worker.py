@@ -16,7 +16,7 @@ ROUNDS = 40
 def hammer(folder: Path, process: int) -> list[str]:
     """Write and read the same entries over and over; returns what went wrong."""
     cache = Cache(folder)
-    family = OptionFamily((BlockOption((0,), (1,), 1, 2, 3, 4, 5),), 0, 1)
+    family = OptionFamily((BlockOption((0,), (1,), 1, 2, 3, 4, 5),), 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for round_ in range(ROUNDS):

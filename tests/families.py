@@ -25,7 +25,7 @@ def enumerated_family(problem: CDGraph, small_bytes: int = 0) -> OptionFamily:
     fixed |= {d for d in made if problem.data[d].size_bytes <= small_bytes}
     free = [d for d in made if d not in fixed]
     options = [rule_option(problem, fixed | set(saved)) for saved in _subsets(free)]
-    return OptionFamily(tuple(_undominated(options)), gap_ns=None, solves=0)
+    return OptionFamily(tuple(_undominated(options)), solves=0)
 
 
 def rule_option(problem: CDGraph, saved: set[int]) -> BlockOption:

@@ -92,7 +92,7 @@ def test_equal_blocks_share_a_link() -> None:
 def test_a_block_without_options_is_refused() -> None:
     _, blocks = join(gpt_problems(1))
     with pytest.raises(ValueError, match="block 0 .* has no options"):
-        links(blocks, [OptionFamily((), None, 0)] * len(blocks))
+        links(blocks, [OptionFamily((), 0)] * len(blocks))
 
 
 # Dead re-executions

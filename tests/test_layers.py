@@ -14,7 +14,6 @@ PACKAGE = ROOT / "rockplan"
 
 LIBRARIES = {
     "torch": {"graph_builder", "codegen", "python_state", "checkpointing", "search", "cli"},
-    "pulp": {"ilp"},
     "highspy": {"ilp"},
     "graphviz": {"reports"},
     "matplotlib": {"reports"},

@@ -64,7 +64,7 @@ def grid_family(problem: CDGraph, time_limit_s: float, gap: float) -> OptionFami
             answers.append(_Answer(corner, option))
         orders += [Orders(a.option.forward, a.option.backward) for a in answers if a.option]
     options = tuple(dict.fromkeys(price(problem, o) for o in orders))
-    return OptionFamily(options, None, solves)
+    return OptionFamily(options, solves)
 
 
 Corner = tuple[int, int]

@@ -16,7 +16,5 @@ from rockplan.values.graph import CDGraph
 
 def rotor(graph: CDGraph, blocks: Sequence[Block]) -> ChainSolver:
     """A solver of the chain that asks no integer program."""
-    families = [
-        OptionFamily((price(b.problem, keep_all_orders(b.problem)),), None, 0) for b in blocks
-    ]
+    families = [OptionFamily((price(b.problem, keep_all_orders(b.problem)),), 0) for b in blocks]
     return ChainSolver(graph, blocks, families)

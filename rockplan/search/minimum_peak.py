@@ -87,7 +87,7 @@ class LeastPeak:
         if self.goal.cache:
             assert made.schedule is not None
             option = option_of(self.goal.graph, Orders(*made.schedule.phases))
-            family = OptionFamily((option,), gap_ns=None, solves=0, is_complete=made.is_complete)
+            family = OptionFamily((option,), solves=0, is_complete=made.is_complete)
             self.goal.cache.put_family(self._key(), family)
 
 

@@ -205,7 +205,6 @@ def dump_family(family: OptionFamily, key: Key | None = None) -> str:
     ]
     content = {
         "options": options,
-        "gap_ns": family.gap_ns,
         "solves": family.solves,
         "is_complete": family.is_complete,
     }
@@ -225,10 +224,8 @@ def _read_family(document: dict[str, Any]) -> OptionFamily:
         )
         for row in document["options"]
     )
-    gap_ns = document["gap_ns"]
     return OptionFamily(
         options,
-        None if gap_ns is None else natural(gap_ns),
         natural(document["solves"]),
         flag(document["is_complete"]),
     )

@@ -81,12 +81,9 @@ class BlockOption:
 class OptionFamily:
     """Pareto options of one block class.
 
-    gap_ns: no option within any (peak, save) corner is faster than the best one here by more
-    than this, as the solver proved; None if it has not proved anything for some corner.
     solves: how many integer programs were solved. is_complete: no time limit cut the search.
     """
 
     options: tuple[BlockOption, ...]
-    gap_ns: int | None
     solves: int
     is_complete: bool = True

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rockplan.ilp.blocks.decode import pareto, price
-from rockplan.ilp.blocks.pareto_search import Settings, gap_ns, search_corners
+from rockplan.ilp.blocks.pareto_search import Settings, search_corners
 from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph
 from rockplan.values.progress import report
@@ -28,7 +28,7 @@ def option_family(problem: CDGraph, *, settings: Settings = DEFAULT) -> OptionFa
     """The Pareto options of one block, fastest first."""
     search = search_corners(problem, settings)
     options = pareto([price(problem, answer.orders) for answer in search.answers])
-    return OptionFamily(options, gap_ns(search), search.solves, is_complete=not search.is_cut)
+    return OptionFamily(options, search.solves, is_complete=not search.is_cut)
 
 
 def option_families(

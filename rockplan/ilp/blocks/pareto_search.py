@@ -4,8 +4,9 @@ takes: a problem, Settings. returns: ParetoSearch, the answers and what is prove
 guarantees: keep-all is among the answers, and so are the four ends: the least peak that a schedule
 of the class (`stages`) can have, the least saved bytes with it, the least saved bytes of all, the
 least peak with those. For every corner that leaves room for `Settings.delta`, an answer within the
-corner is at most `gap_ns` slower than the best schedule of the class that needs delta less (tiny
-storages aside, see `scaling`). The same answers on every run unless the time limit strikes.
+corner is at most `Settings.eps` and `gap` slower than the best schedule of the class that needs
+delta less (tiny storages aside, see `scaling`), unless effort or time ended the search before. The
+same answers on every run unless the time limit strikes.
 
 ParetoSearch: the schedule found at a corner (P, S) is the best one for every tighter corner that it
 fits, and its time bounds every tighter corner from below. So a sweep at one peak starts without a
@@ -20,16 +21,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from rockplan.ilp.blocks.decode import Solution, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import peak_bytes, price, solve_stages
 from rockplan.ilp.blocks.formulate import StageModel, entries, formulate
-from rockplan.ilp.blocks.full import solve_full
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.scaling import UNLIMITED, Units, in_units
-from rockplan.oracles.graph_view import GraphView
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 
@@ -40,10 +37,6 @@ iterations a second."""
 COARSE_DELTAS = (0.25, 0.1)
 """Steps of the first sweeps: on a block whose sweep costs more than the effort they leave
 options all along it."""
-
-FULL_NODES = 16
-"""Problems of this many nodes are given to the full model where the stage formulation finds
-nothing: 0.1 s a solve (tests/test_ilp_full.py has the cases where this helps)."""
 
 MAX_ENTRIES = 500_000
 """Largest number of matrix entries of the stage formulation that is written down (some seconds
@@ -89,7 +82,7 @@ class ParetoSearch:
     """What is known about one problem so far.
 
     answers: schedules found. bounds: (peak, saved, ns): nothing within that corner is faster.
-    infeasible: corners without a schedule; not_staged: without one in the stage formulation.
+    infeasible: corners without a schedule of the class.
     step: the finest distance of two corners of the sweeps, in bytes.
     is_cut: the time limit struck.
     """
@@ -101,7 +94,6 @@ class ParetoSearch:
     answers: list[Answer] = field(default_factory=list)
     bounds: list[tuple[int, int, int]] = field(default_factory=list)
     infeasible: list[tuple[int, int]] = field(default_factory=list)
-    not_staged: list[tuple[int, int]] = field(default_factory=list)
     step: int = 1
     solves: int = 0
     effort: int = 0
@@ -110,10 +102,6 @@ class ParetoSearch:
     @property
     def problem(self) -> CDGraph:
         return self.units.graph
-
-    @property
-    def is_small(self) -> bool:
-        return len(self.problem.nodes) <= FULL_NODES
 
     @property
     def is_exhausted(self) -> bool:
@@ -137,39 +125,18 @@ class ParetoSearch:
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
         """Solve one corner and note what was proven; None if that found no schedule."""
-        if self.is_late():
+        if self.model is None or self.is_late():
             return None
-        found = self._solve_stages(corner, gap)
-        if self.is_small and (found is None or found.status is SolverStatus.INFEASIBLE):
-            found = self._solve_full(corner, gap)
-        if found is None:
-            return None
+        started, limit_s = time.monotonic(), self._solve_limit_s
+        found = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
+        self.is_cut = self.is_cut or time.monotonic() >= started + limit_s
+        self.solves += 1
+        self.effort += SOLVE_EFFORT + found.iterations
         if found.status is SolverStatus.INFEASIBLE:
             self.infeasible.append(corner)
             return None
         self.bounds.append((*corner, found.bound_ns))
         return None if found.orders is None else self.add(found.orders)
-
-    def _solve_stages(self, corner: Corner, gap: float) -> Solution | None:
-        if self.model is None or any(_covers(empty, corner) for empty in self.not_staged):
-            return None
-        started, limit_s = time.monotonic(), self._solve_limit_s
-        found = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
-        self._count(found, started + limit_s)
-        if found.status is SolverStatus.INFEASIBLE:
-            self.not_staged.append(corner)
-        return found
-
-    def _solve_full(self, corner: Corner, gap: float) -> Solution:
-        started, limit_s = time.monotonic(), self._solve_limit_s
-        found = solve_full(self.units, *corner, time_limit_s=limit_s, gap=gap)
-        self._count(found, started + limit_s)
-        return found
-
-    def _count(self, found: Solution, latest: float) -> None:
-        self.is_cut = self.is_cut or time.monotonic() >= latest
-        self.solves += 1
-        self.effort += SOLVE_EFFORT + found.iterations
 
     def is_late(self) -> bool:
         self.is_cut = self.is_cut or time.monotonic() >= self.deadline
@@ -255,13 +222,7 @@ def _least(search: ParetoSearch, axis: int) -> int:
     assert search.model is not None
     if axis == 1:
         return search.model.saved.constant_bytes
-    if not search.is_small:
-        return max(row.constant_bytes for row in search.model.peak)
-    sizes = GraphView(search.problem).sizes
-    return max(
-        n.workspace_bytes + sum(sizes[d] for d in (*n.reads, *n.writes))
-        for n in search.problem.nodes
-    )
+    return max(row.constant_bytes for row in search.model.peak)
 
 
 def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
@@ -310,25 +271,3 @@ def _answer(search: ParetoSearch, corner: Corner) -> Answer | None:
         search.solve(corner, search.settings.gap)
         best = search.best(corner)
     return best
-
-
-def gap_ns(search: ParetoSearch) -> int | None:
-    """The largest distance, over all corners, between the best answer there and the bound for
-    schedules that need less than `step` bytes less; None where there is no answer, or where the
-    time limit struck.
-
-    Both change at few places only: an answer is the best one up to just below the next.
-    """
-    answers = np.array([(*a.needs, a.time_ns) for a in search.answers])
-    bounds = np.array(search.bounds)
-    slack = search.step - 1
-    saved = np.append(np.unique(answers[:, 1]) - 1, UNLIMITED)
-    worst = 0
-    for peak in np.append(np.unique(answers[:, 0]) - 1, UNLIMITED):
-        fits = (answers[:, 0] <= peak) & (answers[:, 1] <= saved[:, None])
-        best = np.where(fits, answers[:, 2], UNLIMITED).min(axis=1)
-        holds = (bounds[:, 0] >= peak - slack) & (bounds[:, 1] >= saved[:, None] - slack)
-        bound = np.where(holds, bounds[:, 2], 0).max(axis=1)
-        possible = [not search.is_infeasible((int(peak) - slack, int(s) - slack)) for s in saved]
-        worst = max(worst, int((best - bound)[possible].max(initial=0)))
-    return None if search.is_cut or worst > UNLIMITED // 2 else worst

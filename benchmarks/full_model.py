@@ -1,9 +1,9 @@
 """The full model: any node may run again before any other, backward nodes included.
 
-takes: Units and budgets. returns: Solution. It is the reference for the stage formulation and
-its fallback on small problems: Checkmate's T x T program (Jain et al., MLSys 2020, section 4) on
+takes: Units and budgets. returns: Solution. It is the reference for the stage formulation of
+`rockplan.ilp.blocks`: Checkmate's T x T program (Jain et al., MLSys 2020, section 4) on
 storages, as Rockmate states it (Zhao et al., ICML 2023, section 3.2), with liveness as in
-`formulate` in place of variables for frees.
+`rockplan.ilp.blocks.formulate` in place of variables for frees.
 
 Stage t is what happens from the first execution of node t - 1 to that of node t; in it every
 earlier node may run again once, in order. Columns:
