@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.bounds.prove import lower_bound_ns
 from benchmarks.peers.chen import all_segment_schedules, segment_schedule, sqrt_segments
 from benchmarks.peers.dtr import SCORES, dtr
 from benchmarks.peers.exact import exact, whole_graph_model
@@ -41,7 +42,6 @@ from rockplan.ilp.blocks.formulate import entries
 from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import in_units
-from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify

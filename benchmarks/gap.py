@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.bounds.pebbles import pebbled_peak_bytes
+from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
 from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import where
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.backward_order import renumbered
-from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
-from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning

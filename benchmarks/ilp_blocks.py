@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
+from benchmarks.bounds.prove import lower_bound_ns
 from benchmarks.family_gap import gap_ns
 from benchmarks.full_model import solve_full
 from rockplan.dp.chain_solver import ChainSolver
@@ -33,7 +34,6 @@ from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.pareto_search import Settings, search_corners
 from rockplan.ilp.blocks.stages import Stages, find_stages
 from rockplan.ilp.scaling import Units, in_units
-from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.oracles.simulate import simulate
 from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph

@@ -39,13 +39,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.bounds.prove import lower_bound_ns
 from benchmarks.exact_search import Mask, Step, View, bits, certain
 from benchmarks.gap import Row, add, read, write
 from benchmarks.priced import prepared
 from benchmarks.timing import where
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.backward_order import renumbered
-from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.options import Options
 from rockplan.values.graph import CDGraph
 

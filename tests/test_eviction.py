@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
+from benchmarks.bounds.pebbles import pebbled_peak_bytes
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.exchange import pruned, squeezed

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.bounds.pebbles import pebbled_peak_bytes
 from rockplan.ilp.blocks.decode import keep_all_orders
-from rockplan.ilp.whole_graph.pebbles import pebbled_peak_bytes
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.exchange import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks import exact_search
+from benchmarks.bounds import prove
+from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
 from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
 from rockplan.graph_builder.costs.price import price as price_with
 from rockplan.graph_builder.costs.price import roofline
@@ -20,9 +23,8 @@ from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, prove
 from rockplan.ilp.blocks.families import option_family
 from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.ilp.highs import SolverStatus, solve
-from rockplan.ilp.whole_graph import refine
 from rockplan.ilp.whole_graph.program import Facts, program
-from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
+from rockplan.ilp.whole_graph.refine import proved_ns, refined
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.exchange import pruned
 from rockplan.search.local.greedy_eviction import thriftiest
@@ -51,9 +53,15 @@ def draw(seed: int) -> CDGraph:
     return random_block(rng, rng.randint(2, 3), ranges).problem
 
 
+def in_planning_ns(graph: CDGraph, budget_bytes: int) -> int:
+    """What a plan would state, had it the time."""
+    found = refined(graph, budget_bytes, deadline=math.inf)
+    return graph.time_ns if found is None else proved_ns(found, deadline=time.monotonic() + 60)
+
+
 def test_no_legal_schedule_is_faster() -> None:
     """Against any re-executions: out of order, of backward nodes too, several times."""
-    tight = costly = 0
+    tight = planned_tight = costly = 0
     for seed in range(40):
         graph = draw(seed)
         rng = random.Random(seed)
@@ -64,11 +72,15 @@ def test_no_legal_schedule_is_faster() -> None:
             if fastest is None:
                 continue
             bound = lower_bound_ns(graph, budget, time_limit_s=60)
+            planned = in_planning_ns(graph, budget)
             assert graph.time_ns <= bound <= fastest
+            assert graph.time_ns <= planned <= fastest
             costly += fastest > graph.time_ns
             tight += fastest > graph.time_ns and bound == fastest
+            planned_tight += fastest > graph.time_ns and planned == fastest
     assert costly >= 12
     assert tight >= costly // 3
+    assert planned_tight >= costly // 3
 
 
 def test_no_legal_schedule_is_faster_than_programs_at_any_moments() -> None:
@@ -122,13 +134,14 @@ def test_the_bound_knows_of_the_forward_phase() -> None:
         assert fastest is not None
         time_ns = simulate(graph, fastest).time_ns
         assert graph.time_ns < lower_bound_ns(graph, budget_bytes, time_limit_s=60) == time_ns
+        assert graph.time_ns < in_planning_ns(graph, budget_bytes) == time_ns
 
 
 def test_no_schedule_that_is_known_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a large share of the storages is left out at first."""
     tight = 0
     for seed in range(60):
-        monkeypatch.setattr(refine, "SMALL", (0.005, 0.15, 0.4)[seed % 3])
+        monkeypatch.setattr(prove, "SMALL", (0.005, 0.15, 0.4)[seed % 3])
         rng = random.Random(seed)
         graph = draw(seed)
         for schedule in (thriftiest(graph).schedule, random_schedule(rng, graph)):

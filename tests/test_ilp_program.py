@@ -3,126 +3,68 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.bounds.program import alive_before
 from rockplan.ilp.blocks.decode import peak_bytes, price
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.highs import TIME_UNIT, SolverStatus, solve
-from rockplan.ilp.whole_graph.pebbles import Pinches
 from rockplan.ilp.whole_graph.program import (
+    TURN,
     Facts,
-    Mark,
     Moments,
-    Pinch,
     Program,
-    alive_before,
     orders_of,
     program,
+    turn_of,
 )
-from rockplan.ilp.whole_graph.refine import looking_closer
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 from rockplan.values.schedule import with_frees
-from tests.graphs import (
-    Ranges,
-    random_chain,
-    random_graph,
-    random_schedule,
-)
+from tests.graphs import Ranges, random_chain, random_graph, random_schedule
 from tests.moments import random_moments
 
 RANGES = Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15)
 WITH_STATES = replace(RANGES, random_percent=40, max_rng_state_bytes=6)
 
 
-def solution_of(found: Program, schedule: Orders) -> dict[int, float]:
+def places(made: Program, schedule: Orders) -> list[int]:
+    """For each computation its interval: their number after the last, -1 before the first."""
+    turn = len(schedule.forward)
+    firsts = enumerate(zip(schedule.computations, schedule.is_first, strict=True))
+    at = {i: place for place, (i, is_first) in firsts if is_first}
+    stops = [turn if part.end == TURN else at[part.end] + 1 for part in made.intervals]
+    start = 0 if turn_of(made.intervals) else turn
+    computations = range(len(schedule.computations))
+    return [-1 if place < start else bisect_right(stops, place) for place in computations]
+
+
+def solution_of(made: Program, schedule: Orders) -> dict[int, float]:
     """Integer columns as a schedule has them."""
-    columns = {*found.keep.values(), *(c for runs in found.reruns for c in runs.values())}
+    columns = {*made.keep.values(), *(c for runs in made.reruns for c in runs.values())}
     chosen = dict.fromkeys(columns, 0.0)
-    count = len(found.intervals)
-    places = found.places(schedule)
-    for i, s, first in zip(schedule.computations, places, schedule.is_first, strict=True):
-        if not first and 0 <= s < count and i in found.reruns[s]:
-            chosen[found.reruns[s][i]] = 1.0
-    alive = alive_before(found.facts, schedule)
-    kept = dict(reversed(list(zip(places, alive, strict=True))))
+    count, at = len(made.intervals), places(made, schedule)
+    for i, s, is_first in zip(schedule.computations, at, schedule.is_first, strict=True):
+        if not is_first and 0 <= s < count and i in made.reruns[s]:
+            chosen[made.reruns[s][i]] = 1.0
+    alive = alive_before(made.facts, schedule)
+    kept = dict(reversed(list(zip(at, alive, strict=True))))
     for s in reversed(range(count)):
         # Nothing runs in it.
         kept.setdefault(s, kept.get(s + 1, frozenset()))
-    chosen |= {column: 1.0 for (s, d), column in found.keep.items() if d in kept[s]}
+    chosen |= {column: 1.0 for (s, d), column in made.keep.items() if d in kept[s]}
     return chosen
 
 
 def draw(seed: int) -> CDGraph:
     rng, ranges = random.Random(seed), WITH_STATES if seed % 3 == 2 else RANGES
     return random_graph(rng, 3, ranges) if seed % 2 else random_chain(rng, (1, 2), ranges)[0]
-
-
-def legal_orders(graph: CDGraph) -> list[Orders]:
-    """The thriftiest seed first."""
-    return sorted(seed_orders(graph), key=lambda orders: peak_bytes(price(graph, orders)))
-
-
-def closest(facts: Facts, schedule: Orders, budget_bytes: int) -> Moments:
-    """With every moment, also at re-executions, at which the schedule exceeds the budget."""
-    moments = Moments(frozenset({len(facts.graph.nodes) - 1}))
-    while True:
-        made = program(facts, moments, budget_bytes)
-        closer = looking_closer(made, moments, schedule, budget_bytes, at_reruns=True)
-        if closer is None:
-            return moments
-        moments = closer
-
-
-def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
-    """With moments where it needs most, also at re-executions, with pinches, and split spans."""
-    moments_seen = marks_seen = pinches_seen = 0
-    for seed in range(60):
-        graph = draw(seed)
-        facts = Facts(graph)
-        for found in (*legal_orders(graph), Orders(*thriftiest(graph).schedule.phases)):
-            option = price(graph, found)
-            moments = closest(facts, found, peak_bytes(option) // 2)
-            moments = with_pinches(moments, Pinches(graph, peak_bytes(option)), found)
-            fewer = without_some(random.Random(seed), moments)
-            made = program(facts, fewer, peak_bytes(option))
-            assert is_feasible(made, solution_of(made, found))
-            made = program(facts, moments, peak_bytes(option))
-            chosen = solution_of(made, found)
-            assert set(chosen) == set(np.flatnonzero(made.linear.integral))
-            cost = sum(made.linear.costs[column] * value for column, value in chosen.items())
-            assert cost * TIME_UNIT * graph.time_ns <= option.time_ns - graph.time_ns + 1e-3
-            assert is_feasible(made, chosen)
-            moments_seen += len(moments.ends) - 1
-            marks_seen += sum(isinstance(cut, Mark) for cut in moments.cuts)
-            pinches_seen += sum(isinstance(cut, Pinch) for cut in moments.cuts)
-    assert moments_seen >= 100
-    assert marks_seen >= 30
-    assert pinches_seen >= 100
-
-
-def with_pinches(moments: Moments, pinches: Pinches, schedule: Orders) -> Moments:
-    """With the narrowest one before each first execution that has any."""
-    turn = min(i for i in schedule.backward if i not in schedule.forward)
-    firsts = [i for i, first in zip(schedule.computations, schedule.is_first, strict=True) if first]
-    for end in (i for i in firsts if i > turn):
-        pinch = min(pinches.before(end), key=lambda pinch: pinch.room_bytes, default=None)
-        if pinch is not None:
-            following = next((cut for cut in moments.cuts if cut.end == end), None)
-            moments = moments.with_cut(pinch, following)
-    return moments
-
-
-def without_some(rng: random.Random, moments: Moments) -> Moments:
-    for moment in (*sorted(moments.ends)[:-1], *moments.cuts):
-        if rng.random() < 0.5:
-            moments = moments.without(moment)
-    return moments
 
 
 def is_feasible(made: Program, chosen: dict[int, float]) -> bool:
@@ -136,8 +78,9 @@ def is_feasible(made: Program, chosen: dict[int, float]) -> bool:
     return solve(fixed, time_limit_s=60, absolute_gap=0.0).status is SolverStatus.OPTIMAL
 
 
-def test_every_schedule_is_a_solution_of_programs_with_forward_moments() -> None:
-    """Also such as run nodes of the forward phase again in it."""
+def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
+    """At moments of either phase, with split spans, also where forward nodes run again in the
+    forward phase."""
     tight = again = 0
     for seed in range(60):
         rng, graph = random.Random(seed), draw(seed)
@@ -149,6 +92,7 @@ def test_every_schedule_is_a_solution_of_programs_with_forward_moments() -> None
             priced = simulate(graph, schedule)
             made = program(facts, moments, priced.peak_bytes)
             solution = solution_of(made, found)
+            assert set(solution) == set(np.flatnonzero(made.linear.integral))
             assert is_feasible(made, solution)
             cost = sum(made.linear.costs[column] * value for column, value in solution.items())
             assert cost * TIME_UNIT * graph.time_ns <= priced.time_ns - graph.time_ns + 1e-3
@@ -166,7 +110,7 @@ def test_a_solution_of_a_schedule_reads_as_the_schedule() -> None:
         graph = draw(seed)
         facts = Facts(graph)
         ends = frozenset(n.index for n in graph.backward)
-        for found in legal_orders(graph):
+        for found in seed_orders(graph):
             made = program(facts, Moments(ends), peak_bytes(price(graph, found)))
             chosen = solution_of(made, found)
             solution = np.zeros(len(made.linear.costs))
@@ -182,10 +126,6 @@ def test_whatever_the_values_are_their_order_is_legal() -> None:
     for seed in range(24):
         graph = draw(seed)
         rng = np.random.default_rng(seed)
-        thrifty = Orders(*thriftiest(graph).schedule.phases)
-        moments = closest(Facts(graph), thrifty, peak_bytes(price(graph, thrifty)) // 2)
-        moments = with_pinches(moments, Pinches(graph, 100), thrifty)
-        made = program(Facts(graph), moments, 100)
-        for at_once in (False, True):
-            found = orders_of(made, rng.random(len(made.linear.costs)), at_once=at_once)
-            verify(graph, with_frees(graph, found.forward, found.backward))
+        made = program(Facts(graph), random_moments(random.Random(seed), Facts(graph)), 100)
+        found = orders_of(made, rng.random(len(made.linear.costs)))
+        verify(graph, with_frees(graph, found.forward, found.backward))

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rockplan.ilp.whole_graph.pebbles import Pinches, pebbled_peak_bytes
-from rockplan.ilp.whole_graph.program import Facts, alive_before
-from rockplan.ilp.whole_graph.refine import without_small
+from benchmarks.bounds.pebbles import Pinches, pebbled_peak_bytes
+from benchmarks.bounds.program import ProofFacts, alive_before
+from benchmarks.bounds.prove import without_small
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.exchange import ExchangeLimits, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest
@@ -84,7 +84,7 @@ def test_somewhere_there_is_no_more_than_a_pinch_has_room_for() -> None:
         graph = draw(seed, WITH_PINNED)
         if seed % 4 == 3:
             graph = with_more_held(rng, graph)
-        facts = Facts(graph)
+        facts = ProofFacts(graph)
         drawn = [random_schedule(rng, graph) for _ in range(8)]
         staged = [with_frees(graph, s.forward, s.backward) for s, _ in stage_schedules(graph)]
         for schedule in (*drawn, thriftiest(graph).schedule, *staged):
@@ -104,7 +104,7 @@ def between_first_executions(
 ) -> Iterator[tuple[int, list[frozenset[int]]]]:
     """Before each first execution but the first one: what is alive after the one before it, and
     before each computation from there on."""
-    alive = alive_before(Facts(graph), found)
+    alive = alive_before(ProofFacts(graph), found)
     turn = len(found.forward)
     at = [place for place, first in enumerate(found.is_first) if first and place >= turn]
     for before, place in itertools.pairwise(at):

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.bounds.prove import lower_bound_ns
 from benchmarks.exact_search import Search, bits
 from benchmarks.proof import NONE, Relaxation, least_ns, proven_ns
-from rockplan.ilp.whole_graph.refine import lower_bound_ns
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph

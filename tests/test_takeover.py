@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import rockplan
+from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
 from benchmarks.models import Case, bert, densenet, gpt2, resnet18
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
 from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.graph_builder.partition import partition
-from rockplan.ilp.whole_graph.refine import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.oracles.lifetimes import alive_at, lifetimes
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify

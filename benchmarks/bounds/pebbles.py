@@ -29,7 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.ilp.whole_graph.program import Facts, Pinch
+from benchmarks.bounds.program import Pinch
+from rockplan.ilp.whole_graph.program import Facts
 from rockplan.values.graph import CDGraph, ComputeNode, readers
 
 STORAGES = 16
