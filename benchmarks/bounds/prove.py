@@ -7,8 +7,8 @@ and in whatever order.
 
 As in `rockplan.ilp.whole_graph.refine`, but re-executions become moments as well, pinches
 (`pebbles`) before all others; moments that do not matter are left out, and small storages until
-nothing else is to refine: that makes programs smaller. In 1 s it proves no more than the relaxation
-where first executions alone do; from 5 to 20 s on it proves more where memory is shortest. At the
+nothing else is to refine: that makes programs smaller. In 1 s it mostly proves less than first
+executions alone; where memory is shortest, and with more time, more (docs/experiments.md). At the
 smallest budget of BERT +48.2 % is proven in 14 s, where re-executions alone gave +33.5 in 150.
 """
 
