@@ -32,7 +32,7 @@ from benchmarks.timing import machine, mebibytes
 from rockplan.codegen import planned_module as planned_modules
 from rockplan.codegen.program import PlannedProgram, build_program
 from rockplan.graph_builder.lowering.backward_order import predecessors
-from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.simulate import simulate, taken_over, timeline
 from rockplan.values.graph import (
     CDGraph,
     DataKind,
@@ -42,7 +42,7 @@ from rockplan.values.graph import (
     producers,
     readers,
 )
-from rockplan.values.schedule import Compute, keep_all, taken_over
+from rockplan.values.schedule import Compute, keep_all
 
 MODELS: dict[str, Callable[[], Case]] = {
     **CASES,

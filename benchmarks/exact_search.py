@@ -34,9 +34,10 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from rockplan.ilp.whole_graph.program import Facts
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, DataKind, may_run_again, producers
+from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, keep_all, with_frees
 
 T = TypeVar("T")
@@ -110,12 +111,13 @@ class View:
     def __init__(self, graph: CDGraph) -> None:
         turn = self.turn = len(graph.forward)
         self.room_bytes = graph.nodes[turn - 1].workspace_bytes if turn else 0
-        again = may_run_again(graph)
-        ours = [(d.size_bytes, d.index) for d in graph.data if not d.kind.resident]
-        drawn = [(graph.rng_state_bytes, ~i) for i in again if graph.nodes[i].random]
+        view = GraphView(graph)
+        again = view.again
+        ours = [(view.sizes[d.index], d.index) for d in graph.data if not d.kind.resident]
+        drawn = [(view.state_bytes[i], ~i) for i in again if graph.nodes[i].random]
         ordered = sorted((*ours, *drawn), key=lambda found: (-found[0], found[1]))
         bit = {index: 1 << k for k, (_, index) in enumerate(ordered)}
-        producer = producers(graph)
+        producer = view.producer
 
         def mask(indices: Iterable[int]) -> Mask:
             return sum({bit[d] for d in indices if d in bit})
@@ -134,7 +136,7 @@ class View:
         self.again = [step(i) for i in sorted(again)]
         self.held = mask(graph.held)
         self.rng_state_bytes = graph.rng_state_bytes
-        tangents = mask(d.index for d in graph.data if d.kind is DataKind.TANGENT)
+        tangents = mask(view.tangents)
         self.times_ns = by_step([n.time_ns for n in nodes], 0)
         self.reads = by_step([mask(n.reads) for n in nodes], mask(graph.outputs))
         self.writes = by_step([mask(n.writes) for n in nodes], tangents)
@@ -146,13 +148,7 @@ class View:
         made_bytes = [self.bytes_of(writes) for writes in self.writes]
         workspace_bytes = by_step([n.workspace_bytes for n in nodes], 0)
         self.extra_bytes = [a + b for a, b in zip(made_bytes, workspace_bytes, strict=True)]
-        self.takes = by_step(
-            [
-                [bit[d] for d in n.takes if self.bytes_of(bit[d]) == made_bytes[step(n.index)]]
-                for n in nodes
-            ],
-            [],
-        )
+        self.takes = by_step([[bit[d] for d in takes] for takes in view.takes], [])
         self.made = [0]
         for writes, saved in zip(self.writes, self.saved, strict=True):
             self.made.append(self.made[-1] | writes | saved)

@@ -25,7 +25,7 @@ import pulp
 from rockplan.ilp.blocks.decode import Solution, solution
 from rockplan.ilp.highs import TIME_UNIT, in_own_thread, report
 from rockplan.ilp.scaling import UNLIMITED, Units
-from rockplan.values.graph import ComputeNode, DataKind, producers
+from rockplan.values.graph import ComputeNode, DataKind
 from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
@@ -60,7 +60,7 @@ class _Model:
         self.units = units
         self.graph = graph = units.graph
         self.peak_bytes = peak_bytes
-        self.producer = producers(graph)
+        self.sizes, self.producer = units.view.sizes, units.view.producer
         self.state_size = units.up(graph.rng_state_bytes)
         self.program = pulp.LpProblem("rematerialization", pulp.LpMinimize)
         self.n_forward = len(graph.forward)
@@ -133,11 +133,11 @@ class _Model:
         return self.producer.get(d, t) < t
 
     def _bytes(self, data: Iterable[int]) -> int:
-        return sum(self.graph.data[d].size_bytes for d in data)
+        return sum(self.sizes[d] for d in data)
 
     def _size(self, d: int) -> int:
         """Units of storage d."""
-        return self.units.up(self.graph.data[d].size_bytes)
+        return self.units.up(self.sizes[d])
 
     def _limit(self, units: Expression, constant_bytes: int, budget_bytes: int) -> None:
         """units + constant_bytes <= budget_bytes"""

@@ -20,9 +20,10 @@ from rockplan.ilp.blocks.formulate import StageModel, formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.scaling import UNLIMITED, in_units
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, readers
+from rockplan.values.graph import CDGraph, ComputeNode, Phase
 from rockplan.values.order import Orders
 from rockplan.values.schedule import with_frees, without_idle
 
@@ -137,14 +138,14 @@ class Exhaustive:
         is_first = node.index not in state.ran
         own_copies = set(node.writes) - set(graph.held)
         before = replace(state, alive=state.alive - own_copies)
-        extra = node.workspace_bytes + sum(graph.data[d].size_bytes for d in node.writes)
-        if node.random and not is_first:
-            extra += graph.rng_state_bytes
+        extra = self._view.own_bytes(node)
+        if not is_first:
+            extra += self._view.state_bytes[node.index]
         for keeps_state in (False, True) if node.random and is_first else (False,):
             states = before.states | ({node.index} if keeps_state else set())
             wanted = replace(before, states=states)
             for taken in self._takeovers(before, node):
-                rest = extra - sum(graph.data[d].size_bytes for d in taken)
+                rest = extra - self._view.bytes_of(taken)
                 for fitting in self._fit(wanted, rest, set(node.reads), {node.index}):
                     after = replace(
                         fitting,
@@ -157,16 +158,15 @@ class Exhaustive:
     def _takeovers(self, state: State, node: ComputeNode) -> Iterator[frozenset[int]]:
         """What the result may be written over, which dies then: nothing, or one storage."""
         yield frozenset()
-        sizes = [d.size_bytes for d in self.graph.data]
-        made_bytes = sum(sizes[d] for d in node.writes)
         if state.alive.isdisjoint(node.writes):
-            yield from (frozenset({d}) for d in node.takes if sizes[d] == made_bytes)
+            yield from (frozenset({d}) for d in self._view.takes[node.index])
 
     def _fit(self, state: State, extra: int, reads: set[int], running: set[int]) -> Iterator[State]:
         """States with as few frees as let `extra` bytes fit; to free more later is as good."""
         graph = self.graph
         droppable = [(d, -1) for d in sorted(state.alive - reads - set(graph.held))]
-        droppable += [(-1, i) for i in sorted(state.states - running) if graph.rng_state_bytes]
+        states = self._view.state_bytes
+        droppable += [(-1, i) for i in sorted(state.states - running) if states[i]]
         enough: list[set[tuple[int, int]]] = []
         for k in range(len(droppable) + 1):
             for chosen in combinations(droppable, k):
@@ -187,10 +187,10 @@ class Exhaustive:
         if not set(graph.outputs) <= state.alive:
             return
         state = replace(state, alive=state.alive - set(graph.dropped))
-        tangents = {d.index for d in graph.data if d.kind is DataKind.TANGENT}
-        outputs_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+        tangents = self._view.tangents
+        outputs_bytes = self._view.bytes_of(graph.outputs)
         allowed = self.peak_bytes if self.saved_bytes is None else self.saved_bytes + outputs_bytes
-        tangent_bytes = sum(graph.data[d].size_bytes for d in tangents)
+        tangent_bytes = self._view.bytes_of(tangents)
         narrow = replace(self, peak_bytes=min(allowed, self.peak_bytes - tangent_bytes))
         for fitting in narrow._fit(state, 0, set(graph.outputs), set()):
             yield replace(fitting, is_backward=True, alive=fitting.alive | tangents)
@@ -205,15 +205,15 @@ class Exhaustive:
 
     def _can_be_read(self, state: State, d: int) -> bool:
         nodes = self.graph.nodes
-        return any(i not in state.ran or nodes[i].recomputable for i in self._readers[d])
+        return any(i not in state.ran or nodes[i].recomputable for i in self._view.readers[d])
 
     @cached_property
-    def _readers(self) -> dict[int, tuple[int, ...]]:
-        return readers(self.graph)
+    def _view(self) -> GraphView:
+        return GraphView(self.graph)
 
     def _bytes(self, state: State) -> int:
-        data_bytes = sum(self.graph.data[d].size_bytes for d in state.alive)
-        return data_bytes + len(state.states) * self.graph.rng_state_bytes
+        states = self._view.state_bytes
+        return self._view.bytes_of(state.alive) + sum(states[i] for i in state.states)
 
     def _is_ours(self, d: int) -> bool:
         return not self.graph.data[d].kind.resident
@@ -234,7 +234,7 @@ def exact_model(graph: CDGraph) -> StageModel | None:
 
 def listed(graph: CDGraph) -> list[Point]:
     """Peak, saved bytes and time of every schedule of the class."""
-    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    output_bytes = GraphView(graph).bytes_of(graph.outputs)
     return [
         (
             found.peak_bytes,

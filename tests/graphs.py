@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from rockplan.errors import IllegalSchedule
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block
@@ -686,7 +687,7 @@ def random_schedule(rng: random.Random, graph: CDGraph) -> Schedule:
     if rng.random() < 0.5:
         during = [step.during_bytes for step in timeline(graph, schedule)]
         ends = frozenset(rng.choices([n.index for n in graph.backward], k=2))
-        schedule = merge_handovers(graph, schedule, during, ends)
+        schedule = merge_handovers(graph, schedule, GraphView(graph).sizes, during, ends)
     verify(graph, schedule)
     return schedule
 

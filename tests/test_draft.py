@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rockplan.errors import IllegalSchedule
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.search.local.editable_schedule import EMPTY, Draft
@@ -135,7 +136,7 @@ def check_gaps(draft: Draft) -> None:
     for position in used:
         node = draft.nodes[position]
         reads = draft.graph.outputs if node == EMPTY else draft.graph.nodes[node].reads
-        for d in set(reads).intersection(draft.may_go):
+        for d in set(reads).intersection(GraphView(draft.graph).may_go):
             if position > draft.boundary:
                 gaps.append((d, last_use[d], position))
             last_use[d] = position

@@ -22,7 +22,7 @@ from rockplan.graph_builder.lowering.reinplace import with_takeovers
 from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.graph_builder.partition import partition
 from rockplan.oracles.lifetimes import alive_at, lifetimes
-from rockplan.oracles.simulate import simulate, timeline
+from rockplan.oracles.simulate import simulate, taken_over, timeline
 from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.store.documents import digest
@@ -39,7 +39,7 @@ from rockplan.values.graph import (
     ValueRef,
     without_takes,
 )
-from rockplan.values.schedule import Free, Schedule, keep_all, taken_over, with_frees
+from rockplan.values.schedule import Free, Schedule, keep_all, with_frees
 from tests.exhaustive import Exhaustive
 from tests.graphs import random_graph, with_random_takes
 from tests.operators import DTYPES, SHAPE, calls, drawn, execute, same_bits

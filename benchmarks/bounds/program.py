@@ -38,7 +38,6 @@ from numpy.typing import NDArray
 
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.ilp.whole_graph.program import MAX_UNITS, Facts
-from rockplan.oracles.graph_view import rematerialization
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
@@ -475,7 +474,8 @@ class _Rows:
             return terms, sum(facts.sizes[d] for d in always)
         node = facts.graph.nodes[part.stop - 1]
         # Nothing is taken over from the only operand that might be, if it is kept.
-        own = {*node.reads, *node.writes}.difference(node.takes if len(node.takes) == 1 else ())
+        takes = facts.view.takes[node.index]
+        own = {*node.reads, *node.writes}.difference(takes if len(takes) == 1 else ())
         own.update(d for d in following if facts.is_always(d, node.index))
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
         return terms, facts.forced_bytes[node.index]
@@ -535,12 +535,12 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
 
 
 class _Order:
-    """A backward phase while it is written. there: open storages that are alive."""
+    """A backward phase while it is written. there: storages that are alive."""
 
     def __init__(self, facts: ProofFacts) -> None:
         self.facts = facts
         self.backward: list[int] = []
-        self.there = set(facts.is_open.difference(facts.graph.dropped))
+        self.there = set(range(len(facts.graph.data))) - facts.view.dropped
 
     def drop(self, data: Iterable[int]) -> None:
         """Of those what can be made again."""
@@ -549,7 +549,7 @@ class _Order:
 
     def execute(self, index: int, beside: Iterable[int]) -> None:
         """The node, after what makes its operands, and what is wanted beside it."""
-        again = self._makers((*beside, *self._opened(index)))
+        again = self._makers((*beside, *self.facts.view.reads[index]))
         self._run([*again, *([index] if again[-1:] != [index] else [])])
 
     def make(self, wanted: Iterable[int]) -> None:
@@ -558,16 +558,12 @@ class _Order:
 
     def _makers(self, wanted: Iterable[int]) -> list[int]:
         """With those of what they need."""
-        producer = self.facts.producer.__getitem__
-        return rematerialization(self._opened, producer, self.there.__contains__, wanted)
+        return self.facts.view.remade(wanted, self.there.__contains__)
 
     def _run(self, nodes: Sequence[int]) -> None:
         self.backward.extend(nodes)
         for i in nodes:
             self.there.update(self.facts.graph.nodes[i].writes)
-
-    def _opened(self, index: int) -> list[int]:
-        return [d for d in self.facts.graph.nodes[index].reads if d in self.facts.is_open]
 
 
 def alive_before(facts: ProofFacts, schedule: Orders) -> list[frozenset[int]]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase
@@ -152,7 +153,7 @@ def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCost
 
 def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> OptionCost:
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
-    output_bytes = sum(problem.data[d].size_bytes for d in problem.outputs)
+    output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return OptionCost(
         option=option,
         saved_bytes=simulation.saved_bytes - output_bytes,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from rockplan.graph_builder.digests import problem_digest
+from rockplan.oracles.graph_view import GraphView
 from rockplan.values.block import Block
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import (
@@ -29,8 +30,6 @@ from rockplan.values.graph import (
     DataKind,
     DataNode,
     Phase,
-    producers,
-    readers,
 )
 
 # The halves of transformer layers have up to 36. T5 of 3 + 3 layers at 40 % of keep-all (roofline
@@ -128,17 +127,16 @@ class _Chain:
     forward: tuple[range, ...]
     backward: tuple[range, ...]
     block_of: tuple[int, ...]
-    producers: dict[int, int]
-    readers: dict[int, tuple[int, ...]]
+    view: GraphView
 
     def made_in(self, data: int) -> int | None:
         """Block whose node writes `data`."""
-        node = self.producers.get(data)
+        node = self.view.producer.get(data)
         return None if node is None else self.block_of[node]
 
     def read_in(self, data: int) -> set[int]:
         """Blocks whose nodes read `data`."""
-        return {self.block_of[n] for n in self.readers[data]}
+        return {self.block_of[n] for n in self.view.readers[data]}
 
 
 def _chain(graph: CDGraph, kept: frozenset[int], least_nodes: int) -> _Chain:
@@ -158,8 +156,7 @@ def _chain(graph: CDGraph, kept: frozenset[int], least_nodes: int) -> _Chain:
         forward=tuple(forward),
         backward=tuple(backward),
         block_of=tuple(block_of),
-        producers=producers(graph),
-        readers=readers(graph),
+        view=GraphView(graph),
     )
 
 
@@ -268,11 +265,12 @@ def _windows_for(
 
 def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
     """At each node: bytes of gradients (tangents too) made before it, read at it or later."""
+    view = GraphView(graph)
     last_read = {d: n.index for n in graph.backward for d in n.reads}
     born = {d: n.index + 1 for n in graph.backward for d in n.writes}
-    born |= {d.index: len(graph.forward) for d in graph.data if d.kind is DataKind.TANGENT}
+    born |= dict.fromkeys(view.tangents, len(graph.forward))
     lifetimes = [
-        (begin, last_read[d] + 1, graph.data[d].size_bytes)
+        (begin, last_read[d] + 1, view.sizes[d])
         for d, begin in born.items()
         if d in last_read and d not in kept
     ]
@@ -299,14 +297,14 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
     be, is a candidate; the one that takes the most work off too large blocks per byte is pinned,
     until nothing is gained.
     """
-    made_at = producers(graph)
+    view = GraphView(graph)
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive = _alive_between(graph, kept)
     outlives = {
         d
         for a in alive
         for d in a.difference(graph.dropped)
-        if last_read[d] - made_at[d] > _LARGE_BLOCK_FORWARD_NODES
+        if last_read[d] - view.producer[d] > _LARGE_BLOCK_FORWARD_NODES
     }
     pins: frozenset[int] = frozenset()
     while len(pins) < _MOST_PINS:
@@ -317,7 +315,7 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
             if c and len(c) + len(pins) <= _MOST_PINS
         ]
         gains = [
-            (excess - _excess([a - c for a in alive])) / (1 + _bytes(graph, c)) for c in candidates
+            (excess - _excess([a - c for a in alive])) / (1 + view.bytes_of(c)) for c in candidates
         ]
         if max(gains, default=0) <= 0:
             break
@@ -325,10 +323,6 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
         pins |= chosen
         alive = [a - chosen for a in alive]
     return pins
-
-
-def _bytes(graph: CDGraph, storages: Iterable[int]) -> int:
-    return sum(graph.data[d].size_bytes for d in storages)
 
 
 def _excess(alive: Sequence[frozenset[int]]) -> int:
@@ -374,7 +368,7 @@ def _background_bytes(chain: _Chain) -> list[int]:
     """
     lifetimes = list(_lifetimes(chain))
     outside = _sum_over_time(
-        ((begin, end, chain.graph.data[d].size_bytes) for d, begin, end in lifetimes),
+        ((begin, end, chain.view.sizes[d]) for d, begin, end in lifetimes),
         len(chain.graph.nodes),
     )
     forward_length = len(chain.graph.forward)
@@ -403,7 +397,7 @@ def _background_bytes(chain: _Chain) -> list[int]:
 
 
 def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node: int) -> int:
-    return _bytes(chain.graph, (d for d, begin, end in lifetimes if begin <= node < end))
+    return chain.view.bytes_of(d for d, begin, end in lifetimes if begin <= node < end)
 
 
 def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
@@ -416,8 +410,8 @@ def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
         is_tangent = data.kind is DataKind.TANGENT
         if data.kind.resident or not (is_tangent or data.index in chain.kept):
             continue
-        begin = len(graph.forward) if is_tangent else chain.producers[data.index]
-        ends = [_needed_until(chain, node) for node in chain.readers[data.index]]
+        begin = len(graph.forward) if is_tangent else chain.view.producer[data.index]
+        ends = [_needed_until(chain, node) for node in chain.view.readers[data.index]]
         if data.index in graph.outputs:
             ends.append(len(graph.forward))
         if data.index in graph.held:
@@ -461,7 +455,7 @@ def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
         output=outputs[s],
         problem=problem,
         digest=problem_digest(problem),
-        incoming_gradient_bytes=_bytes(graph, incoming),
+        incoming_gradient_bytes=chain.view.bytes_of(incoming),
         background_bytes=background_bytes,
         name=_common_module([graph.nodes[n].module for n in chain.forward[s]]),
     )
@@ -525,7 +519,7 @@ def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
     """Bytes of the pinned results that a re-execution of `node` makes a second time."""
     if not _may_rerun(node, chain.kept):
         return 0
-    return _bytes(chain.graph, (d for d in node.writes if d in chain.kept))
+    return chain.view.bytes_of(d for d in node.writes if d in chain.kept)
 
 
 def _common_module(modules: Sequence[str]) -> str:

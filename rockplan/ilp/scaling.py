@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
-from rockplan.values.graph import CDGraph, DataKind, Phase
+from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.schedule import keep_all
 
 MAX_UNITS = 1 << 16
@@ -28,17 +29,21 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """graph: the problem, in bytes, where tiny storages weigh nothing.
+    """view: of the problem, in bytes, where tiny storages weigh nothing.
 
     `count` units are `size_bytes` bytes. tiny: storages that a solver may take as always alive;
     they and their copies never need more than reserve_bytes.
     """
 
-    graph: CDGraph
+    view: GraphView
     count: int
     size_bytes: int
     tiny: frozenset[int]
     reserve_bytes: int
+
+    @property
+    def graph(self) -> CDGraph:
+        return self.view.graph
 
     def up(self, amount_bytes: int) -> int:
         return -(-amount_bytes * self.count // self.size_bytes)
@@ -56,28 +61,24 @@ def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
         data=tuple(replace(d, size_bytes=0) if d.index in tiny else d for d in problem.data),
         rng_state_bytes=0 if tiny_states else problem.rng_state_bytes,
     )
-    sizes = [d.size_bytes for d in graph.data if d.kind is DataKind.ACTIVATION]
-    others = [d.size_bytes for d in graph.data if not d.kind.resident]
-    others += [n.workspace_bytes for n in graph.nodes]
-    others += [graph.rng_state_bytes]
+    view = GraphView(graph)
+    sizes = [view.sizes[d] for d in _activations(graph)]
+    others = [*view.sizes, *view.state_bytes, *(n.workspace_bytes for n in graph.nodes)]
     total_bytes = max(sum(sizes) + max(others, default=0), 1)
     for divisor in (math.gcd(*sizes, *others), math.gcd(*sizes)):
         count = divisor * MAX_UNITS // total_bytes
         if count > 0:
-            return Units(graph, count, divisor, tiny, reserve_bytes)
-    return Units(graph, 1, -(-total_bytes // MAX_UNITS), tiny, reserve_bytes)
+            return Units(view, count, divisor, tiny, reserve_bytes)
+    return Units(view, 1, -(-total_bytes // MAX_UNITS), tiny, reserve_bytes)
 
 
 def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, int]:
     """The tiny storages, whether generator states are tiny too, and the bytes they may need."""
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
-    weights = [(_state_copies(problem) * problem.rng_state_bytes, -1)]
+    view = GraphView(problem)
+    weights = [(_states_bytes(view), -1)]
     # Twice: a re-execution may make a second copy of a storage that is held.
-    weights += [
-        (2 * d.size_bytes, d.index)
-        for d in problem.data
-        if d.kind is DataKind.ACTIVATION and d.index not in problem.dropped
-    ]
+    weights += [(2 * view.sizes[d], d) for d in _activations(problem) if d not in view.dropped]
     chosen: set[int] = set()
     reserve_bytes = 0
     for weight, index in sorted(weights):
@@ -88,7 +89,11 @@ def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, in
     return frozenset(chosen - {-1}), -1 in chosen, reserve_bytes
 
 
-def _state_copies(problem: CDGraph) -> int:
-    """How many generator states may be alive at once: one a random node, one in a replay."""
-    random = sum(n.random and n.phase is Phase.FORWARD for n in problem.nodes)
-    return random + (random > 0)
+def _activations(problem: CDGraph) -> list[int]:
+    return [d.index for d in problem.data if d.kind is DataKind.ACTIVATION]
+
+
+def _states_bytes(view: GraphView) -> int:
+    """Of generator states that may be alive at once: one a random node, one in a replay."""
+    states = view.state_bytes[: len(view.graph.forward)]
+    return sum(states) + max(states, default=0)

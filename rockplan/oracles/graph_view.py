@@ -1,61 +1,102 @@
-"""The graph as planners see it: what storages weigh, what makes and reads them, what may run again.
+"""The rules of memory, as planners see them: the one place that says what a storage weighs, what
+makes it, who reads it, what may run again, in whose storage a result may be written.
 
-takes: a priced CDGraph. guarantees: sizes, readers and makers are those that `verify` and
-`simulate` go by. Planners ask this view what a storage weighs and what brings it back. What is
-taken over (`schedule.taken_over`), who owns the bytes (`lifetimes`), states of generators and what
-has to be dropped have code of their own still: a rule of memory that touches these is not here.
+takes: a priced CDGraph. guarantees: `simulate` and `lifetimes` weigh storages by it, `verify` has
+rules of its own, and what a planner makes is judged by those. Nothing else looks at sizes, makers
+or takeovers of a graph to plan (`tests/test_rules.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from functools import cached_property
 
-from rockplan.values.graph import CDGraph, ComputeNode, may_run_again, producers, readers
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    may_run_again,
+    producers,
+    readers,
+)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class GraphView:
-    """sizes: of each storage in bytes, 0 where it is resident. producer: storage -> the node that
-    makes it; resident storages and tangents have none. readers: storage -> nodes, ascending.
-    again: nodes that may run more than once. reads: of each node, storages that are not resident:
-    they may be missing. made_bytes: of each node, what it writes. held: to the end."""
+    """Of one graph; each fact is found when it is asked for first."""
 
-    graph: CDGraph
-    sizes: tuple[int, ...] = field(init=False)
-    producer: dict[int, int] = field(init=False)
-    readers: dict[int, tuple[int, ...]] = field(init=False)
-    again: frozenset[int] = field(init=False)
-    reads: tuple[tuple[int, ...], ...] = field(init=False)
-    made_bytes: tuple[int, ...] = field(init=False)
-    held: frozenset[int] = field(init=False)
+    def __init__(self, graph: CDGraph) -> None:
+        self.graph = graph
 
-    def __post_init__(self) -> None:
-        graph, data = self.graph, self.graph.data
-        sizes = tuple(0 if d.kind.resident else d.size_bytes for d in data)
-        reads = (tuple(d for d in n.reads if not data[d].kind.resident) for n in graph.nodes)
-        computed = {
-            "sizes": sizes,
-            "producer": producers(graph),
-            "readers": readers(graph),
-            "again": may_run_again(graph),
-            "reads": tuple(reads),
-            "made_bytes": tuple(sum(sizes[d] for d in n.writes) for n in graph.nodes),
-            "held": frozenset(graph.held),
-        }
-        for name, value in computed.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each storage in bytes, 0 where it is resident."""
+        return tuple(0 if d.kind.resident else d.size_bytes for d in self.graph.data)
 
-    def maker(self, d: int) -> int | None:
-        """The node that makes storage `d` again; None where nothing does."""
-        node = self.producer.get(d)
-        return node if node in self.again else None
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of each node: what is kept from its first execution to its last, and set aside at each
+        one, if it runs more than once."""
+        size_bytes = self.graph.rng_state_bytes
+        return tuple(size_bytes if n.random else 0 for n in self.graph.nodes)
 
-    def takes(self, node: ComputeNode) -> tuple[int, ...]:
-        """Operands in whose storage the node may write its result (`schedule.taken_over`)."""
-        made = self.made_bytes[node.index]
-        return tuple(d for d in node.takes if self.sizes[d] == made)
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """Storage -> the node that makes it; resident storages and tangents have none."""
+        return producers(self.graph)
 
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """Storage -> nodes, ascending."""
+        return readers(self.graph)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, storages that are not resident: they may be missing."""
+        data = self.graph.data
+        return tuple(
+            tuple(d for d in n.reads if not data[d].kind.resident) for n in self.graph.nodes
+        )
+
+    @cached_property
+    def again(self) -> frozenset[int]:
+        """Nodes that may run more than once."""
+        return may_run_again(self.graph)
+
+    @cached_property
+    def made_bytes(self) -> tuple[int, ...]:
+        """Of each node, what it writes."""
+        return tuple(self.bytes_of(n.writes) for n in self.graph.nodes)
+
+    @cached_property
+    def takes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, operands in whose storage it may write its result where they die: those
+        that are as large."""
+        made = self.made_bytes
+        return tuple(
+            tuple(d for d in n.takes if self.sizes[d] == made[n.index]) for n in self.graph.nodes
+        )
+
+    @cached_property
+    def taken_bytes(self) -> tuple[int, ...]:
+        """Of each node, what it may save by that at most."""
+        return tuple(max(map(self.sizes.__getitem__, takes), default=0) for takes in self.takes)
+
+    @cached_property
+    def tangents(self) -> frozenset[int]:
+        """Storages that are alive from where the backward phase starts."""
+        return frozenset(d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
+
+    @cached_property
+    def held(self) -> frozenset[int]:
+        """Storages that stay to the end."""
+        return frozenset(self.graph.held)
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """Storages that must not be alive between the phases."""
+        return frozenset(self.graph.dropped)
+
+    @cached_property
     def may_go(self) -> frozenset[int]:
         """Storages of some size that can be made again, hence dropped."""
         return frozenset(
@@ -64,23 +105,29 @@ class GraphView:
             if size > 0 and d not in self.held and self.maker(d) is not None
         )
 
+    def maker(self, d: int) -> int | None:
+        """The node that makes storage `d` again; None where nothing does."""
+        node = self.producer.get(d)
+        return node if node in self.again else None
 
-def rematerialization(
-    reads: Callable[[int], Iterable[int]],
-    producer: Callable[[int], int],
-    is_there: Callable[[int], bool],
-    wanted: Iterable[int],
-) -> list[int]:
-    """Nodes that run again, in order, so that all of `wanted` are there: their makers, and those of
-    whatever these read that is not. reads: of a node; producer: of a storage."""
-    nodes: set[int] = set()
-    pending = [d for d in wanted if not is_there(d)]
-    while pending:
-        node = producer(pending.pop())
-        if node not in nodes:
-            nodes.add(node)
-            pending += [d for d in reads(node) if not is_there(d)]
-    return sorted(nodes)
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        return sum(map(self.sizes.__getitem__, storages))
+
+    def own_bytes(self, node: ComputeNode) -> int:
+        """What the node takes beside its operands."""
+        return node.workspace_bytes + self.made_bytes[node.index]
+
+    def remade(self, wanted: Iterable[int], is_there: Callable[[int], bool]) -> list[int]:
+        """Nodes that run again, in order, so that all of `wanted` are there: their makers, and
+        those of whatever these read that is not."""
+        nodes: set[int] = set()
+        pending = [d for d in wanted if not is_there(d)]
+        while pending:
+            node = self.producer[pending.pop()]
+            if node not in nodes:
+                nodes.add(node)
+                pending += [d for d in self.reads[node] if not is_there(d)]
+        return sorted(nodes)
 
 
 def closure(

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.schedule import Compute, Schedule, taken_over
+from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.simulate import taken_over
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Compute, Schedule
 
 
 class Owner(Enum):
@@ -75,19 +77,19 @@ def start_times_ns(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
+    view = GraphView(graph)
     found: list[Lifetime] = []
     born: dict[int, int] = {}
     taken = taken_over(graph, schedule)
     passed_on: set[int] = set()
 
     def end(data: int, position: int) -> None:
-        size_bytes = graph.data[data].size_bytes
+        size_bytes = view.sizes[data]
         found.append(Lifetime(Owner.STORAGE, data, size_bytes, born.pop(data), position))
 
-    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
     for position, event in enumerate(schedule.events):
         if position == schedule.forward_length:
-            born.update(dict.fromkeys(tangents, position))
+            born.update(dict.fromkeys(view.tangents, position))
         if isinstance(event, Compute):
             start = position
             if position in taken:
@@ -107,6 +109,7 @@ def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
 
 def _transients(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
     """Copies, workspaces and generator states."""
+    view = GraphView(graph)
     found: list[Lifetime] = []
     alive: set[int] = set()
     executions: dict[int, list[int]] = {}
@@ -120,11 +123,11 @@ def _transients(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
         found.append(Lifetime(Owner.WORKSPACE, node.index, node.workspace_bytes, *here))
         for data in node.writes:
             if data in alive:
-                found.append(Lifetime(Owner.COPY, data, graph.data[data].size_bytes, *here))
+                found.append(Lifetime(Owner.COPY, data, view.sizes[data], *here))
         alive.update(node.writes)
     for index, positions in executions.items():
         if graph.nodes[index].random and len(positions) > 1:
             spans = [(positions[0], positions[-1] + 1), *((p, p + 1) for p in positions[1:])]
-            size_bytes = graph.rng_state_bytes
+            size_bytes = view.state_bytes[index]
             found += [Lifetime(Owner.GENERATOR, index, size_bytes, *span) for span in spans]
     return found

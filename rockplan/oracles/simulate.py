@@ -3,7 +3,7 @@
 takes: a priced CDGraph and a legal Schedule. returns: Simulation. guarantees: the peak counts
 every non-resident storage from its computation to its free, the workspace of the running node,
 copies that a re-execution makes of storages that are alive, and saved generator states; a result
-that takes over the storage of an operand (`schedule.taken_over`) costs nothing beside it.
+that takes over the storage of an operand (`taken_over`) costs nothing beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.schedule import Compute, Schedule, taken_over
+from rockplan.oracles.graph_view import GraphView
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Compute, Free, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,49 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
         yield EventCost(during_bytes, after_bytes, time_ns)
 
 
+def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
+    """Position of a computation -> the data in whose storage it writes its result.
+
+    The first of the node's `takes` that is freed directly after it, before anything else runs or
+    the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
+    """
+    found: dict[int, int] = {}
+    if not any(node.takes for node in graph.nodes):
+        return found
+    takes = GraphView(graph).takes
+    alive: set[int] = set()
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Free):
+            alive.discard(event.data)
+            continue
+        node = graph.nodes[event.node]
+        if node.takes and alive.isdisjoint(node.writes):
+            dying = _freed_after(schedule, position)
+            taken = next((d for d in takes[node.index] if d in dying), None)
+            if taken is not None:
+                found[position] = taken
+        alive.update(node.writes)
+    return found
+
+
+def _freed_after(schedule: Schedule, position: int) -> set[int]:
+    """What is freed directly after the computation at `position`, in the same phase."""
+    events, boundary = schedule.events, schedule.forward_length
+    end = boundary if position < boundary else len(events)
+    found: set[int] = set()
+    for following in range(position + 1, end):
+        event = events[following]
+        if isinstance(event, Compute):
+            break
+        found.add(event.data)
+    return found
+
+
 def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]:
     """Bytes of each event while it runs, and when it is done."""
     nodes, boundary = graph.nodes, schedule.forward_length
-    sizes = [d.size_bytes for d in graph.data]
+    view = GraphView(graph)
+    sizes, states = view.sizes, view.state_bytes
     draws = Counter(i for i in schedule.computes if nodes[i].random)
     drawn: Counter[int] = Counter()
     taken = taken_over(graph, schedule)
@@ -78,9 +118,8 @@ def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]
     after: list[int] = []
     for position, event in enumerate(schedule.events):
         if position == boundary:
-            tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
-            alive.update(tangents)
-            live_bytes += sum(sizes[d] for d in tangents)
+            alive |= view.tangents
+            live_bytes += view.bytes_of(view.tangents)
         during_bytes = live_bytes
         if not isinstance(event, Compute):
             alive.discard(event.data)
@@ -102,12 +141,12 @@ def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]
                 live_bytes -= taken_bytes
                 passed_on.add(taken[position])
             if node.random and draws[node.index] > 1:
-                during_bytes += graph.rng_state_bytes
+                during_bytes += states[node.index]
                 if not drawn[node.index]:
-                    live_bytes += graph.rng_state_bytes
+                    live_bytes += states[node.index]
                 drawn[node.index] += 1
                 if drawn[node.index] == draws[node.index]:
-                    live_bytes -= graph.rng_state_bytes
+                    live_bytes -= states[node.index]
         during.append(during_bytes)
         after.append(live_bytes)
     return during, after

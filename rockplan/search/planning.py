@@ -16,6 +16,7 @@ import torch
 from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
 from rockplan.options import Options
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import Simulation, simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.reports.explain import peak_owner
@@ -262,7 +263,7 @@ def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) 
     graph, unplanned = problem.graph, problem.unplanned
     ends = frozenset(b.backward[-1] for b in problem.blocks if b.backward)
     during = [step.during_bytes for step in timeline(graph, best)]
-    merged = merge_handovers(graph, best, during, ends)
+    merged = merge_handovers(graph, best, GraphView(graph).sizes, during, ends)
     verify(problem.constrained, merged)
     found = simulate(graph, merged)
     certificate = _certificate(problem.constrained, found, bound_ns)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockplan.values.columns import aligned
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers
+from rockplan.values.graph import CDGraph, DataKind, producers
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,57 +146,19 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
     return Schedule(tuple(events), forward_length)
 
 
-def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
-    """Position of a computation -> the data in whose storage it writes its result.
-
-    The first of the node's `takes` that is freed directly after it, before anything else runs or
-    the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
-    """
-    found: dict[int, int] = {}
-    if not any(node.takes for node in graph.nodes):
-        return found
-    alive: set[int] = set()
-    for position, event in enumerate(schedule.events):
-        if isinstance(event, Free):
-            alive.discard(event.data)
-            continue
-        node = graph.nodes[event.node]
-        if node.takes and alive.isdisjoint(node.writes):
-            dying = _freed_after(schedule, position)
-            for d in node.takes:
-                if d in dying and _is_as_large(graph, d, node):
-                    found[position] = d
-                    break
-        alive.update(node.writes)
-    return found
-
-
-def _freed_after(schedule: Schedule, position: int) -> set[int]:
-    """What is freed directly after the computation at `position`, in the same phase."""
-    events, boundary = schedule.events, schedule.forward_length
-    end = boundary if position < boundary else len(events)
-    found: set[int] = set()
-    for following in range(position + 1, end):
-        event = events[following]
-        if isinstance(event, Compute):
-            break
-        found.add(event.data)
-    return found
-
-
-def _is_as_large(graph: CDGraph, data: int, node: ComputeNode) -> bool:
-    return graph.data[data].size_bytes == sum(graph.data[d].size_bytes for d in node.writes)
-
-
 def merge_handovers(
-    graph: CDGraph, schedule: Schedule, during_bytes: Sequence[int], ends: frozenset[int]
+    graph: CDGraph,
+    schedule: Schedule,
+    sizes: Sequence[int],
+    during_bytes: Sequence[int],
+    ends: frozenset[int],
 ) -> Schedule:
     """Hand gradients to autograd in groups, where waiting does not raise the peak.
 
     Each hand-over costs a step of the autograd engine. A gradient waits for the next one unless
     the bytes that wait would exceed the peak at some event; after each node of `ends` (the last
     backward nodes of blocks) everything is handed over, so that hooks fire block by block.
-    during_bytes: of each event, as `simulate.timeline` finds them.
+    sizes: of each storage; during_bytes: of each event, as `simulate.timeline` finds them.
     """
     limit = max(during_bytes, default=0)
     handed = set(graph.handed)
@@ -212,7 +174,7 @@ def merge_handovers(
     for event, event_bytes in backward:
         if isinstance(event, Free) and event.data in handed:
             waiting.append(event)
-            waiting_bytes += graph.data[event.data].size_bytes
+            waiting_bytes += sizes[event.data]
             continue
         if isinstance(event, Compute) and (due or event_bytes + waiting_bytes > limit):
             merged += waiting

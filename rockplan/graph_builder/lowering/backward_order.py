@@ -114,7 +114,7 @@ class _Liveness:
 
     def __init__(self, graph: CDGraph) -> None:
         view = GraphView(graph)
-        self._sizes = view.sizes
+        self._sizes, self._made, self._takes = view.sizes, view.made_bytes, view.takes
         first = len(graph.forward)
         self._left = [0] * len(graph.data)
         for data, nodes in view.readers.items():
@@ -131,9 +131,9 @@ class _Liveness:
     def effect(self, node: ComputeNode) -> _Effect:
         """Of running `node` now."""
         dying = [d for d in node.reads if self._left[d] == 1]
-        made = sum(self._sizes[d] for d in node.writes)
+        made = self._made[node.index]
         unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
-        takes_over = any(d in dying and self._sizes[d] == made for d in node.takes)
+        takes_over = any(d in dying for d in self._takes[node.index])
         freed = unread + sum(self._sizes[d] for d in dying)
         return _Effect(rise=0 if takes_over else made, net=made - freed)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rockplan.ilp.blocks.formulate import StageModel
 from rockplan.ilp.highs import INFINITY, TIME_UNIT, SolveReport, SolverStatus, solve
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
@@ -90,9 +91,7 @@ def price(problem: CDGraph, orders: Orders) -> BlockOption:
     schedule = with_frees(problem, orders.forward, orders.backward)
     verify(problem, schedule)
     found = simulate(problem, schedule)
-    output_bytes = sum(
-        problem.data[d].size_bytes for d in problem.outputs if not problem.data[d].kind.resident
-    )
+    output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return BlockOption(
         forward=orders.forward,
         backward=orders.backward,

@@ -81,7 +81,7 @@ class _Columns:
         return self.stages.units.up(self.bytes(d))
 
     def bytes(self, d: int) -> int:
-        return self.stages.units.graph.data[d].size_bytes
+        return self.stages.units.view.sizes[d]
 
     def memory_row(self, terms: Terms, constant_bytes: int) -> MemoryRow:
         step = max(math.gcd(*(weight for _, weight in terms)), 1)
@@ -101,7 +101,7 @@ class _Columns:
 
     def available(self, s: int, d: int) -> Terms:
         """Terms of: d can be read at stage s by what comes after its producer."""
-        return self.keep_terms(s, d) + self.rerun_terms(s, self.stages.producer[d])
+        return self.keep_terms(s, d) + self.rerun_terms(s, self.stages.units.view.producer[d])
 
     def kept(self, s: int) -> Terms:
         """Units of free storages and generator states alive when stage s starts."""
@@ -115,17 +115,15 @@ class _Columns:
     def states(self, s: int, after: int) -> Terms:
         """Units of generator states that node indices above `after` hold for stage s or later,
         and the others for later stages only."""
-        weight = self.state_size
         return [
-            (column, weight)
+            (column, self.state_size(i))
             for (stage, i), column in self.state.items()
             if stage == (s if i > after else s + 1)
         ]
 
-    @property
-    def state_size(self) -> int:
-        """Units of one generator state."""
-        return self.stages.units.up(self.stages.units.graph.rng_state_bytes)
+    def state_size(self, i: int) -> int:
+        """Units of the generator state of node i."""
+        return self.stages.units.up(self.stages.units.view.state_bytes[i])
 
 
 def entries(stages: Stages) -> int:
@@ -135,7 +133,7 @@ def entries(stages: Stages) -> int:
 
 def formulate(stages: Stages) -> StageModel:
     """Write the program for `stages`, of which there is at least one."""
-    graph = stages.units.graph
+    graph, view = stages.units.graph, stages.units.view
     builder = ProgramBuilder()
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     columns = _Columns(
@@ -145,7 +143,7 @@ def formulate(stages: Stages) -> StageModel:
             (s, d): builder.binary()
             for s, stage in enumerate(stages.stages)
             for d in stage.wanted
-            if d not in stages.transient and (s > 0 or d not in stages.dropped)
+            if d not in stages.transient and (s > 0 or d not in view.dropped)
         },
         rerun={
             (s, i): builder.binary(graph.nodes[i].time_ns / time_unit_ns)
@@ -156,7 +154,7 @@ def formulate(stages: Stages) -> StageModel:
             (s, i): builder.fraction()
             for s, stage in enumerate(stages.stages)
             for i in stage.movable
-            if graph.nodes[i].random and graph.rng_state_bytes
+            if view.state_bytes[i]
         },
     )
     for s in range(len(stages.stages)):
@@ -227,8 +225,7 @@ def _add_rerun_memory(columns: _Columns, s: int) -> None:
     for i in stage.movable:
         node = graph.nodes[i]
         unlisted_bytes = sum(columns.bytes(d) for d in node.writes if d not in wanted)
-        extra = stages.units.up(node.workspace_bytes + unlisted_bytes)
-        extra += columns.state_size if node.random else 0
+        extra = stages.units.up(node.workspace_bytes + unlisted_bytes) + columns.state_size(i)
         terms = columns.rerun_terms(s, i, extra)
         constant_bytes = stage.before
         for life in lives:
@@ -283,7 +280,7 @@ def _add_life(columns: _Columns, s: int, d: int) -> _Life:
             builder.at_least([(column, 1), *later], 0.0)
         later = [(column, -1)]
         use.append(column)
-    made_by = columns.stages.producer[d]
+    made_by = columns.stages.units.view.producer[d]
     return _Life(d, columns.size(d), made_by, is_read, users, tuple(reversed(use)))
 
 
@@ -297,7 +294,7 @@ def _add_forward_memory(columns: _Columns) -> None:
             if last_use is not None and last_use < i:
                 terms += columns.keep_terms(0, d, columns.size(d))
         terms += [
-            (column, columns.state_size)
+            (column, columns.state_size(node))
             for (s, node), column in columns.state.items()
             if s == 0 and node <= i
         ]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
 
 from rockplan.ilp.blocks.decode import keep_all_orders
-from rockplan.oracles.graph_view import rematerialization
-from rockplan.values.graph import CDGraph, DataKind, producers
+from rockplan.oracles.graph_view import GraphView
+from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
@@ -28,78 +27,61 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
     """Keep-all first; then more and more is dropped, what is cheapest for its size first. The
     last one makes everything again for each reader, if that is not too long: the least that stays
     alive in between. After the deadline, as of time.monotonic, only these and what drops all."""
-    producer = producers(problem)
+    view = GraphView(problem)
     read = {d for node in problem.backward for d in node.reads}
     droppable = [
         d.index
         for d in problem.data
-        if d.index in read
+        if d.index in read - view.held
         and d.kind is DataKind.ACTIVATION
-        and d.index not in problem.held
-        and problem.nodes[producer[d.index]].recomputable
+        and view.maker(d.index) is not None
     ]
     droppable.sort(
-        key=lambda d: (
-            problem.nodes[producer[d]].time_ns / max(problem.data[d].size_bytes, 1),
-            d,
-        )
+        key=lambda d: (problem.nodes[view.producer[d]].time_ns / max(view.sizes[d], 1), d)
     )
     count = len(droppable)
     sizes = dict.fromkeys(-(-count * k // PREFIXES) for k in range(1, PREFIXES + 1))
-    orders = _forgetting(problem, producer, frozenset(droppable))
+    orders = _forgetting(view, frozenset(droppable))
     for size in reversed(sizes):
-        orders.append(_dropping(problem, producer, frozenset(droppable[:size])))
+        orders.append(_dropping(view, frozenset(droppable[:size])))
         if time.monotonic() >= deadline:
             break
     return list(dict.fromkeys([keep_all_orders(problem), *reversed(orders)]))
 
 
-def _dropping(problem: CDGraph, producer: Mapping[int, int], dropped: frozenset[int]) -> Orders:
+def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
     """Forward once; before each backward node, what it needs and is not there."""
-    there = _kept(problem, dropped)
+    there = _kept(view, dropped)
     backward: list[int] = []
-    for node in problem.backward:
-        again = _remade(problem, producer, there, node.reads)
+    for node in view.graph.backward:
+        again = view.remade(node.reads, there.__contains__)
         backward += [*again, node.index]
-        there.update(d for i in again for d in problem.nodes[i].writes)
-    return _orders(problem, backward)
+        there.update(d for i in again for d in view.graph.nodes[i].writes)
+    return _orders(view.graph, backward)
 
 
-def _forgetting(
-    problem: CDGraph, producer: Mapping[int, int], dropped: frozenset[int]
-) -> list[Orders]:
+def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
     """The same where nothing that was made again for one backward node is there for the next; none
     if that is too long."""
-    kept = _kept(problem, dropped)
+    kept = _kept(view, dropped)
     backward: list[int] = []
-    for node in problem.backward:
-        again = _remade(problem, producer, kept, node.reads)
-        backward += [*again, node.index]
+    for node in view.graph.backward:
+        backward += [*view.remade(node.reads, kept.__contains__), node.index]
         if len(backward) > LONGEST:
             return []
-    return [_orders(problem, backward)]
+    return [_orders(view.graph, backward)]
 
 
 def _orders(problem: CDGraph, backward: list[int]) -> Orders:
     return Orders(*without_idle(problem, keep_all_orders(problem).forward, backward))
 
 
-def _remade(
-    problem: CDGraph, producer: Mapping[int, int], there: set[int], reads: Sequence[int]
-) -> list[int]:
-    """Nodes to run again so that `reads` can be read."""
-    reads_of = [n.reads for n in problem.nodes].__getitem__
-    return rematerialization(reads_of, producer.__getitem__, there.__contains__, reads)
-
-
-def _kept(problem: CDGraph, dropped: frozenset[int]) -> set[int]:
+def _kept(view: GraphView, dropped: frozenset[int]) -> set[int]:
     """What is there when the backward phase starts and stays: what it reads and is not dropped,
     what cannot be made again, and what is not made by a forward node."""
+    problem = view.graph
     read = {d for node in problem.backward for d in node.reads}
-    kept = (read - dropped - set(problem.dropped)) | set(problem.held)
-    made: set[int] = set()
-    for node in problem.forward:
-        made.update(node.writes)
-        if not node.recomputable:
-            kept.update(node.writes)
-    return kept | {d.index for d in problem.data if d.index not in made}
+    made = {d for node in problem.forward for d in node.writes}
+    once = {d for d in made if view.maker(d) is None}
+    others = {d.index for d in problem.data if d.index not in made}
+    return (read - dropped - view.dropped) | view.held | once | others

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rockplan.ilp.scaling import Units
-from rockplan.oracles.graph_view import closure
+from rockplan.oracles.graph_view import GraphView, closure
 from rockplan.oracles.simulate import timeline
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, producers, readers, without_takes
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, without_takes
 from rockplan.values.schedule import Compute, Schedule, with_frees
 
 
@@ -47,8 +47,7 @@ class TurnStage:
 class Stages:
     """stages: in the order of the backward phase. tail: the largest `during` after the last one.
 
-    producer: data -> node. transient: free storages that are never kept.
-    dropped: those that are not kept at the first stage.
+    transient: free storages that are never kept.
     last_use: data of the forward phase -> the last forward node that makes or reads it; None for
     what lives to the end of that phase anyway.
     forward_during: bytes alive during each forward node if nothing were kept for the backward
@@ -59,9 +58,7 @@ class Stages:
     units: Units
     stages: tuple[TurnStage, ...]
     tail: int
-    producer: dict[int, int]
     transient: frozenset[int]
-    dropped: frozenset[int]
     last_use: dict[int, int | None]
     forward_during: tuple[int, ...]
     held: int
@@ -71,34 +68,30 @@ class Stages:
 def find_stages(units: Units) -> Stages:
     """Sets and constants for `formulate`; every result has a storage of its own."""
     graph = without_takes(units.graph)
-    free = _free(units)
+    view, free = units.view, _free(units)
     order = range(len(graph.nodes))
     n_forward = len(graph.forward)
     once = with_frees(graph, order[:n_forward], order[n_forward:])
     during = _during(_without(graph, free), once)
-    stages = _stages(graph, free, during)
+    stages = _stages(view, free, during)
     forward_only = _during(graph, with_frees(graph, range(n_forward), []))
-    held = [d for d in graph.held if graph.data[d].kind is DataKind.ACTIVATION]
-    tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
+    held = {d for d in view.held if graph.data[d].kind is DataKind.ACTIVATION}
     last = stages[-1].node + 1 if stages else n_forward
     return Stages(
         units=units,
         stages=stages,
         tail=max((during[i] for i in range(last, len(graph.nodes))), default=0),
-        producer=producers(graph),
-        transient=_transient(graph, free, stages),
-        dropped=frozenset(graph.dropped),
-        last_use=_last_forward_use(graph),
+        transient=_transient(view, free, stages),
+        last_use=_last_forward_use(view),
         forward_during=tuple(forward_only[i] for i in range(n_forward)),
-        held=sum(graph.data[d].size_bytes for d in held if d not in graph.outputs),
-        start_bytes=sum(graph.data[d].size_bytes for d in {*held, *tangents}),
+        held=view.bytes_of(held.difference(graph.outputs)),
+        start_bytes=view.bytes_of(held | view.tangents),
     )
 
 
-def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tuple[TurnStage, ...]:
-    producer = producers(graph)
-    made = {n.index: sum(graph.data[d].size_bytes for d in n.writes) for n in graph.backward}
-    before = {n.index: during[n.index] - made[n.index] - n.workspace_bytes for n in graph.backward}
+def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tuple[TurnStage, ...]:
+    graph, producer = view.graph, view.producer
+    before = {n.index: during[n.index] - view.own_bytes(n) for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
     chosen = [i for i, found in reads.items() if found]
     starts = [len(graph.forward), *(node + 1 for node in chosen)]
@@ -108,13 +101,10 @@ def _stages(graph: CDGraph, free: frozenset[int], during: dict[int, int]) -> tup
     def free_reads(node: int) -> list[int]:
         return [r for r in graph.nodes[node].reads if r in free]
 
-    def may_run(node: int) -> bool:
-        return graph.nodes[node].recomputable
-
     for start, node in reversed(list(zip(starts, chosen, strict=False))):
         seeds = wanted | set(reads[node])
-        wanted = closure(free_reads, producer.__getitem__, may_run, seeds)
-        movable = {producer[d] for d in wanted if graph.nodes[producer[d]].recomputable}
+        wanted = closure(free_reads, producer.__getitem__, view.again.__contains__, seeds)
+        movable = {producer[d] for d in wanted if view.maker(d) is not None}
         stages.append(
             TurnStage(
                 node=node,
@@ -154,8 +144,9 @@ def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
 
 
 def _transient(
-    graph: CDGraph, free: frozenset[int], stages: tuple[TurnStage, ...]
+    view: GraphView, free: frozenset[int], stages: tuple[TurnStage, ...]
 ) -> frozenset[int]:
+    graph = view.graph
     wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
     users: dict[int, list[ComputeNode]] = {d: [] for d in wanted - read_in_backward}
@@ -165,23 +156,21 @@ def _transient(
                 users[d].append(graph.nodes[i])
 
     def is_step(d: int, user: ComputeNode) -> bool:
-        made_bytes = sum(graph.data[w].size_bytes for w in user.writes if w in wanted)
-        return made_bytes <= graph.data[d].size_bytes and free & set(user.reads) == {d}
+        made_bytes = view.bytes_of(w for w in user.writes if w in wanted)
+        return made_bytes <= view.sizes[d] and free & set(user.reads) == {d}
 
     # An output is there when the backward phase starts whether it is kept or not.
-    made_by = producers(graph)
-    steps = {d for d in users if graph.nodes[made_by[d]].recomputable} - set(graph.outputs)
+    steps = {d for d in users if view.maker(d) is not None} - set(graph.outputs)
     return frozenset(d for d in steps if len(users[d]) == 1 and is_step(d, users[d][0]))
 
 
-def _last_forward_use(graph: CDGraph) -> dict[int, int | None]:
+def _last_forward_use(view: GraphView) -> dict[int, int | None]:
     """data of the forward phase -> the last forward node that makes or reads it; None for what
     lives to the end of that phase anyway."""
-    stay = {*graph.outputs, *graph.held}
-    n_forward = len(graph.forward)
-    read_by = readers(graph)
+    stay = view.held.union(view.graph.outputs)
+    n_forward = len(view.graph.forward)
     return {
-        d: None if d in stay else max(i for i in (made_by, *read_by[d]) if i < n_forward)
-        for d, made_by in producers(graph).items()
+        d: None if d in stay else max(i for i in (made_by, *view.readers[d]) if i < n_forward)
+        for d, made_by in view.producer.items()
         if made_by < n_forward
     }

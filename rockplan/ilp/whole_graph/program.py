@@ -36,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
-from rockplan.oracles.graph_view import GraphView, closure, rematerialization
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind
+from rockplan.oracles.graph_view import GraphView, closure
+from rockplan.values.graph import CDGraph, ComputeNode
 from rockplan.values.order import Orders
 from rockplan.values.schedule import without_idle
 
@@ -98,22 +98,15 @@ class Facts:
         self.graph = graph
         self.view = GraphView(graph)
         self.again = self.view.again
-        drawn = sorted(i for i in self.again if graph.nodes[i].random and graph.rng_state_bytes)
+        drawn = sorted(i for i in self.again if self.view.state_bytes[i])
         self.states = {i: k for k, i in enumerate(drawn, len(graph.data))}
-        self.tangents = frozenset(d.index for d in graph.data if d.kind is DataKind.TANGENT)
+        self.tangents = self.view.tangents
         once = dict.fromkeys((*self.tangents, *self.states.values()), -1)
         self.producer = self.view.producer | once
         self.born = self.producer | {state: i for i, state in self.states.items()}
-        self.sizes = [*self.view.sizes, *[graph.rng_state_bytes] * len(drawn)]
-        held, dropped = set(graph.held), set(graph.dropped)
-        kinds = (DataKind.ACTIVATION, DataKind.GRADIENT, DataKind.TANGENT)
-        self.is_open = frozenset(
-            d.index
-            for d in graph.data
-            if d.kind in kinds
-            and d.index not in held
-            and (self.sizes[d.index] or d.index in dropped)
-        ).union(self.states.values())
+        self.sizes = [*self.view.sizes, *(self.view.state_bytes[i] for i in drawn)]
+        weighing = {d for d, size in enumerate(self.sizes) if size}
+        self.is_open = frozenset((weighing | self.view.dropped) - self.view.held)
 
     def reads_again(self, i: int) -> tuple[int, ...]:
         """What node i needs where it runs again."""
@@ -152,7 +145,7 @@ class Facts:
     def own_bytes(self, node: ComputeNode, reads: Iterable[int], moment: int) -> int:
         """Alive for certain while `node` runs, besides what is always there at `moment`."""
         own = {d for d in (*reads, *node.writes) if not self.is_always(d, moment)}
-        taken_bytes = max((self.sizes[d] for d in node.takes), default=0)
+        taken_bytes = self.view.taken_bytes[node.index]
         return sum(self.sizes[d] for d in own) + node.workspace_bytes - taken_bytes
 
     def is_always(self, d: int, moment: int) -> bool:
@@ -238,13 +231,12 @@ class _Rows:
         self.intervals = facts.intervals(moments)
         turn = turn_of(self.intervals)
         nodes = facts.graph.nodes
-        dropped = set(facts.graph.dropped)
         unit_ns = max(facts.graph.time_ns, 1) * TIME_UNIT
         self.keep = {
             (s, d): builder.binary()
             for s, part in enumerate(self.intervals)
             for d in part.wanted
-            if s != turn or d not in dropped
+            if s != turn or d not in facts.view.dropped
         }
         self.reruns: list[Runs] = [
             {
@@ -329,7 +321,8 @@ class _Rows:
         facts, node = self.facts, self.facts.graph.nodes[self.intervals[s].end]
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
         # Nothing is taken over from the only operand that might be, if it is kept.
-        own = {*node.reads, *node.writes}.difference(node.takes if len(node.takes) == 1 else ())
+        takes = facts.view.takes[node.index]
+        own = {*node.reads, *node.writes}.difference(takes if len(takes) == 1 else ())
         own.update(d for d in following if facts.is_always(d, node.index))
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
         return terms, facts.forced_bytes[node.index]
@@ -351,12 +344,12 @@ def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
 
 
 class _Order:
-    """A backward phase while it is written. there: open storages that are alive."""
+    """A backward phase while it is written. there: storages that are alive."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.backward: list[int] = []
-        self.there = set(facts.is_open.difference(facts.graph.dropped))
+        self.there = set(range(len(facts.graph.data))) - facts.view.dropped
 
     def drop(self, data: Iterable[int]) -> None:
         """Of those what can be made again."""
@@ -365,12 +358,8 @@ class _Order:
 
     def execute(self, index: int) -> None:
         """The node, after what makes its operands."""
-        producer = self.facts.producer.__getitem__
-        reads = self._opened(index)
-        again = rematerialization(self._opened, producer, self.there.__contains__, reads)
+        view = self.facts.view
+        again = view.remade(view.reads[index], self.there.__contains__)
         for i in (*again, index):
             self.backward.append(i)
-            self.there.update(self.facts.graph.nodes[i].writes)
-
-    def _opened(self, index: int) -> list[int]:
-        return [d for d in self.facts.graph.nodes[index].reads if d in self.facts.is_open]
+            self.there.update(view.graph.nodes[i].writes)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.oracles.graph_view import GraphView
-from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.graph import CDGraph
 
 MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
 """Positions of the backward phase for each computation of the order that a draft begins with: many,
@@ -118,16 +118,12 @@ class Draft:
         self.movable = movable
         view = GraphView(graph)
         self.sizes, self.producer, self.reads = view.sizes, view.producer, view.reads
-        self.may_run_again = view.again
-        self._held, self._dropped = view.held, frozenset(graph.dropped)
-        self._made_bytes = view.made_bytes
-        self._takes = [view.takes(n) for n in graph.nodes]
+        self.maker, self._tangents, self._state_bytes = view.maker, view.tangents, view.state_bytes
+        self._held, self._dropped, self._made_bytes = view.held, view.dropped, view.made_bytes
+        self._takes = view.takes
         self._takers = {d for takes in self._takes for d in takes}
-        may_go = view.may_go()
-        self.may_go = sorted(may_go)
-        """Storages that can be made again, hence dropped."""
-        self._uses = [{d for d in (*n.reads, *n.writes) if d in may_go} for n in graph.nodes]
-        self._gaps, self._changed = _Gaps(), set(may_go)
+        self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]
+        self._gaps, self._changed = _Gaps(), set(view.may_go)
         self._changes: list[_Change] = []
         many = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
         self._slots = many if slots is None else slots
@@ -149,9 +145,8 @@ class Draft:
         self._runs: list[list[int]] = [[] for _ in graph.nodes]
         for d in graph.outputs:
             self._read[d].append(self.boundary)
-        for data in graph.data:
-            if data.kind is DataKind.TANGENT:
-                self._make(data.index, self.boundary)
+        for d in self._tangents:
+            self._make(d, self.boundary)
         for position, node in enumerate(forward):
             self.insert(position, node)
         for k, node in enumerate(backward, start=1):
@@ -186,7 +181,7 @@ class Draft:
         """Runs `node` at an empty position."""
         before = self._state_span(node)
         insort(self._runs[node], position)
-        self._weigh_state(before, self._state_span(node))
+        self._weigh_state(node, before)
         self.nodes[position] = node
         self.time_ns += self.graph.nodes[node].time_ns
         for d in self.reads[node]:
@@ -202,7 +197,7 @@ class Draft:
         node = self.nodes[position]
         before = self._state_span(node)
         self._runs[node].remove(position)
-        self._weigh_state(before, self._state_span(node))
+        self._weigh_state(node, before)
         self.nodes[position] = EMPTY
         self._beside[position] = -_FORBIDDEN
         self.time_ns -= self.graph.nodes[node].time_ns
@@ -404,8 +399,7 @@ class Draft:
         """Bytes that are alive at `at` for what goes alone, or may be taken over there then."""
         freed_bytes = 0
         for p in goes.positions:
-            if self.graph.nodes[self.nodes[p]].random:
-                freed_bytes += self.graph.rng_state_bytes
+            freed_bytes += self._state_bytes[self.nodes[p]]
         for d, maker in goes.copies:
             if maker <= at:
                 reads = self._reads_of(d, maker)
@@ -518,13 +512,13 @@ class Draft:
         """From where to before where the generator state of a node that draws more than once is
         saved; empty for others."""
         runs = self._runs[node]
-        if not runs or not self.graph.nodes[node].random:
+        if not runs or not self._state_bytes[node]:
             return 0, 0
         return runs[0], runs[-1] + 1 if len(runs) > 1 else runs[0]
 
-    def _weigh_state(self, before: tuple[int, int], after: tuple[int, int]) -> None:
+    def _weigh_state(self, node: int, before: tuple[int, int]) -> None:
         """Only where the spans differ: they may be as long as the draft."""
-        size_bytes = self.graph.rng_state_bytes
+        after, size_bytes = self._state_span(node), self._state_bytes[node]
         for (start, end), others, sign in ((before, after, -1), (after, before, 1)):
             low, high = (min(max(o, start), end) for o in others)
             self._bytes[start:low] += sign * size_bytes
@@ -537,8 +531,8 @@ class Draft:
             return
         node = self.graph.nodes[index]
         beside = node.workspace_bytes
-        if node.random and self._runs[index][0] != position:
-            beside += self.graph.rng_state_bytes
+        if self._runs[index][0] != position:
+            beside += self._state_bytes[index]
         again = [d for d in node.writes if d in self._held and self._made[d][0] != position]
         beside += sum(self.sizes[d] for d in again)
         if not again and any(self._dies(d, position) for d in self._takes[index]):

@@ -269,7 +269,7 @@ class _ExchangeSearch:
         self.deadline = deadline
         self.limits = limits
         self.spent = 0
-        self.sizes = np.array([d.size_bytes for d in graph.data], dtype=np.float64)
+        self.sizes = np.array(draft.sizes, dtype=np.float64)
         # What makes it again may only be moved.
         times_ns = [0 if n.index in draft.movable else n.time_ns for n in graph.nodes]
         self.least_ns = 1.0 + np.array(times_ns, dtype=np.float64)
@@ -383,8 +383,8 @@ class _ExchangeSearch:
         it is not less than the limit."""
         draft = self.draft
         self.spent += 1
-        maker = draft.producer.get(d)
-        if maker is None or maker not in draft.may_run_again or depth > self.limits.depth:
+        maker = draft.maker(d)
+        if maker is None or depth > self.limits.depth:
             return NEVER
         cost_ns = 1.0 + self.graph.nodes[maker].time_ns
         for r in draft.reads[maker]:

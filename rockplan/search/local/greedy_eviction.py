@@ -30,7 +30,7 @@ from rockplan.ilp.whole_graph.program import Facts
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind
+from rockplan.values.graph import CDGraph, ComputeNode
 from rockplan.values.schedule import Schedule, keep_all, with_frees, without_idle
 
 
@@ -225,15 +225,15 @@ class _Run:
         self.handed = frozenset(graph.handed)
         # Of each node: what it reads that can go, and the bytes that it takes beside that.
         self.inputs = view.reads
-        self.beside_bytes = [n.workspace_bytes + view.made_bytes[n.index] for n in graph.nodes]
-        self.taken_bytes = [max((self.sizes[d] for d in n.takes), default=0) for n in graph.nodes]
+        self.beside_bytes = [view.own_bytes(n) for n in graph.nodes]
+        self.takes, self.taken_bytes = view.takes, view.taken_bytes
         # Of each storage: the node that makes it again, None if none does.
-        self.maker = [self._again(view, d.index) for d in graph.data]
+        self.maker = [_worth(view, view.maker(d.index)) for d in graph.data]
         self.made_of: list[list[int]] = [[] for _ in graph.data]
         for d, maker in enumerate(self.maker):
             for r in () if maker is None else self.inputs[maker]:
                 self.made_of[r].append(d)
-        self.stay = view.held
+        self.stay, self.dropped, self.tangents = view.held, view.dropped, view.tangents
         self.outputs = frozenset(graph.outputs)
 
     def execute_all(self) -> None:
@@ -249,11 +249,10 @@ class _Run:
                     self._remove(d)
 
     def _start_backward(self) -> None:
-        for d in self.graph.dropped:
+        for d in self.dropped:
             self._remove(d)
-        for data in self.graph.data:
-            if data.kind is DataKind.TANGENT:
-                self._add(data.index)
+        for d in self.tangents:
+            self._add(d)
         self._make_room(0)
 
     def _execute(self, index: int) -> None:
@@ -396,7 +395,7 @@ class _Run:
         """For what the node makes, if need be in the storage of an operand, which may have to be
         made again then."""
         needed_bytes = self.beside_bytes[node.index]
-        free = [d for d in node.takes if self.locks[d] == 1 and d not in self.stay]
+        free = [d for d in self.takes[node.index] if self.locks[d] == 1 and d not in self.stay]
         taken: list[int] = []
         if self.live_bytes + needed_bytes > self.budget_bytes:
             taken = [d for d in free if self._is_read_last(d, node)][:1]
@@ -477,11 +476,9 @@ class _Run:
         k = bisect_left(users, self.position)
         return users[k] if k < len(users) else None
 
-    def _again(self, view: GraphView, d: int) -> int | None:
-        maker = view.maker(d)
-        if maker is None:
-            return None
-        # Nothing is gained where the generator's state, kept meanwhile, is as large.
-        is_random = self.graph.nodes[maker].random
-        is_worth = not is_random or view.made_bytes[maker] > self.graph.rng_state_bytes
-        return maker if is_worth else None
+
+def _worth(view: GraphView, maker: int | None) -> int | None:
+    """Nothing is gained where the generator's state, kept meanwhile, is as large."""
+    if maker is None or 0 < view.made_bytes[maker] <= view.state_bytes[maker]:
+        return None
+    return maker
