@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.values.block import Block, BlockOption, OptionFamily
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, producers
@@ -22,7 +23,8 @@ def enumerated_family(problem: CDGraph, small_bytes: int = 0) -> OptionFamily:
     wanted = {d for n in problem.backward for d in n.reads}
     made = sorted(d for n in problem.forward for d in n.writes if d in wanted)
     fixed = {d for n in problem.forward if not n.recomputable for d in n.writes}
-    fixed |= {d for d in made if problem.data[d].size_bytes <= small_bytes}
+    sizes = GraphView(problem).sizes
+    fixed |= {d for d in made if sizes[d] <= small_bytes}
     free = [d for d in made if d not in fixed]
     options = [rule_option(problem, fixed | set(saved)) for saved in _subsets(free)]
     return OptionFamily(tuple(_undominated(options)), solves=0)
@@ -51,7 +53,7 @@ def rule_option(problem: CDGraph, saved: set[int]) -> BlockOption:
         available.update(node.writes)
     schedule = with_frees(problem, forward, backward)
     simulation = simulate(problem, schedule)
-    output_bytes = sum(problem.data[d].size_bytes for d in problem.outputs)
+    output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return BlockOption(
         forward=forward,
         backward=tuple(backward),
@@ -183,9 +185,7 @@ def _blocks(
                 output=maps[k][problem.outputs[0]],
                 problem=problem,
                 digest=digests[id(problem)],
-                incoming_gradient_bytes=sum(
-                    d.size_bytes for d in problem.data if d.kind is DataKind.TANGENT
-                ),
+                incoming_gradient_bytes=GraphView(problem).bytes_of(GraphView(problem).tangents),
                 background_bytes=0,
             )
         )

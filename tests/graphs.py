@@ -381,9 +381,7 @@ def _cut_block(
         output=output,
         problem=problem,
         digest=hashlib.sha256(repr(problem).encode()).hexdigest(),
-        incoming_gradient_bytes=sum(
-            d.size_bytes for d in problem.data if d.kind is DataKind.TANGENT
-        ),
+        incoming_gradient_bytes=GraphView(problem).bytes_of(GraphView(problem).tangents),
         background_bytes=0,
         name=f"block{index}",
     )

@@ -19,6 +19,7 @@ from rockplan.ilp.blocks.families import option_families, option_family
 from rockplan.ilp.blocks.pareto_search import Settings, search_corners
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.scaling import in_units
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
@@ -53,7 +54,7 @@ def best_ns(options: tuple[BlockOption, ...], peak: int, saved: int) -> int | No
 
 
 def listing(graph: CDGraph) -> list[tuple[int, int, int]]:
-    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    output_bytes = GraphView(graph).bytes_of(graph.outputs)
     return [
         (s.peak_bytes, s.saved_bytes - output_bytes, s.time_ns) for _, s in stage_schedules(graph)
     ]
@@ -121,7 +122,7 @@ def test_family_has_the_least_peak_and_the_least_saved_bytes_there_are() -> None
 @given(st.one_of(cd_graphs(6), block_graphs(6)))
 def test_options_are_legal_priced_and_undominated(graph: CDGraph) -> None:
     family = option_family(graph, settings=Settings(effort=6_000))
-    output_bytes = sum(graph.data[d].size_bytes for d in graph.outputs)
+    output_bytes = GraphView(graph).bytes_of(graph.outputs)
     for option in family.options:
         schedule = with_frees(graph, option.forward, option.backward)
         verify(graph, schedule)
