@@ -9,7 +9,7 @@ import torch
 from benchmarks import models
 from benchmarks.models import Case
 from rockplan.codegen import rng_replay
-from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options

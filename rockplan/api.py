@@ -27,7 +27,7 @@ from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
 from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.free_memory import in_bytes
-from rockplan.graph_builder.costs.price import check_layouts
+from rockplan.graph_builder.costs.layouts import check_layouts
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.lower import Lowered, lower
 from rockplan.graph_builder.tracing.capture import Capture, capture

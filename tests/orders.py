@@ -12,7 +12,7 @@ import rockplan
 from benchmarks.models import Case
 from rockplan import Options
 from rockplan.codegen import rng_replay
-from rockplan.graph_builder.costs.price import roofline
+from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.lowering.backward_order import predecessors, renumbered
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture

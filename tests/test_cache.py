@@ -64,7 +64,7 @@ def test_the_second_plan_measures_and_solves_nothing(
 ) -> None:
     first = make_plan()
     assert {p.parent.name for p in entries(folder)} == set(KINDS)
-    monkeypatch.setattr("rockplan.graph_builder.costs.price._measure_time", forbidden)
+    monkeypatch.setattr("rockplan.graph_builder.costs.call_time._repeated", forbidden)
     monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
     monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
     monkeypatch.setattr("rockplan.search.planning.run", forbidden)
@@ -76,7 +76,7 @@ def test_another_budget_measures_nothing_and_solves_no_block(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.graph_builder.costs.price._measure_time", forbidden)
+    monkeypatch.setattr("rockplan.graph_builder.costs.call_time._repeated", forbidden)
     monkeypatch.setattr("rockplan.ilp.blocks.families.option_family", forbidden)
     other = make_plan("min")
     assert other.profile_digest == first.profile_digest

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rockplan
 from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, PlanFormatError
-from rockplan.graph_builder.costs import price as measuring
-from rockplan.graph_builder.costs.price import call_key, measure, price, roofline
+from rockplan.graph_builder.costs.call_key import call_key
+from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.execution import inputs_of
+from rockplan.graph_builder.costs.price import measure, price
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.digests import profile_digest
 from rockplan.graph_builder.lowering.lower import Lowered, lower
@@ -580,7 +582,7 @@ def test_what_is_empty_until_computed_values_are_written_is_no_sample() -> None:
 def test_no_call_on_a_device_gets_an_index_that_is_out_of_range() -> None:
     """The backward operator of the embedding would write beyond its table without a word."""
     lowered = lower(capture(LookupByCount(), (torch.rand(8, 32),), {}), 0)
-    inputs = replace(measuring._inputs(lowered.graph, lowered.samples), is_on_cuda=True)
+    inputs = replace(inputs_of(lowered.graph, lowered.samples), is_on_cuda=True)
     calls = [c for n in lowered.graph.nodes for c in n.calls if "embedding" in c.op]
     assert [c.op for c in calls] == [
         "aten.embedding.default",

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.flop_counter import flop_registry
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.costs.price import _flops
+from rockplan.graph_builder.costs.estimate import flops_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import (
     HIGHER_ORDER,
@@ -351,7 +351,7 @@ def test_operations_are_counted(row: OperatorFacts) -> None:
 
     refs = tuple(map(ValueRef, (0, 1, 1)))
     call = Call(f"{row.name}.default", refs, (), (2,))
-    assert _flops(Graph, call) == 2 * 2 * (2 * 8 * 16 * 16 * 4)  # type: ignore[arg-type]
+    assert flops_of(Graph, call) == 2 * 2 * (2 * 8 * 16 * 16 * 4)  # type: ignore[arg-type]
 
 
 @by_name(stating("matrix_product"))

@@ -11,7 +11,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rockplan.graph_builder.costs.price import price, roofline
+from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.digests import problem_digest
 from rockplan.ilp.blocks.decode import price as option_of
 from rockplan.search.block_families import family_key, is_legal

@@ -1,0 +1,203 @@
+"""Memory of calls: workspace and sizes of results.
+
+takes: Inputs, calls by key. returns: CallMemory of each that runs. Workspace is the peak of bytes
+alive inside the operator beyond its inputs and its results. On CPU it comes from the profiler's
+memory events, on CUDA from the allocator's peak; so do the sizes of the results, which can differ
+from what fake tensors say (workspaces of mkldnn, padding). A call of the forward phase that refuses
+dtypes which its inputs really have is refused: fake tensors do not check them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+from rockplan.errors import CaptureError
+from rockplan.graph_builder.costs.call_key import call_key, device_of
+from rockplan.graph_builder.costs.execution import Execution, Inputs, flat_results
+from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled, profiler_events
+from rockplan.graph_builder.costs.specs import CUDA_GRANULE_BYTES, allocated_bytes
+from rockplan.graph_builder.operators import facts
+from rockplan.values.graph import Call, CDGraph, Phase, value_refs
+from rockplan.values.progress import report
+
+# Calls profiled at once: events of the profiler take memory, 0.3 MB for each call.
+_SESSION_CALLS = 200
+
+_RANGE = "rockplan::call::"
+
+
+@dataclass(frozen=True, slots=True)
+class CallMemory:
+    workspace_bytes: int
+    result_bytes: tuple[int, ...]
+
+
+def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
+    """Workspace and result sizes of every call that runs.
+
+    Each runs once before it is measured: what an operator allocates once and keeps (primitive
+    caches, handles) is no part of its workspace.
+    """
+    if inputs.is_on_cuda:
+        return _measure_memory_cuda(inputs, calls)
+    waiting = list(calls.items())
+    found: dict[str, CallMemory] = {}
+    for first in range(0, len(waiting), _SESSION_CALLS):
+        report("measuring sizes", first, len(waiting))
+        found |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS])
+    return found
+
+
+def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, CallMemory]:
+    """As `measure_memory`, of as many calls as one session of the profiler may hold."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    with profiled() as session:
+        for key, call in calls:
+            with _else_estimated(inputs, call):
+                execution = inputs.execution(call)
+                execution.run()
+                with record_function(_RANGE + key):
+                    result = execution.run()
+                sizes[key] = _result_bytes(execution, result)
+                del result, execution
+    seen = _seen_in_ranges(session)
+    return {key: _memory(*seen[key], found) for key, found in sizes.items()}
+
+
+def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> CallMemory:
+    """What is not left at the end was workspace. Results may have been allocated outside of
+    PyTorch (numpy, a library), all of them or some: these no event shows, and they count as they
+    would have there."""
+    seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
+    return CallMemory(peak_bytes - seen_bytes, result_bytes)
+
+
+# An operator that says so fails whatever the values.
+_OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
+    """What raises inside is left out. Raises CaptureError where eager would fail as well."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError) as error:
+        if _OF_DTYPES.search(str(error)) and _has_real_dtypes(inputs, call):
+            _refuse_as_eager(inputs.graph, call, error)
+
+
+def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
+    """Whether the dtypes of the arguments are what operators give, not only what PyTorch's shape
+    rules say: under autocast these are wrong for the statistics of a normalization."""
+    graph = inputs.graph
+    for ref in value_refs((call.args, [a for _, a in call.kwargs])):
+        index = ref.index
+        while (view := graph.values[index].view) is not None:
+            index = next(value_refs(view.args)).index
+        made: dict[int, torch.Tensor] = {}
+        try:
+            for earlier in inputs.made_by[index].calls if index in inputs.made_by else ():
+                inputs.run(earlier, made)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        if index in made and str(made[index].dtype) != graph.values[index].spec.dtype:
+            return False
+    return True
+
+
+def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
+    """Raise CaptureError for a call of the forward phase; what backward refuses, if forward runs,
+    is no matter of the sample."""
+    key = call_key(graph, call)
+    node = next(n for n in graph.nodes if any(call_key(graph, c) == key for c in n.calls))
+    if node.phase is Phase.BACKWARD:
+        return
+    words = str(error).rstrip(".")
+    raise CaptureError(
+        f"in module '{node.module or '(root)'}' at {node.source or 'an unknown line'}: eager fails "
+        f"with this sample: {call.op} raises {type(error).__name__}: {words}. Check the dtypes of "
+        "sample_input (and sample_kwargs) against those of the parameters by calling the module "
+        "on them",
+        module_path=node.module,
+        source=node.source,
+    ) from error
+
+
+def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
+    """For each of our ranges the peak of bytes allocated since its begin, and those left at its
+    end."""
+    ranges = sorted(
+        (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
+        for e in profiler_events(session)
+        if e.name().startswith(_RANGE)
+    )
+    events = list(memory_events(session))
+    seen: dict[str, tuple[int, int]] = {}
+    position = 0
+    for begin, end, key in ranges:
+        while position < len(events) and events[position][0] < begin:
+            position += 1
+        first = position
+        while position < len(events) and events[position][0] <= end:
+            position += 1
+        seen[key] = peak_of(change for _, change in events[first:position])
+    return seen
+
+
+def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
+    device = device_of(inputs.graph)
+    found: dict[str, CallMemory] = {}
+    for done, (key, call) in enumerate(calls.items()):
+        report("measuring sizes", done, len(calls))
+        with _else_estimated(inputs, call):
+            execution = inputs.execution(call)
+            execution.run()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_stats_as_nested_dict(device)
+            result = execution.run()
+            after = torch.cuda.memory_stats_as_nested_dict(device)
+            sizes = _result_bytes(execution, result, "cuda")
+            peak_bytes = _peak_between(before, after)
+            found[key] = CallMemory(max(0, peak_bytes - sum(sizes)), sizes)
+            del result, execution
+    return found
+
+
+def _peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Bytes that the caching allocator gave out at most, by its statistics, beyond those before.
+
+    A block of more than a mebibyte may be left unsplit, with up to another one that nobody asked
+    for: then by what was asked for, in whole granules."""
+
+    def rise(statistic: str) -> int:
+        return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
+
+    given_bytes = rise("allocated_bytes")
+    if not after["requested_bytes"]["all"]["allocated"]:
+        return given_bytes  # cudaMallocAsync does not count what is asked for
+    return min(given_bytes, rise("requested_bytes") + rise("allocation") * CUDA_GRANULE_BYTES)
+
+
+def _result_bytes(
+    execution: Execution, result: object, device_type: str = "cpu"
+) -> tuple[int, ...]:
+    """Bytes of the storage of each result; 0 if it is an argument's or an earlier result's.
+
+    device_type: of the graph. Seeds of attention are on the CPU where fake tensors say CUDA."""
+    given = facts.tensors((execution.args, execution.kwargs))
+    seen = {t.untyped_storage()._cdata for t in given}
+    found: list[int] = []
+    for leaf in flat_results(result):
+        size_bytes = 0
+        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in seen:
+            seen.add(leaf.untyped_storage()._cdata)
+            size_bytes = allocated_bytes(leaf.untyped_storage().nbytes(), device_type)
+        found.append(size_bytes)
+    return tuple(found)

@@ -1,0 +1,108 @@
+"""Estimates: what calls cost by their specs, without execution.
+
+takes: a CDGraph, rates of a machine. returns: OpCost of a call (`estimate`), a Profile
+(`roofline`); costs that are estimated have `repeats` 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from rockplan.graph_builder.costs.call_key import call_key, device_of
+from rockplan.graph_builder.costs.specs import distinct_bytes, needed_bytes
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.values.graph import Call, CDGraph, value_refs
+from rockplan.values.profile import OpCost, Profile
+
+# Rates for an operator that cannot be run: one core, or one accelerator, of ordinary speed.
+_CPU_RATES = (10e9, 50e9)
+_CUDA_RATES = (1e12, 50e12)
+
+
+def roofline(graph: CDGraph, bytes_per_s: float, flops_per_s: float) -> Profile:
+    """Costs without execution, for a machine with these rates; sizes from specs, no workspace.
+
+    Time is the larger of bytes read and written over `bytes_per_s` and floating-point
+    operations (of matrix products, convolutions and attention) over `flops_per_s`.
+    """
+    costs: dict[str, OpCost] = {}
+    for node in graph.nodes:
+        for call in node.calls:
+            key = call_key(graph, call)
+            cost = estimate(graph, call, bytes_per_s, flops_per_s)
+            costs[key] = _larger(costs.get(key, cost), cost)
+    rates = f"{bytes_per_s:g} B/s, {flops_per_s:g} flop/s"
+    return Profile(
+        source="roofline",
+        device=rates,
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+        costs=tuple(sorted(costs.items())),
+    )
+
+
+def fallback_rates(graph: CDGraph) -> tuple[float, float]:
+    return _CUDA_RATES if torch.device(device_of(graph)).type == "cuda" else _CPU_RATES
+
+
+def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
+    """Cost of a call from the specs of its arguments and named results."""
+    given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
+    named = [v for v in call.results if v is not None]
+    moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *named)))
+    seconds = max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s)
+    seen = {graph.values[v].data for v in given}
+    sizes: list[int] = []
+    for value in call.results:
+        if value is None or graph.values[value].data in seen:
+            sizes.append(0)
+            continue
+        seen.add(graph.values[value].data)
+        spec = graph.values[value].spec
+        sizes.append(needed_bytes(spec))
+    return OpCost(round(seconds * 1e9), 0, 0, tuple(sizes), 0)
+
+
+def _larger(a: OpCost, b: OpCost) -> OpCost:
+    """Calls of one key can differ in which results they name: the sizes of those named once."""
+    sizes = tuple(map(max, a.result_bytes, b.result_bytes))
+    return replace(a, time_ns=max(a.time_ns, b.time_ns), result_bytes=sizes)
+
+
+def flops_of(graph: CDGraph, call: Call) -> int:
+    """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
+    known = facts.facts_of(call.op)
+    like = facts.resolve(f"{known.flops_like}.default") if known.flops_like else None
+    formula = flop_registry.get((like or facts.resolve(call.op)).overloadpacket)
+    if formula is None:
+        return 0
+
+    def shape(index: int) -> Any:
+        return torch.Size(graph.values[index].spec.shape)
+
+    results = [None if v is None else shape(v) for v in call.results]
+    arguments = [substitute(a, shape) for a in call.args]
+    return int(
+        formula(
+            *(_with_equal_heads(arguments) if known.repeats_heads else arguments),
+            **{name: substitute(a, shape) for name, a in call.kwargs},
+            out_val=results[0] if len(results) == 1 else results,
+        )
+    )
+
+
+def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:
+    """Shapes of attention with as many heads of keys and values as of queries, for which the
+    kernels repeat them: formulas of torch 2.11 know no others."""
+
+    def is_tensor(argument: object) -> bool:
+        return isinstance(argument, torch.Size) and len(argument) == 4
+
+    heads = max((a[1] for a in arguments if is_tensor(a)), default=0)
+    return [torch.Size((a[0], heads, *a[2:])) if is_tensor(a) else a for a in arguments]

@@ -1,0 +1,188 @@
+"""Execution: an operator with arguments like those of the model, ready to be run.
+
+takes: a CDGraph, real tensors for some of its values. returns: Inputs, which give each call its
+arguments. guarantees: inputs are made up from the specs, so memory for one operator is enough
+whatever the model needs; generators, thread counts and global flags stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.graph_builder.costs.call_key import copies_storages, device_of
+from rockplan.graph_builder.costs.specs import dtype_of, is_floating, span
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, value_refs
+
+# Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.
+_DRAWN = 1 << 16
+
+# What kernels of the CPU say of an index.
+_OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def as_executed(graph: CDGraph) -> Iterator[None]:
+    """The state in which generated code runs operators; generators are put back at the end."""
+    devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        for kind in sorted({"cpu", *(torch.device(d).type for d in devices)}):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if devices:
+            stack.enter_context(torch.cuda.device(devices[0]))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """An operator with real arguments, ready to be called again and again."""
+
+    operator: OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def run(self) -> object:
+        return self.operator(*self.args, **self.kwargs)
+
+    def refuse_bad_indices(self) -> None:
+        """Raise IndexError where the kernel of the CPU says that an index is out of range."""
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, torch.Tensor.cpu, (self.args, self.kwargs)
+        )
+        try:
+            self.operator(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if _OUT_OF_RANGE.search(str(error)):
+                raise IndexError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where arguments come from: given real tensors, made-up ones, and for what is neither given
+    nor of floating dtype (masks, indices, opaque workspaces) the node that makes it, run on
+    made-up inputs: a kernel may read beyond a workspace that holds anything else.
+
+    is_on_cuda: an index out of range is an assertion on the device there, after which the process
+    can use it no more, or a write beyond a tensor; so calls with computed ones run on the CPU
+    first. out_of_range: values that were; no call gets them.
+    """
+
+    graph: CDGraph
+    given: Mapping[int, torch.Tensor]
+    made_by: Mapping[int, ComputeNode]
+    is_on_cuda: bool
+    out_of_range: set[int] = field(default_factory=set)
+
+    def execution(self, call: Call) -> Execution:
+        return self._execution(call, {})
+
+    def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> Execution:
+        operator = facts.resolve(call.op)
+        arguments = (call.args, [a for _, a in call.kwargs])
+        copies = copies_storages(self.graph, call)
+
+        def tensor(index: int) -> torch.Tensor:
+            if index not in environment:
+                self._supply(index, environment, copies)
+            found = environment[index]
+            mutates_given = operator._schema.is_mutable and found is self.given.get(index)
+            return found.clone() if mutates_given else found
+
+        execution = Execution(
+            operator,
+            [substitute(a, tensor) for a in call.args],
+            {name: substitute(a, tensor) for name, a in call.kwargs},
+        )
+        if self.is_on_cuda:
+            self._look_at_indices(execution, {ref.index for ref in value_refs(arguments)})
+        return execution
+
+    def _look_at_indices(self, execution: Execution, given: set[int]) -> None:
+        """Raise IndexError where one is out of range, now or before: not every kernel says so."""
+        computed = set(filter(self._is_computed_index, given))
+        if computed & self.out_of_range:
+            raise IndexError("an index was out of range before")
+        if computed:
+            try:
+                execution.refuse_bad_indices()
+            except IndexError:
+                self.out_of_range.update(computed)
+                raise
+
+    def _is_computed_index(self, index: int) -> bool:
+        """Whether a value may be an index that is computed from made-up values."""
+        value = self.graph.values[index]
+        is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
+        is_computed = value.view is not None or index in self.made_by
+        return is_index and is_computed and index not in self.given
+
+    def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:
+        """with_storage: what is made up is in a storage as large as in the model."""
+        value = self.graph.values[index]
+        if index in self.given:
+            environment[index] = self.given[index]
+        elif is_floating(value.spec) or not (value.view or index in self.made_by):
+            size_bytes = self.graph.data[value.data].size_bytes if with_storage else 0
+            environment[index] = _made_up(value.spec, size_bytes)
+        elif value.view is not None:
+            self.run(value.view, environment)
+        else:
+            inner: dict[int, torch.Tensor] = {}
+            for call in self.made_by[index].calls:
+                self.run(call, inner)
+            environment |= inner
+
+    def run(self, call: Call, environment: dict[int, torch.Tensor]) -> None:
+        results = flat_results(self._execution(call, environment).run())
+        for index, leaf in zip(call.results, results, strict=True):
+            if index is not None and isinstance(leaf, torch.Tensor):
+                environment[index] = leaf
+
+
+def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
+    made_by = {
+        v: node
+        for node in graph.nodes
+        for call in node.calls
+        for v in call.results
+        if v is not None and graph.values[v].data in node.writes
+    }
+    return Inputs(graph, given, made_by, torch.device(device_of(graph)).type == "cuda")
+
+
+def _made_up(spec: TensorSpec, size_bytes: int) -> torch.Tensor:
+    """A tensor with the spec's strides, in a storage of `size_bytes` or of what it needs: uniform
+    in [0, 1), a row of _DRAWN elements over and over; zeros if not of floating dtype."""
+    dtype = dtype_of(spec)
+    elements = max(span(spec), size_bytes // dtype.itemsize)
+    if is_floating(spec):
+        generator = torch.Generator(spec.device).manual_seed(0)
+        drawn = torch.rand(min(elements, _DRAWN), generator=generator, device=spec.device)
+        flat = drawn.to(dtype).repeat(-(-elements // _DRAWN))[:elements]
+    else:
+        flat = torch.zeros(elements, dtype=dtype, device=spec.device)
+    tensor = flat.as_strided(spec.shape, spec.stride)
+    if spec.is_conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if spec.is_neg else tensor
+
+
+def flat_results(result: object) -> list[object]:
+    """Flat results, in the order of `Call.results`."""
+    if not isinstance(result, tuple | list):
+        return [result]
+    return [leaf for item in result for leaf in flat_results(item)]

@@ -1,0 +1,68 @@
+"""Layouts: are the strides of results those of the capture?
+
+takes: a CDGraph, real tensors for some of its values. raises UnsupportedModel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.costs.call_key import call_key
+from rockplan.graph_builder.costs.execution import Inputs, as_executed, flat_results, inputs_of
+from rockplan.graph_builder.operators.rows import ViewKind, row_of
+from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
+
+
+def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
+    """Execute each unique call whose results are viewed in a way that depends on strides, and
+    raise UnsupportedModel where the real strides are not those of the capture: PyTorch's shape
+    rules are wrong for a few operators, and such a view would fail or read other elements.
+    """
+    viewed = _viewed_by_layout(graph)
+    seen: set[str] = set()
+    with as_executed(graph):
+        inputs = inputs_of(graph, values)
+        for node in graph.nodes:
+            for call in node.calls:
+                key = call_key(graph, call) if viewed & set(call.results) else ""
+                if key and key not in seen:
+                    seen.add(key)
+                    _check_layout(graph, inputs, node, call)
+
+
+def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
+    found: set[int | None] = set()
+    for value in graph.values:
+        view, by_layout = value.view, False
+        while view is not None:
+            by_layout |= row_of(view.op).view is ViewKind.BY_STRIDES
+            base = next(value_refs(view.args)).index
+            if by_layout:
+                found.add(base)
+            view = graph.values[base].view
+    return found
+
+
+def _check_layout(graph: CDGraph, inputs: Inputs, node: ComputeNode, call: Call) -> None:
+    try:
+        results = flat_results(inputs.execution(call).run())
+    except (RuntimeError, IndexError, ValueError):
+        return
+    for index, real in zip(call.results, results, strict=True):
+        if index is None or not isinstance(real, torch.Tensor) or real.numel() < 2:
+            continue
+        spec = graph.values[index].spec
+        strides = [
+            (s, t) for n, s, t in zip(spec.shape, spec.stride, real.stride(), strict=True) if n > 1
+        ]
+        if any(s != t for s, t in strides):
+            raise UnsupportedModel.at(
+                node.module,
+                node.source,
+                f"{call.op} returns strides {tuple(real.stride())} where PyTorch's shape rule "
+                f"says {spec.stride}, so views of its result cannot be planned; put .contiguous() "
+                "before the operation",
+            )

@@ -1,0 +1,54 @@
+"""What the spec of a tensor says of its memory.
+
+takes: a TensorSpec. returns: bytes, dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+
+from rockplan.values.graph import TensorSpec
+
+# The caching allocator of CUDA hands out multiples of this.
+CUDA_GRANULE_BYTES = 512
+
+
+def is_floating(spec: TensorSpec) -> bool:
+    dtype = dtype_of(spec)
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    return found
+
+
+def span(spec: TensorSpec) -> int:
+    """Elements of the smallest storage that holds the tensor at offset 0."""
+    if 0 in spec.shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def needed_bytes(spec: TensorSpec) -> int:
+    """Of the smallest storage that holds the tensor where it is."""
+    size_bytes = _item_bytes(spec) * (spec.offset + span(spec))
+    return allocated_bytes(size_bytes, torch.device(spec.device).type)
+
+
+def distinct_bytes(spec: TensorSpec) -> int:
+    """Bytes of the elements that the tensor holds, those repeated by expansion once."""
+    pairs: Iterable[tuple[int, int]] = zip(spec.shape, spec.stride, strict=True)
+    return _item_bytes(spec) * prod(n for n, stride in pairs if stride or not n)
+
+
+def _item_bytes(spec: TensorSpec) -> int:
+    return dtype_of(spec).itemsize
+
+
+def allocated_bytes(size_bytes: int, device_type: str) -> int:
+    granule = CUDA_GRANULE_BYTES if device_type == "cuda" else 1
+    return -(-size_bytes // granule) * granule
