@@ -26,8 +26,7 @@ from rockplan.ilp.blocks.decode import Solution, solution
 from rockplan.ilp.highs import TIME_UNIT, in_own_thread, report
 from rockplan.ilp.scaling import UNLIMITED, Units
 from rockplan.values.graph import ComputeNode, DataKind
-from rockplan.values.order import Orders
-from rockplan.values.schedule import without_idle
+from rockplan.values.order import Orders, without_idle
 
 Expression: TypeAlias = Any
 """A pulp.LpAffineExpression; PuLP has no types."""

@@ -24,8 +24,8 @@ from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, Phase
-from rockplan.values.order import Orders
-from rockplan.values.schedule import with_frees, without_idle
+from rockplan.values.order import Orders, without_idle
+from rockplan.values.schedule import with_frees
 
 
 def stage_schedules(graph: CDGraph) -> Iterator[tuple[Orders, Simulation]]:

@@ -30,7 +30,8 @@ from rockplan.values.graph import (
     ValueRef,
     readers,
 )
-from rockplan.values.schedule import Schedule, keep_all, keep_all_order, merge_handovers, with_frees
+from rockplan.values.order import keep_all_order
+from rockplan.values.schedule import Schedule, keep_all, merge_handovers, with_frees
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from rockplan.oracles.verify import verify
 from rockplan.search.local.editable_schedule import EMPTY, Draft
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph, movable
-from rockplan.values.schedule import Compute, with_frees, without_idle
+from rockplan.values.order import without_idle
+from rockplan.values.schedule import Compute, with_frees
 from tests.graphs import (
     Ranges,
     constrained_graph,

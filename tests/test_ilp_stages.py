@@ -14,7 +14,7 @@ from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import UNLIMITED, in_units
 from rockplan.values.graph import CDGraph, DataKind, DataNode
-from rockplan.values.schedule import without_idle
+from rockplan.values.order import without_idle
 from tests.exhaustive import assert_agrees, exact_model, listing_bits
 from tests.graphs import (
     Ranges,

@@ -13,7 +13,8 @@ from rockplan.search.local import editable_schedule as planning_draft
 from rockplan.search.local.exchange import pruned
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph, DataKind, Phase
-from rockplan.values.schedule import Schedule, keep_all, keep_all_order, with_frees, without_idle
+from rockplan.values.order import keep_all_order, without_idle
+from rockplan.values.schedule import Schedule, keep_all, with_frees
 from tests.graphs import (
     Draft,
     Ranges,

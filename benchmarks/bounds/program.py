@@ -39,8 +39,7 @@ from numpy.typing import NDArray
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.ilp.whole_graph.program import MAX_UNITS, Facts
 from rockplan.values.graph import CDGraph
-from rockplan.values.order import Orders
-from rockplan.values.schedule import without_idle
+from rockplan.values.order import Orders, without_idle
 
 Terms = list[tuple[int, int]]
 Runs = dict[int, int]

@@ -18,8 +18,9 @@ from rockplan.budget import Budget
 from rockplan.search import planning
 from rockplan.search.problem import Problem
 from rockplan.values.graph import CDGraph, ComputeNode
+from rockplan.values.order import without_idle
 from rockplan.values.plan import Plan
-from rockplan.values.schedule import Schedule, with_frees, without_idle
+from rockplan.values.schedule import Schedule, with_frees
 
 FEW = 8
 """Operations of a phase that may be others. A loss that is a sum divided by a number, instead of a

@@ -7,13 +7,13 @@ next event that concerns it is a use. `with_frees` writes the frees out from tha
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockplan.values.columns import aligned
-from rockplan.values.graph import CDGraph, DataKind, producers
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.order import keep_all_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +85,6 @@ def keep_all(graph: CDGraph) -> Schedule:
     them; no legal schedule takes less time.
     """
     return with_frees(graph, *keep_all_order(graph))
-
-
-def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The computations of `keep_all`, by phase."""
-    producer = producers(graph)
-    missing = set(graph.dropped)
-
-    def again(reads: Sequence[int]) -> list[int]:
-        """Nodes to run so that `reads` are there; marks what they make as there."""
-        found: set[int] = set()
-        pending = [d for d in reads if d in missing]
-        while pending:
-            node = graph.nodes[producer[pending.pop()]]
-            if node.index not in found:
-                found.add(node.index)
-                missing.difference_update(node.writes)
-                pending += [d for d in node.reads if d in missing]
-        return sorted(found)
-
-    forward = tuple(n.index for n in graph.forward)
-    backward = [i for n in graph.backward for i in (*again(n.reads), n.index)]
-    return forward, tuple(backward)
 
 
 def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
@@ -215,35 +193,3 @@ def with_waits(graph: CDGraph, schedule: Schedule, waits: Waits) -> Schedule:
             events.append(event)
         events += handed[position]
     return Schedule(tuple(events), schedule.forward_length)
-
-
-def without_idle(
-    graph: CDGraph, forward: Sequence[int], backward: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both orders without re-executions of which nothing is read before it is made again; without
-    these a schedule needs no more of anything."""
-    order = (*forward, *backward)
-    kept = needed(graph, forward, backward)
-    n_forward = bisect_left(kept, len(forward))
-    return tuple(order[p] for p in kept[:n_forward]), tuple(order[p] for p in kept[n_forward:])
-
-
-def needed(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
-    """Positions, in `forward` followed by `backward`, of what `without_idle` keeps."""
-    order = (*forward, *backward)
-    executed: set[int] = set()
-    is_first: list[bool] = []
-    for i in order:
-        is_first.append(i not in executed)
-        executed.add(i)
-    used_next: set[int] = set()
-    kept: list[int] = []
-    for position in reversed(range(len(order))):
-        if position == len(forward) - 1:
-            used_next.update(graph.outputs)
-        node = graph.nodes[order[position]]
-        if is_first[position] or not used_next.isdisjoint(node.writes):
-            kept.append(position)
-            used_next.difference_update(node.writes)
-            used_next.update(node.reads)
-    return kept[::-1]

@@ -21,8 +21,8 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
 from rockplan.values.graph import CDGraph
-from rockplan.values.order import Orders
-from rockplan.values.schedule import keep_all_order, with_frees, without_idle
+from rockplan.values.order import Orders, keep_all_order, without_idle
+from rockplan.values.schedule import with_frees
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ import time
 from rockplan.ilp.blocks.decode import keep_all_orders
 from rockplan.oracles.graph_view import GraphView
 from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.order import Orders
-from rockplan.values.schedule import without_idle
+from rockplan.values.order import Orders, without_idle
 
 PREFIXES = 16
 """How many sets of dropped storages are tried between keep-all and keep-nothing."""

@@ -38,8 +38,7 @@ from numpy.typing import NDArray
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.oracles.graph_view import GraphView, closure
 from rockplan.values.graph import CDGraph, ComputeNode
-from rockplan.values.order import Orders
-from rockplan.values.schedule import without_idle
+from rockplan.values.order import Orders, without_idle
 
 Terms = list[tuple[int, int]]
 Runs = dict[int, int]

@@ -31,7 +31,8 @@ from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode
-from rockplan.values.schedule import Schedule, keep_all, with_frees, without_idle
+from rockplan.values.order import without_idle
+from rockplan.values.schedule import Schedule, keep_all, with_frees
 
 
 @dataclass(frozen=True, slots=True)
