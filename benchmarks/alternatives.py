@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -37,7 +38,6 @@ from rockplan.budget import Budget
 from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
-from rockplan.ilp.blocks.families import option_families
 from rockplan.ilp.blocks.formulate import entries
 from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.ilp.blocks.stages import find_stages
@@ -47,6 +47,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search import planning
 from rockplan.search import problem as problems
+from rockplan.search.block_families import families
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph, without_takes
 from rockplan.values.schedule import Schedule, keep_all
@@ -140,9 +141,8 @@ def _rockplan(problem: Problem) -> Planner:
 
 
 def _chain(problem: Problem) -> Planner:
-    problems = [b.problem for b in problem.blocks]
-    families = option_families(problems, settings=Settings(time_limit_s=600.0))
-    solver = ChainSolver(problem.graph, problem.blocks, families)
+    found = families(problem.blocks, None, Settings(time_limit_s=600.0), math.inf)
+    solver = ChainSolver(problem.graph, problem.blocks, found)
     return lambda budget_bytes: Answer(solver.best_schedule(budget_bytes))
 
 

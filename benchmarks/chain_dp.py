@@ -17,9 +17,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.chain_bound import lower_bound_ns, optimistic_table
 from rockplan.dp.grid import bucket_count, grid
 from rockplan.dp.links import Link, Operation, RunForward, RunOption, links
-from rockplan.dp.recurrence import decode, fastest_need, lower_bound_ns, minimum_needs, solve
+from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
 from rockplan.values.graph import Phase
 from tests.families import families, gpt_problems, join
@@ -63,7 +64,7 @@ def report(chain: tuple[Link, ...], share: float, counts: Sequence[int]) -> None
         solved = time.process_time()
         operations = decode(table, limit_bytes)
         decoded = time.process_time()
-        optimistic = solve(segments, buckets, needs, optimistic=True)
+        optimistic = optimistic_table(segments, buckets, needs)
         bound_ns = lower_bound_ns(optimistic, limit_bytes)
         assert bound_ns is not None
         print(

@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from benchmarks.chain_bound import lower_bound_ns, optimistic_table
 from rockplan.dp.grid import Grid, bucket_count, grid
 from rockplan.dp.links import (
     ForwardCost,
@@ -29,7 +30,6 @@ from rockplan.dp.recurrence import (
     Table,
     decode,
     fastest_need,
-    lower_bound_ns,
     minimum_needs,
     solve,
 )
@@ -235,7 +235,7 @@ def frontier(chain: Chain) -> list[tuple[int, int]]:
 
 def tables(segments: Segments, buckets: Grid) -> tuple[Table, Table]:
     needs = minimum_needs(segments)
-    return solve(segments, buckets, needs), solve(segments, buckets, needs, optimistic=True)
+    return solve(segments, buckets, needs), optimistic_table(segments, buckets, needs)
 
 
 # Tests

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from rockplan.dp.chain_solver import ChainSolver, best_schedule
+from rockplan.dp.chain_solver import ChainSolver
 from rockplan.dp.grid import grid
 from rockplan.dp.links import Operation, RunForward, RunOption, links
 from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
@@ -298,7 +298,7 @@ def test_answers_do_not_depend_on_earlier_questions() -> None:
     for share in range(30, 100, 5):
         solver.best_schedule(peak_bytes * share // 100)
     backwards = [solver.best_schedule(b) for b in reversed(budgets)]
-    fresh = [best_schedule(graph, blocks, found, b) for b in budgets]
+    fresh = [ChainSolver(graph, blocks, found).best_schedule(b) for b in budgets]
     assert fresh == backwards[::-1]
     assert None not in fresh
 

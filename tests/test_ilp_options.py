@@ -153,14 +153,9 @@ def test_transformer_blocks(problem: CDGraph) -> None:
     assert family.solves >= 10
 
 
-def test_equal_problems_are_solved_once_and_answers_keep_their_order() -> None:
-    problems = [draw(seed) for seed in (3, 4, 5)]
-    renamed = replace(
-        problems[0], nodes=tuple(replace(n, name=f"other{n.index}") for n in problems[0].nodes)
-    )
-    families = option_families([problems[1], problems[0], problems[2], renamed])
-    assert families[1] is families[3]
-    for problem, family in zip(problems, (families[1], families[0], families[2]), strict=True):
+def test_answers_keep_the_order_of_the_problems() -> None:
+    problems = [draw(seed) for seed in (4, 3, 5)]
+    for problem, family in zip(problems, option_families(problems), strict=True):
         assert family == option_family(problem)
     assert option_families([]) == ()
 

@@ -145,9 +145,9 @@ ASKED_OF_THE_GRAPH = re.compile(
     r"\.data\[[^]]*\]\.size_bytes|\bd\.size_bytes|\.rng_state_bytes|\bproducers\(|\breaders\(|\bmay_run_again\("
 )
 
-ALLOWED = {"adapt.py", "families.py", "scaling.py"}
-"""The first two ask whether two nodes or problems are the same, not what they weigh; the last one
-makes a graph in which what is tiny weighs nothing."""
+ALLOWED = {"adapt.py", "scaling.py"}
+"""The first asks whether two nodes are the same, not what they weigh; the other makes a graph in
+which what is tiny weighs nothing."""
 
 
 @pytest.mark.parametrize("folder", ["search", "ilp", "dp"])

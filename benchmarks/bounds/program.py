@@ -329,12 +329,19 @@ def peak_program(facts: ProofFacts, moments: Moments, most_bytes: int) -> Progra
     unit_bytes = max(-(-most_bytes // MAX_UNITS), 1)
     rows = _Rows(facts, moments, unit_bytes)
     rows.builder.costs = [0.0] * len(rows.builder.costs)
-    peak = rows.builder.amount(PEAK_UNITS)
+    peak = _amount(rows.builder, PEAK_UNITS)
     share = PEAK_UNITS / most_bytes
     for terms, alive_bytes in rows.memory:
         scaled = [(column, weight * unit_bytes * share) for column, weight in terms]
         rows.builder.at_most([*scaled, (peak, -1.0)], -alive_bytes * share)
     return rows.program()
+
+
+def _amount(builder: ProgramBuilder, upper: float) -> int:
+    """A continuous column in [0, upper] that costs what it is."""
+    column = builder.fraction()
+    builder.costs[column], builder.column_upper[column] = 1.0, upper
+    return column
 
 
 class _Rows:
@@ -379,7 +386,7 @@ class _Rows:
             terms += [(column, self.builder.costs[column]) for column in runs.values()]
             spent_ns = self.facts.spent_ns.get(part.stop, 0) if part.cut is None else 0
             if spent_ns:
-                terms.append((self.builder.amount(spent_ns / unit_ns), 1.0))
+                terms.append((_amount(self.builder, spent_ns / unit_ns), 1.0))
                 self.builder.at_least(terms, spent_ns / unit_ns)
 
     def program(self) -> Program:

@@ -39,19 +39,6 @@ NEAR_MINIMUM = 8
 missed 12 times with 1, 7 times with 8 or 24."""
 
 
-def best_schedule(
-    graph: CDGraph,
-    blocks: Sequence[Block],
-    families: Sequence[OptionFamily],
-    budget_bytes: int,
-) -> Schedule | None:
-    """The fastest schedule found whose simulated peak is within budget_bytes, or None.
-
-    families: options of each block. For several budgets ask one ChainSolver.
-    """
-    return ChainSolver(graph, blocks, families).best_schedule(budget_bytes)
-
-
 class ChainSolver:
     """Answers any number of budgets for one chain; keeps tables and simulations between them."""
 

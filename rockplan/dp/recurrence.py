@@ -71,38 +71,25 @@ def fastest_need(segments: Segments) -> int:
 
 
 def solve(
-    segments: Segments,
-    grid: Grid,
-    minimum_bytes: Integers,
-    *,
-    optimistic: bool = False,
-    deadline: float = math.inf,
+    segments: Segments, grid: Grid, minimum_bytes: Integers, *, deadline: float = math.inf
 ) -> Table:
     """Fill the table for every limit up to that of `grid`. Raises OutOfTime at the deadline, as of
-    time.monotonic.
-
-    optimistic: sizes are rounded down instead, so that no time is above what any sequence of
-    the recurrence takes (`lower_bound_ns`); nothing can be decoded from such a table.
-    """
-    shape = (len(segments.spans), grid.count + 2)
-    table = Table(segments, grid, minimum_bytes, np.full(shape, NEVER), np.full(shape, -NEVER))
-    table.times_ns[EMPTY] = 0
-    table.spare_bytes[EMPTY] = (np.arange(grid.count + 2) - 1) * grid.unit_bytes
+    time.monotonic."""
+    table = empty_table(segments, grid, minimum_bytes)
     for segment in range(1, len(segments.spans)):
         if time.monotonic() >= deadline:
             raise OutOfTime
         if minimum_bytes[segment] <= grid.limit_bytes:
-            _fill(table, segment, optimistic)
+            _fill(table, segment)
     return table
 
 
-def lower_bound_ns(optimistic: Table, limit_bytes: int) -> int | None:
-    """No sequence of the recurrence within limit_bytes is faster; None if there is none."""
-    whole = optimistic.segments.whole
-    if limit_bytes < optimistic.minimum_bytes[whole]:
-        return None
-    bucket = min(-(-limit_bytes // optimistic.grid.unit_bytes), optimistic.grid.count)
-    return int(optimistic.times_ns[whole, bucket + 1])
+def empty_table(segments: Segments, grid: Grid, minimum_bytes: Integers) -> Table:
+    shape = (len(segments.spans), grid.count + 2)
+    table = Table(segments, grid, minimum_bytes, np.full(shape, NEVER), np.full(shape, -NEVER))
+    table.times_ns[EMPTY] = 0
+    table.spare_bytes[EMPTY] = (np.arange(grid.count + 2) - 1) * grid.unit_bytes
+    return table
 
 
 def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
@@ -155,22 +142,19 @@ def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
     ]
 
 
-def _fill(table: Table, segment: int, optimistic: bool) -> None:
+def _fill(table: Table, segment: int) -> None:
     """Compute the row of `segment` from those of its parts."""
     ways = choices(table.segments, segment)
     minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
     first = -(-minimum // unit_bytes)
-    best, chosen = _best_choices(table, ways)
+    best, chosen = best_choices(table, ways)
     table.times_ns[segment, 1:] = best
-    if optimistic:
-        table.spare_bytes[segment, first + 1 :] = unit_bytes
-        return
     table.spare_bytes[segment, first + 1 :] = _spare_bytes(table, ways, best, chosen, first)
     table.times_ns[segment, first] = _times_within(table, ways, minimum).min()
     table.spare_bytes[segment, first] = (first - 1) * unit_bytes - minimum
 
 
-def _best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
+def best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
     """For each bucket the least time, and a choice that takes it.
 
     The time of a choice falls as the limit grows. So between two buckets only those choices can

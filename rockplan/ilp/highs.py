@@ -100,14 +100,10 @@ class ProgramBuilder:
         """A continuous column in [0, 1]; the rows must drive it to the integer it stands for."""
         return self._column(0.0, False)
 
-    def amount(self, upper: float) -> int:
-        """A continuous column in [0, upper] that costs what it is."""
-        return self._column(1.0, False, upper)
-
-    def _column(self, cost: float, integral: bool, upper: float = 1.0) -> int:
+    def _column(self, cost: float, integral: bool) -> int:
         self.costs.append(cost)
         self.column_lower.append(0.0)
-        self.column_upper.append(upper)
+        self.column_upper.append(1.0)
         self.integral.append(integral)
         return len(self.costs) - 1
 

@@ -7,9 +7,8 @@ cache is a legal schedule of the block with the bytes and time that it states.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import IllegalSchedule
 from rockplan.ilp.blocks.families import option_families
 from rockplan.ilp.blocks.pareto_search import Settings
@@ -19,37 +18,14 @@ from rockplan.store.cache import Cache
 from rockplan.store.fingerprint import planner
 from rockplan.values.block import Block, BlockOption, OptionFamily
 from rockplan.values.graph import CDGraph
-from rockplan.values.progress import report
 from rockplan.values.schedule import with_frees
-
-
-@dataclass(frozen=True, slots=True)
-class SolvedChain:
-    """The blocks with their options. is_complete: those of no block were cut short."""
-
-    solver: ChainSolver
-    is_complete: bool
-
-
-def chain_of(
-    graph: CDGraph,
-    blocks: tuple[Block, ...],
-    cache: Cache | None,
-    settings: Settings,
-    limit_s: float,
-) -> SolvedChain:
-    """settings: by which options are known in the cache; limit_s: for what has to be solved, if it
-    is less than their time limit."""
-    found = families(blocks, cache, settings, limit_s)
-    report("combining blocks")
-    solver = ChainSolver(graph, blocks, found)
-    return SolvedChain(solver, all(family.is_complete for family in found))
 
 
 def families(
     blocks: tuple[Block, ...], cache: Cache | None, settings: Settings, limit_s: float
 ) -> list[OptionFamily]:
-    """Options of each block; see `chain_of`."""
+    """Options of each block. settings: by which they are known in the cache; limit_s: for what has
+    to be solved, if it is less than their time limit."""
     problems = {b.digest: b.problem for b in blocks}
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from rockplan.dp.chain_solver import ChainSolver
 from rockplan.graph_builder.lowering.backward_order import renumbered
 from rockplan.ilp.whole_graph.refine import proved_ns, refined
 from rockplan.oracles.simulate import simulate
-from rockplan.search.block_families import chain_of
+from rockplan.search.block_families import families
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.exchange import exchanged, fitted, pruned, squeezed
@@ -71,14 +72,17 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     """Options of each block by integer programs, combined by the dynamic program over the chain."""
     report("solving blocks")
     left_s = max(_half_way(limits) - time.monotonic(), 0.0)
-    chain = chain_of(goal.graph, goal.blocks, goal.cache, limits.blocks, left_s)
-    incumbent = replace(incumbent, is_complete=incumbent.is_complete and chain.is_complete)
+    found = families(goal.blocks, goal.cache, limits.blocks, left_s)
+    is_complete = incumbent.is_complete and all(family.is_complete for family in found)
+    incumbent = replace(incumbent, is_complete=is_complete)
+    report("combining blocks")
+    solver = ChainSolver(goal.graph, goal.blocks, found)
     # A table takes 2 to 3.5 s from 100 blocks on, and is nothing before it is filled.
     until = max(limits.deadline, time.monotonic() + limits.combining_s)
     if goal.budget_bytes is not None:
-        schedule = chain.solver.best_schedule(goal.budget_bytes, deadline=until)
+        schedule = solver.best_schedule(goal.budget_bytes, deadline=until)
         return incumbent.improved(goal, schedule)
-    schedule = chain.solver.thriftiest(deadline=until)
+    schedule = solver.thriftiest(deadline=until)
     starts = incumbent.starts if schedule is None else (*incumbent.starts, schedule)
     return replace(incumbent.improved(goal, schedule), starts=starts)
 
