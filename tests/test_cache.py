@@ -66,7 +66,7 @@ def test_the_second_plan_measures_and_solves_nothing(
     assert {p.parent.name for p in entries(folder)} == set(KINDS)
     monkeypatch.setattr("rockplan.graph_builder.costs.call_time._repeated", forbidden)
     monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
-    monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.search.stages.ChainSolver", forbidden)
     monkeypatch.setattr("rockplan.search.planning.run", forbidden)
     monkeypatch.setattr("rockplan.search.minimum_peak.run", forbidden)
     assert make_plan() == first
@@ -123,7 +123,7 @@ def test_options_beside_the_plan_do_not_matter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.search.stages.ChainSolver", forbidden)
     assert make_plan(on_mismatch="error") == first
 
 
