@@ -122,7 +122,7 @@ def capture_once() -> None:
     """The second budget of a case plans from the capture of the first, in this process."""
     from rockplan import api
 
-    capture = api._captured
+    capture = api.captured_call
     latest: list[Any] = [None, None]
 
     def captured_once(*call: Any) -> Any:
@@ -131,7 +131,7 @@ def capture_once() -> None:
             latest[:] = (module, incoming), capture(*call)
         return latest[1]
 
-    api._captured = captured_once
+    api.captured_call = captured_once
 
 
 class Examination:

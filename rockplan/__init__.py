@@ -37,6 +37,8 @@ from rockplan.values.plan import Plan
 
 if TYPE_CHECKING:
     from rockplan.api import load, pareto, plan, solve
+    from rockplan.blocks.report import BlocksPlan
+    from rockplan.blocks.solve import blocks_of, restore_blocks, solve_blocks
     from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.codegen.planned_module import code_of, plan_of
     from rockplan.comparison import Comparison, compare
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
     from rockplan.reports.timeline import plan_trace
 
 _LATE = {
+    "BlocksPlan": "rockplan.blocks.report",
     "Comparison": "rockplan.comparison",
+    "blocks_of": "rockplan.blocks.solve",
     "as_checkpoint_code": "rockplan.checkpointing.export",
     "code_of": "rockplan.codegen.planned_module",
     "compare": "rockplan.comparison",
@@ -62,12 +66,15 @@ _LATE = {
     "plan": "rockplan.api",
     "plan_of": "rockplan.codegen.planned_module",
     "plan_trace": "rockplan.reports.timeline",
+    "restore_blocks": "rockplan.blocks.solve",
     "solve": "rockplan.api",
+    "solve_blocks": "rockplan.blocks.solve",
 }
 """Public name -> the module that has it, imported when the name is first used."""
 
 __all__ = [
     "BackwardError",
+    "BlocksPlan",
     "CaptureError",
     "CheckFailed",
     "Comparison",
@@ -92,6 +99,7 @@ __all__ = [
     "ValueDependentControlFlow",
     "__version__",
     "as_checkpoint_code",
+    "blocks_of",
     "code_of",
     "compare",
     "draw_curve",
@@ -108,8 +116,10 @@ __all__ = [
     "plan_of",
     "plan_trace",
     "read_plans",
+    "restore_blocks",
     "save_plan",
     "solve",
+    "solve_blocks",
 ]
 
 

@@ -86,7 +86,7 @@ def solve(
             args,
             kwargs,
             make_program=functools.partial(
-                _program_in_training,
+                program_in_training,
                 make=functools.partial(_program, budget=later, options=options),
             ),
             on_mismatch=options.on_mismatch,
@@ -107,7 +107,7 @@ def plan(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
     with outside_of_initialization():
-        source = _captured(model, args, kwargs, options)
+        source = captured_call(model, args, kwargs, options)
         problem = _problem(source, options)
     with _advised(source.lowered, options):
         return _planned(problem, wanted, options)
@@ -191,7 +191,7 @@ def load(
             first,
             args,
             kwargs,
-            make_program=functools.partial(_program_in_training, make=make_program),
+            make_program=functools.partial(program_in_training, make=make_program),
             on_infeasible=options.on_infeasible,
             on_mismatch="original" if on_mismatch == "original" else "replan",
             outputs_chosen=options.differentiated is not None,
@@ -281,7 +281,7 @@ def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class CapturedCall:
     """One kind of call of a module, without prices. hooked: names of parameters that have hooks."""
 
     captured: Capture
@@ -300,13 +300,13 @@ class _Captured:
         )
 
 
-def _captured(
+def captured_call(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
     incoming: Incoming | None = None,
-) -> _Captured:
+) -> CapturedCall:
     report("capturing the model")
     if not isinstance(options, Options):
         raise InvalidInput(
@@ -323,17 +323,17 @@ def _captured(
         lowered = lower(captured, rng_replay.state_bytes(device), options.released)
         check_layouts(lowered.graph, lowered.samples)
     parameters = module.named_parameters(remove_duplicate=False)
-    return _Captured(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))
+    return CapturedCall(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))
 
 
 def _prepared(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Problem:
     with outside_of_initialization():
-        return _problem(_captured(module, args, kwargs, options), options)
+        return _problem(captured_call(module, args, kwargs, options), options)
 
 
-def _problem(source: _Captured, options: Options) -> Problem:
+def _problem(source: CapturedCall, options: Options) -> Problem:
     with planned_modules.PLANNING:
         return measured(source.lowered, options, source.waits)
 
@@ -343,7 +343,7 @@ def _device(module: nn.Module, captured: Capture) -> torch.device:
     return torch.device(min(kinds)) if kinds else torch.device("cpu")
 
 
-def _program_in_training(
+def program_in_training(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -428,22 +428,22 @@ def _program(
     budget: Budget,
     options: Options,
 ) -> PlannedProgram:
-    source = _captured(module, args, kwargs, options, incoming)
+    source = captured_call(module, args, kwargs, options, incoming)
     known = tuple(
         program.plan
         for program in planned_modules.programs_of(module)
         if program.hooked == source.hooked
     )
     if (same := _same(known, source)) is not None:
-        return _built(module, same, source, args, kwargs, options)
+        return built_program(module, same, source, args, kwargs, options)
     problem = _problem(source, options)
     if (found := adapted(known, problem, budget)) is not None:
         made, before = found
-        program = _built(module, made, source, args, kwargs, options)
+        program = built_program(module, made, source, args, kwargs, options)
         return replace(program, adapted_from=before.graph_digest)
     with _advised(source.lowered, options):
         made = _planned(problem, budget, options, incoming is not None)
-    return _built(module, made, source, args, kwargs, options)
+    return built_program(module, made, source, args, kwargs, options)
 
 
 def _advise(program: PlannedProgram, options: Options) -> None:
@@ -466,7 +466,7 @@ def _advised(lowered: Lowered, options: Options) -> Iterator[None]:
         raise
 
 
-def _same(known: Sequence[Plan], source: _Captured) -> Plan | None:
+def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     """Of plans of the module, that for the same graph: trainers change attributes, and what is in
     configurations, that its forward does not read."""
     graph = source.lowered.graph
@@ -494,7 +494,7 @@ def _stored_program(
 ) -> PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
     plan for `budget`, or PlanMismatch without one."""
-    source = _captured(module, args, kwargs, options, incoming)
+    source = captured_call(module, args, kwargs, options, incoming)
     graph = source.lowered.graph
     try:
         made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
@@ -505,13 +505,13 @@ def _stored_program(
         if budget is None:
             raise
         made = _planned(_problem(source, options), budget, options, incoming is not None)
-    return _built(module, made, source, args, kwargs, options)
+    return built_program(module, made, source, args, kwargs, options)
 
 
-def _built(
+def built_program(
     module: nn.Module,
     made: Plan,
-    source: _Captured,
+    source: CapturedCall,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,

@@ -133,7 +133,7 @@ def compare(
     wanted = _readable(budgets, model)
     names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
     with _untouched(model, args, kwargs):
-        step = functools.partial(_step, args=args, kwargs=kwargs, loss=loss, incoming=[])
+        step = functools.partial(step_of, args=args, kwargs=kwargs, loss=loss, incoming=[])
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
         expected: _StepOutcome | None = None
@@ -194,7 +194,7 @@ def measured_timelines(
 
     def followed(name: str, module: nn.Module) -> MeasuredTimeline:
         report(f"following the memory of {name}")
-        step = functools.partial(_step, module, args=args, kwargs=kwargs, loss=None, incoming=[])
+        step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming=[])
         with _untouched(model):
             return measured_timeline(step, device=_device(model))
 
@@ -254,7 +254,7 @@ def _compiled(model: nn.Module, ratio: float) -> nn.Module:
     return _Compiled(wrap.sharing_copy(model), ratio)
 
 
-def _step(
+def step_of(
     module: Callable[..., Any],
     *,
     args: tuple[Any, ...],

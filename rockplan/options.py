@@ -53,6 +53,8 @@ class Options:
     without: names of stages of the search that do not run (`rockplan.search.pipeline`), for
     experiments: what each is worth is in benchmarks/results/ablation.md. A search with fewer
     stages has a smallest budget of its own.
+    on_refused: of `solve_blocks`, what happens where a block cannot be planned: 'error' raises what
+    says why, 'leave' leaves it as it is and says so.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -66,6 +68,7 @@ class Options:
     released: tuple[int, ...] = ()
     on_infeasible: Literal["error", "smallest", "original"] = "error"
     without: Sequence[str] = ()
+    on_refused: Literal["error", "leave"] = "error"
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -92,6 +95,8 @@ class Options:
             raise InvalidInput(
                 f"on_infeasible is {self.on_infeasible!r}; choose 'error', 'smallest' or 'original'"
             )
+        if self.on_refused not in ("error", "leave"):
+            raise InvalidInput(f"on_refused is {self.on_refused!r}; choose 'error' or 'leave'")
 
 
 def _positions(name: str, given: object) -> tuple[int, ...]:

@@ -156,3 +156,21 @@ def call(
         results[position] = _apply(_Result, made, position, results[position], *inner_results)
     made.returned = Returned(relations, results)
     return tuple(results.values())
+
+
+def backward_nodes(result: torch.Tensor) -> tuple[Any, Any] | None:
+    """The first and the last of autograd's nodes by which the backward phase of a plan runs, of
+    which `result` is a result; None for what no plan returned."""
+    node: Any = result.grad_fn
+    if _is_of(node, _Result):
+        node = node.next_functions[0][0]
+    if not _is_of(node, _Outputs):
+        return None
+    last = node
+    while seams := [n for n, _ in last.next_functions if _is_of(n, _Seam)]:
+        last = seams[0]
+    return node, last
+
+
+def _is_of(node: Any, function: type[torch.autograd.Function]) -> bool:
+    return getattr(type(node), "_forward_cls", None) is function

@@ -52,6 +52,22 @@ def warn_of_saved_tensor_hooks() -> None:
         )
 
 
+def under_checkpoint() -> bool:
+    """Is this the forward of `torch.utils.checkpoint` without reentrance?"""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def warn_of_checkpoint(planned: nn.Module) -> None:
+    warnings.warn(
+        f"a planned block, {type(planned).__qualname__}, runs under torch.utils.checkpoint, which "
+        "runs its forward again for nothing: the plan has decided what is kept. Switch it off "
+        "(model.gradient_checkpointing_disable(), or gradient_checkpointing=False where a trainer "
+        "takes it)",
+        stacklevel=2,
+    )
+
+
 def warn_of_dispatch_modes() -> None:
     if not torch._C._len_torch_dispatch_stack():
         return

@@ -210,8 +210,9 @@ class _Emitter:
 
     def _save(self, position: int) -> None:
         """Put what later events need into the frame: the variables of storages of ours that
-        are no views. What only the caller holds is left to the caller."""
-        held = set(self._graph.held) - {self._graph.values[g].data for _, g in self._unhanded}
+        are no views. What only the caller holds, or lets go, is left to the caller."""
+        held = {*self._graph.held, *self._graph.outputs}
+        held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
         for d, variables in sorted(self._live.items()):
             kept = [v for v in variables if self._graph.values[v].view is None]

@@ -47,8 +47,8 @@ class _ModuleEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
-    """hooks: all registries of hooks, and how many each held; contents: of containers and
-    configurations among the attributes; surroundings: what there is beside the module; layout: what
+    """hooks: all registries of hooks of submodules, and how many each held (those of the module
+    itself run around its forward); contents: of containers and configurations among the attributes; surroundings: what there is beside the module; layout: what
     the parameters and buffers are beyond what their keys say, and which of them are one, or share
     memory."""
 
@@ -70,7 +70,7 @@ def module_signature(
     entries = module_entries(module)
     containers = {id(value): value for entry in entries for value in entry.values}
     contents = (contents_of(value, constants) for value in containers.values())
-    found = [e.module.__dict__.get(h) for e in entries for h in _HOOKS]
+    found = [e.module.__dict__.get(h) for e in entries[1:] for h in _HOOKS]
     hooks = tuple(h for h in found if h is not None)
     return ModuleSignature(
         entries,

@@ -30,7 +30,9 @@ from rockplan.codegen.call_checks import (
     ordinal,
     refuse_capture,
     refuse_transforms,
+    under_checkpoint,
     warn_of_changes,
+    warn_of_checkpoint,
     warn_of_dispatch_modes,
     warn_of_original,
     warn_of_saved_tensor_hooks,
@@ -87,6 +89,8 @@ class _PlannedState:
 
     infeasible: calls for which no plan fits the budget, as the module was, and which therefore run
     the original (`on_infeasible`). count: of plans made, for it or the one that it is a copy of.
+    is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
+    forward (`take_out`).
     """
 
     original: type[nn.Module]
@@ -95,6 +99,7 @@ class _PlannedState:
     on_mismatch: str
     on_infeasible: str
     outputs_chosen: bool
+    is_in_place: bool = False
     programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
     latest: PlannedProgram | None = None
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
@@ -102,6 +107,8 @@ class _PlannedState:
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False
     assigned: list[Assignment] = field(default_factory=list)
+    is_off: bool = False
+    is_checkpoint_said: bool = False
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
         """Put what a call leaves in Python where it belongs; the plan is for calls that find it
@@ -219,10 +226,13 @@ class Planned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._rockplan
         assert isinstance(self, nn.Module)
-        if not torch.is_grad_enabled() or torch._C._is_tracing():
+        if state.is_off or not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
         refuse_transforms()
         warn_of_saved_tensor_hooks()
+        if state.is_in_place and not state.is_checkpoint_said and under_checkpoint():
+            state.is_checkpoint_said = True
+            warn_of_checkpoint(self)
         warn_of_dispatch_modes()
         assignments.take_back(self, state.assigned)
         leaves, input_spec = trees.tree_flatten((args, kwargs))
@@ -561,11 +571,74 @@ def planned_module(
     state = _PlannedState(type(module), attributes.pop("forward", None), *settings)
     planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
     planned.__dict__.update(attributes, _rockplan=state)
+    _start(planned, state, kind_of_call(args, kwargs), program)
+    return planned
+
+
+def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What programs are found by, in the state that PyTorch is in."""
     leaves, input_spec = trees.tree_flatten((args, kwargs))
-    state.programs[(input_spec, call_key((args, kwargs), leaves))] = [_bind(planned, program)]
+    return input_spec, call_key((args, kwargs), leaves)
+
+
+def plan_in_place(
+    module: nn.Module,
+    program: PlannedProgram,
+    kind: Any,
+    *,
+    make_program: MakeProgram,
+    on_mismatch: str,
+    on_infeasible: str,
+) -> None:
+    """Make `module` itself a planned one, which starts with `program` for calls of `kind`: whoever
+    holds it calls the plan. Its hooks run as they did."""
+    settings = (make_program, on_mismatch, on_infeasible, False, True)
+    state = _PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
+    module.__class__ = _planned_class(type(module))
+    module.__dict__["_rockplan"] = state
+    _start(module, state, kind, program)
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Was it planned by `plan_in_place`?"""
+    return isinstance(module, Planned) and module._rockplan.is_in_place
+
+
+def make_program_of(module: nn.Module) -> MakeProgram:
+    """By what a planned module plans for further kinds of call."""
+    assert isinstance(module, Planned)
+    return module._rockplan.make_program
+
+
+def latest_of(module: nn.Module) -> PlannedProgram | None:
+    """What calls of the kind that ran last start with now."""
+    assert isinstance(module, Planned)
+    state = module._rockplan
+    for bounds in state.programs.values():
+        if any(bound.program is state.latest for bound in bounds):
+            return bounds[-1].program
+    return state.latest
+
+
+def take_out(module: nn.Module) -> None:
+    """Undo `plan_in_place`. Where the class of the module has another one derived from it since
+    (`fully_shard`), it stays, and runs the original forward."""
+    assert isinstance(module, Planned) and isinstance(module, nn.Module)
+    state = module._rockplan
+    if type(module) is _planned_class(state.original):
+        del module.__dict__["_rockplan"]
+        module.__class__ = state.original
+        if state.instance_forward is not None:
+            module.__dict__["forward"] = state.instance_forward
+    else:
+        state.is_off = True
+        state.programs.clear()
+
+
+def _start(planned: nn.Module, state: _PlannedState, kind: Any, program: PlannedProgram) -> None:
+    state.programs[kind] = [_bind(planned, program)]
     state.latest = program
     state.watch.begin(planned)
-    return planned
 
 
 def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -574,12 +647,12 @@ def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}
 
 
-_Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool]
+_Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool, bool]
 
 
 def _settings(state: _PlannedState) -> _Settings:
     """What copies have from the start."""
-    options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen)
+    options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen, state.is_in_place)
     return (state.instance_forward, state.make_program, *options)
 
 

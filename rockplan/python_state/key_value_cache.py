@@ -46,6 +46,18 @@ def switched_off(module: Any) -> Iterator[None]:
             setattr(configuration, SWITCH, True)
 
 
+def switch_off(module: Any) -> None:
+    """The configurations of all modules in `module` ask for no cache from now on."""
+    found = [c for c in _configurations(module) if getattr(c, SWITCH, None) is True]
+    for configuration in found:
+        setattr(configuration, SWITCH, False)
+    if found:
+        _LOGGER.warning(
+            "config.use_cache is False from now on: a block that is planned takes no key-value "
+            "cache. Pass use_cache=True where one is wanted, as generate() does"
+        )
+
+
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
     """Log that the results of planned calls like this one have no cache, where eager's have."""
     asked = kwargs.get(SWITCH) is not None

@@ -142,3 +142,73 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_allocated(device)
     return LiveBytes(torch.cuda.max_memory_allocated(device) - before, after - before)
+
+
+Mark = Callable[[Any], None]
+"""Called within a step where a stretch of it ends and another one begins, with what that is."""
+
+
+class Stretch(NamedTuple):
+    """Of a step, from one mark to the next. mark: what it begins with, None for the start of the
+    step; start_bytes, peak_bytes: alive at its start, and the most, relative to the step's start.
+    """
+
+    mark: Any
+    start_bytes: int
+    peak_bytes: int
+
+
+def stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
+    """Live bytes of one `step`, which marks where its stretches begin. It should have run before,
+    and leave nothing behind."""
+    gc.collect()
+    return _cuda_stretches(step, device) if device.type == "cuda" else _cpu_stretches(step)
+
+
+def _cpu_stretches(step: Callable[[Mark], object]) -> tuple[Stretch, ...]:
+    marks: list[Any] = [None]
+
+    def mark(what: Any) -> None:
+        with record_function(f"{_MARK}{len(marks)}"):
+            marks.append(what)
+
+    with profiled() as session:
+        step(mark)
+    found = (e for e in profiler_events(session) if e.name().startswith(_MARK))
+    begins = [(e.start_ns(), int(e.name().removeprefix(_MARK))) for e in found]
+    # Where both are at one time, the mark comes first: it allocates nothing.
+    events = [(t, False, n) for t, n in begins]
+    events += [(t, True, size) for t, size in memory_events(session)]
+    events.sort(key=lambda event: event[:2])
+    live = start = peak = number = 0
+    result: list[Stretch] = []
+    for _, is_memory, value in events:
+        if is_memory:
+            live += value
+            peak = max(peak, live)
+        else:
+            result.append(Stretch(marks[number], start, peak))
+            start, peak, number = live, live, value
+    return (*result, Stretch(marks[number], start, peak))
+
+
+_MARK = "rockplan mark "
+
+
+def _cuda_stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
+    # Memory is accounted for when the host asks for it: nothing has to be waited for.
+    before = torch.cuda.memory_allocated(device)
+    result: list[Stretch] = []
+    begun: tuple[Any, int] = (None, 0)
+
+    def mark(what: Any) -> None:
+        nonlocal begun
+        peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        result.append(Stretch(*begun, peak_bytes))
+        torch.cuda.reset_peak_memory_stats(device)
+        begun = (what, torch.cuda.memory_allocated(device) - before)
+
+    torch.cuda.reset_peak_memory_stats(device)
+    step(mark)
+    mark(None)
+    return tuple(result)

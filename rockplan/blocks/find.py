@@ -1,0 +1,104 @@
+"""Find: what a user calls the blocks of a model -> paths of submodules.
+
+takes: a model; a pattern, paths, modules, or None. returns: the submodules by path, in the order of
+the model. guarantees: none lies in another one, none is the model itself.
+
+In a pattern '*', '?' and '[...]' are those of `fnmatch` within one part of a path: 'model.layers.*'
+is the layers, and nothing inside them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.codegen.planned_module import Planned, is_in_place
+from rockplan.errors import InvalidInput
+
+Blocks = str | nn.Module | Sequence[str | nn.Module] | None
+"""What names blocks; None: those that are found (`repeated_blocks`)."""
+
+_NEAREST = 3
+_REMEDY = (
+    "name the modules that repeat, such as blocks='model.layers.*', or leave `blocks` out: then "
+    "they are found"
+)
+
+
+def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    """The submodules that `blocks` names. Raises InvalidInput with a remedy."""
+    if blocks is None:
+        paths: Iterable[str] = _found(model)
+    else:
+        several = [blocks] if isinstance(blocks, str | nn.Module) else blocks
+        if not isinstance(several, Iterable):
+            raise InvalidInput(f"blocks is a {type(blocks).__name__}; {_REMEDY}")
+        paths = itertools.chain.from_iterable(_paths(model, one) for one in several)
+    wanted = frozenset(paths)
+    chosen = {path: m for path, m in model.named_modules() if path in wanted}
+    if not chosen:
+        raise InvalidInput(f"blocks is empty; {_REMEDY}")
+    _refuse_whole(chosen)
+    _refuse_overlap(chosen)
+    for path, module in chosen.items():
+        if any(isinstance(m, Planned) and not is_in_place(m) for m in module.modules()):
+            raise InvalidInput(
+                f"block '{path}' is planned already, by solve; put the original in its place"
+            )
+    return chosen
+
+
+def _found(model: nn.Module) -> tuple[str, ...]:
+    paths = repeated_blocks(model)
+    if not paths:
+        raise InvalidInput(
+            "no blocks are found: no ModuleList or Sequential of this model holds two modules of "
+            "one class that have parameters and submodules. Name them (blocks='encoder.stage*'), "
+            "or plan the whole (rockplan.solve)"
+        )
+    return paths
+
+
+def _paths(model: nn.Module, one: object) -> list[str]:
+    if isinstance(one, nn.Module):
+        found = [path for path, m in model.named_modules() if m is one]
+        if not found:
+            raise InvalidInput(
+                f"a block, a {type(one).__name__}, is no submodule of this model; {_REMEDY}"
+            )
+        return found
+    if not isinstance(one, str):
+        raise InvalidInput(f"a block is a {type(one).__name__}; {_REMEDY}")
+    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    found = [path for path in known if _matches(path, one)]
+    if not found:
+        stems = dict.fromkeys(re.sub(r"\d+", "*", path) for path in known)
+        nearest = difflib.get_close_matches(re.sub(r"\d+", "*", one), stems, _NEAREST, 0.0)
+        said = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+        raise InvalidInput(f"blocks={one!r} names no module of this model{said}")
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, patterns = path.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _refuse_whole(chosen: dict[str, nn.Module]) -> None:
+    if "" in chosen:
+        raise InvalidInput("the block is the whole model; plan it with rockplan.solve")
+
+
+def _refuse_overlap(chosen: dict[str, nn.Module]) -> None:
+    for (path, outer), (other, inner) in itertools.permutations(chosen.items(), 2):
+        if any(m is inner for m in outer.modules()):
+            raise InvalidInput(
+                f"block '{other}' lies in block '{path}'; name the outer ones or the inner ones, "
+                "not both"
+            )

@@ -1,0 +1,214 @@
+"""Kinds: blocks with one graph are measured and solved once, and run one program.
+
+takes: a block and a call of it. returns: what is to be planned; programs. guarantees: a program is
+run by another block only where the graph that was captured of that one is the same, call by call.
+
+Each block is captured by itself: modules of one class may differ in anything that a forward reads.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from rockplan.api import CapturedCall, built_program, captured_call, program_in_training
+from rockplan.codegen.differences import described_call
+from rockplan.codegen.planned_module import PLANNING, original_forward
+from rockplan.blocks.report import BlocksPlan
+from rockplan.codegen.program import PlannedProgram
+from rockplan.errors import InfeasibleBudget
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.options import Options
+from rockplan.search import planning
+from rockplan.search.boundary import (
+    bounded_option,
+    bounded_plan,
+    eager_option,
+    option_within,
+    peak_of,
+    thriftiest,
+)
+from rockplan.search.problem import Problem, measured
+from rockplan.values.block_sequence import BoundedOption
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.interface import Incoming
+from rockplan.values.schedule import keep_all
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a block may need of a step.
+
+    saved_bytes, peak_bytes: between the phases, and at one time. eager_bytes: what it keeps
+    unplanned; where a call keeps more, it may need more in proportion. 0: never more.
+    """
+
+    saved_bytes: int
+    peak_bytes: int
+    eager_bytes: int = 0
+
+    def of(self, eager: BoundedOption) -> tuple[int, int]:
+        """For a call of which `eager` is the unplanned option."""
+        if not 0 < self.eager_bytes < eager.saved_bytes:
+            return self.saved_bytes, self.peak_bytes
+        ratio = eager.saved_bytes / self.eager_bytes
+        return int(self.saved_bytes * ratio), int(self.peak_bytes * ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBlock:
+    """A block with a call of it. source: where what the forward returns is not taken to be held in
+    the backward phase: that is for the rest of the model to do."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    source: CapturedCall
+    digest: str
+
+    @property
+    def kind(self) -> tuple[str, frozenset[str]]:
+        """Equal for blocks that are planned as one."""
+        return self.digest, self.source.hooked
+
+
+def captured_block(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    incoming: Incoming | None = None,
+) -> CapturedBlock:
+    source = captured_call(module, args, kwargs, options, incoming)
+    lowered = replace(source.lowered, graph=_of_a_step(source.lowered.graph))
+    source = replace(source, lowered=lowered)
+    return CapturedBlock(module, args, kwargs, source, graph_digest(lowered.graph))
+
+
+def _of_a_step(graph: CDGraph) -> CDGraph:
+    """`graph`, whose results and loss are the step's."""
+    returned = frozenset(graph.outputs)
+    data = (
+        replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == "caller_loss" else d
+        for d in graph.data
+    )
+    held = tuple(d for d in graph.held if d not in returned)
+    return replace(graph, data=tuple(data), held=held)
+
+
+def block_problem(block: CapturedBlock, options: Options) -> Problem:
+    """With prices. There is no loss of the caller's inside a block, and no block inside one."""
+    with PLANNING:
+        found = measured(block.source.lowered, options, block.source.waits)
+    return replace(found, constrained=found.graph, blocks=())
+
+
+def built_block(
+    block: CapturedBlock, problem: Problem, option: BoundedOption, options: Options
+) -> PlannedProgram:
+    """The program of a block that runs as `option` says. Gradients of parameters that have hooks
+    wait where that needs no more."""
+    made = bounded_plan(problem, option)
+    waiting = planning.waiting(made, block.source.waits)
+    needed = bounded_option(made.graph, waiting.schedule)
+    if needed.backward_peak_bytes <= option.backward_peak_bytes:
+        made = waiting
+    return built_program(block.module, made, block.source, block.args, block.kwargs, options)
+
+
+def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
+    """`program` for another block of its kind: the same code, with constants of its own."""
+    source = block.source
+    forward = original_forward(block.module)
+    return replace(
+        program,
+        constants=tuple(t for _, t in source.captured.constants),
+        output_spec=source.captured.output_spec,
+        call=described_call(forward, block.args, block.kwargs),
+    )
+
+
+@dataclass(eq=False)
+class BlockPrograms:
+    """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step, for
+    who asks."""
+
+    options: Options
+    plan: BlocksPlan | None = None
+    known: dict[Any, PlannedProgram] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockPrograms, (self.options, self.plan)
+
+    def keep(self, block: CapturedBlock, allowance: Allowance, program: PlannedProgram) -> None:
+        self.known[(*block.kind, allowance)] = program
+
+    def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
+        """That of another block, where the block meets the module and its caller alike."""
+        known = self.known.get((*block.kind, allowance))
+        interface = block.source.lowered.interface
+        # What calls leave in Python belongs to one block.
+        if known is None or interface.assignments or known.interface.assignments:
+            return None
+        return _shared(known, block) if known.interface == interface else None
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMaker:
+    """Plans for further kinds of call of a block, under what it has of the budget of a step."""
+
+    programs: BlockPrograms
+    allowance: Allowance
+
+    def __call__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        incoming: Incoming | None,
+    ) -> PlannedProgram:
+        return program_in_training(module, args, kwargs, incoming, make=self._make)
+
+    def _make(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        incoming: Incoming | None,
+    ) -> PlannedProgram:
+        options = self.programs.options
+        block = captured_block(module, args, kwargs, options, incoming)
+        found = self.programs.find(block, self.allowance)
+        if found is None:
+            problem = block_problem(block, options)
+            option = _option(problem, self.allowance, options)
+            found = built_block(block, problem, option, options)
+            self.programs.keep(block, self.allowance, found)
+        return found
+
+
+def _option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
+    """The fastest that is found within the allowance."""
+    saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
+    everything = bounded_option(problem.graph, keep_all(problem.graph))
+    if everything.saved_bytes <= saved_bytes and peak_of(everything) <= peak_bytes:
+        return everything
+    found = option_within(problem, saved_bytes, peak_bytes, options)
+    if found is not None:
+        return found
+    least = bounded_option(problem.graph, thriftiest(problem.graph, options))
+    if least.saved_bytes <= saved_bytes and peak_of(least) <= peak_bytes:
+        return least
+    error = InfeasibleBudget(
+        peak_bytes,
+        peak_of(least),
+        "a block of a step, which has this much of its budget",
+        unplanned_bytes=peak_of(everything),
+    )
+    if options.on_infeasible == "smallest":
+        warnings.warn(f"{error} It runs by the smallest plan all the same", stacklevel=2)
+        return least
+    raise error

@@ -1,0 +1,103 @@
+"""Outside: what a step needs beside what its blocks keep and need, measured.
+
+takes: a model whose blocks are planned, and what each of them keeps. returns: the moments of a
+step. guarantees: with the same blocks the peaks that the moments predict are those that were
+measured, as the ruler counts them; the model is left as it was.
+
+The rest of a model runs as Python says, and nothing is known of it but this. That it is the same
+whatever the blocks keep is what a prediction rests on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rockplan.blocks.inputs import untouched
+from rockplan.codegen.autograd import backward_nodes
+from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
+from rockplan.python_state import trees
+from rockplan.values.block_sequence import BoundedOption, Moment
+
+Step = Callable[[], object]
+
+
+def measured_step(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    options: Sequence[BoundedOption],
+    incoming_bytes: Sequence[int],
+    step: Step,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+) -> tuple[Moment, ...]:
+    """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
+    incoming_bytes[i]; another one runs before."""
+    with untouched(model, *call):
+        step()  # gradients are there, and caches of operators
+        found = stretches(functools.partial(_marked, blocks, step), device)
+    return tuple(_moments(found, options, incoming_bytes))
+
+
+def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
+    """`step`, with marks where blocks begin and end."""
+    handles: list[RemovableHandle] = []
+    for number, block in enumerate(blocks):
+        before = functools.partial(_before, mark, number)
+        after = functools.partial(_after, mark, number)
+        handles.append(block.register_forward_pre_hook(before))
+        handles.append(block.register_forward_hook(after))
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Border(NamedTuple):
+    """Where a block begins or ends a phase."""
+
+    number: int
+    is_backward: bool
+    begins: bool
+
+
+def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
+    mark(Border(number, is_backward=False, begins=True))
+
+
+def _after(mark: Mark, number: int, module: nn.Module, args: object, result: object) -> None:
+    mark(Border(number, is_backward=False, begins=False))
+    for leaf in trees.tree_leaves(result):
+        nodes = backward_nodes(leaf) if isinstance(leaf, torch.Tensor) else None
+        if nodes is not None:
+            first, last = nodes
+            first.register_prehook(lambda gradients: mark(Border(number, True, begins=True)))
+            last.register_hook(lambda made, given: mark(Border(number, True, begins=False)))
+            return
+
+
+def _moments(
+    found: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
+) -> Iterator[Moment]:
+    """What of each stretch is not accounted for by the blocks."""
+    keep: set[int] = set()
+    for stretch in found:
+        border: Border | None = stretch.mark
+        running = border.number if border is not None and border.begins else None
+        if border is not None and not border.begins:
+            (keep.discard if border.is_backward else keep.add)(border.number)
+        kept_bytes = sum(options[i].saved_bytes for i in keep)
+        keeping = max((i + 1 for i in keep if i != running), default=0)
+        if border is None or running is None:
+            yield Moment(stretch.peak_bytes - kept_bytes, keeping)
+            continue
+        # What the block needs counts from when it begins: what comes in is there by then.
+        counted_bytes = incoming_bytes[running] if border.is_backward else 0
+        outside_bytes = stretch.start_bytes - kept_bytes - counted_bytes
+        yield Moment(outside_bytes, keeping, running, border.is_backward)

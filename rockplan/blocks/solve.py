@@ -1,0 +1,395 @@
+"""Blocks: each repeated block of a model planned by itself, and the rest left to Python.
+
+takes: a model, a sample, a budget for a step. returns: the same model, whose blocks are planned in
+place. guarantees: each block computes what it did, bit for bit; nothing else of the model changes.
+The peak that is promised rests on what was measured of one step beside the blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.api import arguments
+from rockplan.blocks.find import Blocks, named_blocks
+from rockplan.blocks.inputs import SampleCall, sample_calls
+from rockplan.blocks.kinds import (
+    Allowance,
+    BlockMaker,
+    BlockPrograms,
+    CapturedBlock,
+    block_problem,
+    built_block,
+    captured_block,
+)
+from rockplan.blocks.outside import measured_step
+from rockplan.blocks.report import BlocksPlan, PlacedBlock
+from rockplan.budget import Budget, parse_budget
+from rockplan.codegen.guards import outside_of_initialization, under_autocast
+from rockplan.codegen.planned_module import (
+    is_in_place,
+    latest_of,
+    make_program_of,
+    plan_in_place,
+    take_out,
+)
+from rockplan.codegen.program import PlannedProgram
+from rockplan.comparison import Loss, step_of
+from rockplan.dp.block_sequence import fastest_options, least_budget
+from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput, NothingToDifferentiate
+from rockplan.free_memory import in_bytes
+from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.python_state import key_value_cache
+from rockplan.search.boundary import eager_option, first_options, option_within, peak_of
+from rockplan.search.problem import Problem
+from rockplan.values.block_sequence import (
+    BoundedOption,
+    Moment,
+    step_peak_bytes,
+    useful_options,
+)
+from rockplan.values.graph import DataKind
+from rockplan.values.interface import Incoming
+from rockplan.values.plan import format_bytes
+from rockplan.values.progress import report
+
+_LOGGER = logging.getLogger("rockplan")
+
+
+def solve_blocks(
+    model: nn.Module,
+    sample_input: object,
+    budget: int | float | str | Budget,
+    *,
+    blocks: Blocks = None,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> nn.Module:
+    """Plan the blocks of `model` in place, each by itself; returns `model`.
+
+    The rest of the model runs as it is: with hooks, control flow, layers that are left out by
+    chance, wrappers that come later (`fully_shard`, `DistributedDataParallel`, trainers).
+
+    sample_input, sample_kwargs: one batch, as for `solve`. budget: peak bytes of a whole step, as
+    for `solve`; what runs beside the blocks is measured in two steps of the sample, and `blocks_of`
+    says what it needs. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
+    blocks that `compare` finds. loss: of the result of the model, for the measured steps; None: the
+    model returns its loss, or what the caller's needs is left out.
+    Calls of other shapes are planned when they come, under what their block has of the budget.
+    Raises InvalidInput for blocks that overlap, that the sample does not reach, or that it calls
+    several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
+    it as it is), InvalidBudget, InfeasibleBudget.
+    """
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    _check_options(options)
+    wanted = in_bytes(parse_budget(budget), model)
+    named = named_blocks(model, blocks)
+    for block in named.values():
+        if is_in_place(block):
+            take_out(block)
+    key_value_cache.switch_off(model)
+    with outside_of_initialization():
+        report("looking for the inputs of blocks")
+        calls = sample_calls(model, named, args, kwargs)
+        job = _Job(model, args, kwargs, loss, options, BlockPrograms(options))
+        job.plan({path: named[path] for path in calls}, calls, wanted)
+    return model
+
+
+def blocks_of(model: nn.Module) -> BlocksPlan:
+    """What `solve_blocks` planned of `model`, to be printed. Raises InvalidInput without any."""
+    for block in model.modules():
+        maker = make_program_of(block) if is_in_place(block) else None
+        if isinstance(maker, BlockMaker) and maker.programs.plan is not None:
+            return maker.programs.plan
+    raise InvalidInput("no block of this model is planned; call rockplan.solve_blocks first")
+
+
+def restore_blocks(model: nn.Module) -> nn.Module:
+    """Undo `solve_blocks`; returns `model`."""
+    for block in [*model.modules()]:
+        if is_in_place(block):
+            take_out(block)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockKind:
+    """Blocks that are planned as one: their problem, the options that are known, and the bytes of
+    the gradients that come in."""
+
+    problem: Problem
+    eager: BoundedOption
+    family: tuple[BoundedOption, ...]
+    incoming_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call of `solve_blocks`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Loss | None
+    options: Options
+    programs: BlockPrograms
+
+    def plan(
+        self, named: dict[str, nn.Module], calls: dict[str, SampleCall], wanted: Budget
+    ) -> None:
+        """Plan what can be planned of the blocks `named`, within `wanted`."""
+        captured, left = self._captured(named, calls)
+        if not captured:
+            _LOGGER.warning("no block is planned: %s", "; ".join(why for _, why in left))
+            return
+        try:
+            moments, captured, kinds = self._measured(captured, calls)
+            sequence = _Sequence(tuple(captured.values()), kinds, moments)
+            budget_bytes = sequence.budget_bytes(wanted)
+            sequence, chosen = self._chosen(sequence, budget_bytes)
+            budget_bytes = step_peak_bytes(moments, chosen) if wanted.is_minimum else budget_bytes
+            numbers = {kind: i for i, kind in enumerate(kinds)}
+            placed = tuple(
+                PlacedBlock(path, numbers[block.kind], option, kinds[block.kind].eager)
+                for (path, block), option in zip(captured.items(), chosen, strict=True)
+            )
+            grows = wanted.is_minimum or wanted.share is not None
+            self._install(captured, calls, kinds, chosen, grows)
+            self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left)
+        except BaseException:
+            restore_blocks(self.model)
+            raise
+
+    def _captured(
+        self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
+    ) -> tuple[dict[str, CapturedBlock], tuple[tuple[str, str], ...]]:
+        """The blocks by path; and (path, why) of those that are left."""
+        found: dict[str, CapturedBlock] = {}
+        left: list[tuple[str, str]] = []
+        for number, (path, block) in enumerate(named.items()):
+            report("capturing blocks", number, len(named))
+            try:
+                found[path] = self._capture(block, calls[path])
+            except NothingToDifferentiate:
+                left.append((path, "nothing in it is trained, and nothing before it"))
+            except CaptureError as error:
+                if self.options.on_refused == "error":
+                    error.args = (
+                        f"block '{path}' cannot be planned: {error} (Options(on_refused='leave') "
+                        "leaves it as it is)",
+                    )
+                    raise
+                left.append((path, str(error)))
+                _LOGGER.warning("block '%s' is left as it is: %s", path, error)
+        return found, tuple(left)
+
+    def _capture(
+        self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
+    ) -> CapturedBlock:
+        with under_autocast(call.autocast):
+            return captured_block(block, call.args, call.kwargs, self.options, incoming)
+
+    def _measured(
+        self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
+    ) -> tuple[tuple[Moment, ...], dict[str, CapturedBlock], dict[Any, _BlockKind]]:
+        """The moments of a step. Where backward starts from other results of a block than was
+        thought, the blocks as it does, and once again."""
+        for is_last in (False, True):
+            kinds = self._kinds(captured.values())
+            thrifty = [_thrifty(kinds[b.kind].family) for b in captured.values()]
+            self._install(captured, calls, kinds, thrifty)
+            report("measuring a step")
+            moments = measured_step(
+                self.model,
+                [block.module for block in captured.values()],
+                thrifty,
+                [kinds[b.kind].incoming_bytes for b in captured.values()],
+                functools.partial(
+                    step_of, self.model, args=self.args, kwargs=self.kwargs, loss=self.loss,
+                    incoming=[],
+                ),
+                (self.args, self.kwargs),
+                _device(self.model),
+            )
+            others = {
+                path: program
+                for path, block in captured.items()
+                if (program := latest_of(block.module)).plan.graph_digest != block.digest
+            }
+            restore_blocks(self.model)
+            if is_last or not others:
+                break
+            again = {
+                path: self._capture(captured[path].module, calls[path], _incoming(program))
+                for path, program in others.items()
+            }
+            captured = {**captured, **again}
+        return moments, captured, kinds
+
+    def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, _BlockKind]:
+        kinds: dict[Any, _BlockKind] = {}
+        for block in captured:
+            if block.kind not in kinds:
+                problem = block_problem(block, self.options)
+                graph = problem.graph
+                incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
+                family = first_options(problem, self.options)
+                kinds[block.kind] = _BlockKind(problem, eager_option(graph), family, sum(incoming))
+        return kinds
+
+    def _chosen(
+        self, sequence: _Sequence, budget_bytes: int
+    ) -> tuple[_Sequence, tuple[BoundedOption, ...]]:
+        """Options of all blocks, with those for just this budget."""
+        sequence = sequence.with_options_for(budget_bytes, self.options)
+        chosen = sequence.fastest(budget_bytes)
+        if chosen is None:
+            raise sequence.infeasible(budget_bytes)
+        return sequence, chosen
+
+    def _install(
+        self,
+        captured: dict[str, CapturedBlock],
+        calls: dict[str, SampleCall],
+        kinds: dict[Any, _BlockKind],
+        chosen: Sequence[BoundedOption],
+        grows: bool = False,
+    ) -> None:
+        """Have each block run as its option says."""
+        report("writing the code")
+        for (path, block), option in zip(captured.items(), chosen, strict=True):
+            kind = kinds[block.kind]
+            eager_bytes = kind.eager.saved_bytes if grows else 0
+            allowance = Allowance(option.saved_bytes, peak_of(option), eager_bytes)
+            program = self.programs.find(block, allowance)
+            if program is None:
+                program = built_block(block, kind.problem, option, self.options)
+                self.programs.keep(block, allowance, program)
+            with under_autocast(calls[path].autocast):
+                plan_in_place(
+                    block.module,
+                    program,
+                    calls[path].kind,
+                    make_program=BlockMaker(self.programs, allowance),
+                    on_mismatch=self.options.on_mismatch,
+                    on_infeasible=self.options.on_infeasible,
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """The blocks of a step, what is known of their options, and the step beside them."""
+
+    blocks: tuple[CapturedBlock, ...]
+    kinds: dict[Any, _BlockKind]
+    moments: tuple[Moment, ...]
+
+    @property
+    def families(self) -> list[tuple[BoundedOption, ...]]:
+        return [self.kinds[block.kind].family for block in self.blocks]
+
+    @property
+    def eager_peak_bytes(self) -> int:
+        return step_peak_bytes(self.moments, [self.kinds[b.kind].eager for b in self.blocks])
+
+    def budget_bytes(self, wanted: Budget) -> int:
+        least_bytes = least_budget(self.families, self.moments)
+        return wanted.within(self.eager_peak_bytes) or least_bytes
+
+    def fastest(self, budget_bytes: int) -> tuple[BoundedOption, ...] | None:
+        return fastest_options(self.families, self.moments, budget_bytes)
+
+    def with_options_for(self, budget_bytes: int, options: Options) -> _Sequence:
+        """For each limit of what a block keeps, the fastest option with the peak that is left where
+        all blocks of its kind keep as much."""
+        if all(self.fastest(budget_bytes) == self.fastest(most) for most in [self.eager_peak_bytes]):
+            return self
+        kinds = dict(self.kinds)
+        for key, kind in self.kinds.items():
+            floor_bytes = min(map(peak_of, kind.family))
+            found = list(kind.family)
+            for saved_bytes in sorted({option.saved_bytes for option in kind.family}):
+                peak_bytes = self._left_bytes(key, saved_bytes, budget_bytes)
+                natural = min(
+                    (o for o in kind.family if o.saved_bytes <= saved_bytes),
+                    key=lambda o: o.time_ns,
+                )
+                if floor_bytes <= peak_bytes < peak_of(natural):
+                    report("solving blocks for the budget")
+                    option = option_within(kind.problem, saved_bytes, peak_bytes, options)
+                    found += [] if option is None else [option]
+            kinds[key] = replace(kind, family=useful_options(found))
+        return replace(self, kinds=kinds)
+
+    def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
+        """For the inside of each block of a kind, where all of these keep `saved_bytes`, and others
+        as little as they can."""
+        saved = [
+            saved_bytes if b.kind == key else min(o.saved_bytes for o in family)
+            for b, family in zip(self.blocks, self.families, strict=True)
+        ]
+        return min(
+            budget_bytes
+            - m.outside_bytes
+            - sum(s for i, s in enumerate(saved[: m.keeping]) if i != m.running)
+            for m in self.moments
+            if m.running is not None and self.blocks[m.running].kind == key
+        )
+
+    def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
+        least_bytes = least_budget(self.families, self.moments)
+        chosen = self.fastest(least_bytes)
+        assert chosen is not None
+        most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
+        own_bytes = most.own_bytes(chosen)
+        kept_bytes = most.peak_bytes(chosen) - most.outside_bytes - own_bytes
+        inside = "the loss, or what else runs between blocks"
+        if most.running is not None:
+            phase = "backward" if most.is_backward else "forward"
+            inside = f"the {phase} of a block, {format_bytes(own_bytes)}"
+        return InfeasibleBudget(
+            budget_bytes,
+            least_bytes,
+            f"{inside} ({format_bytes(most.outside_bytes)} is alive beside the blocks, measured, "
+            f"and {format_bytes(kept_bytes)} is kept by blocks)",
+            unplanned_bytes=self.eager_peak_bytes,
+        )
+
+
+def _thrifty(family: Sequence[BoundedOption]) -> BoundedOption:
+    """The option that keeps least, with the least peak."""
+    return min(family, key=lambda o: (o.saved_bytes, peak_of(o), o.time_ns))
+
+
+def _incoming(program: PlannedProgram) -> Incoming:
+    """From where, and in which strides, the backward phase of a program starts."""
+    pairs = zip(program.interface.results, program.executable.pattern, strict=True)
+    return {position: strides for position, strides in pairs if strides is not None}
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers()]
+    return next((t.device for t in tensors), torch.device("cpu"))
+
+
+def _check_options(options: object) -> None:
+    """Raises InvalidInput for what means nothing for blocks."""
+    if not isinstance(options, Options):
+        raise InvalidInput(
+            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
+            "are the options"
+        )
+    for name in ("differentiated", "released", "keep", "recompute"):
+        if getattr(options, name):
+            raise InvalidInput(
+                f"Options({name}=...) says something of one module, and means nothing for the "
+                "blocks of a step; leave it out"
+            )

@@ -1,0 +1,150 @@
+"""Options of the blocks of a step: a dynamic program over what the blocks before keep.
+
+takes: a family of options for each block, the moments of a step, a budget. returns: the options by
+which the blocks take least time within the budget, or None. guarantees: the peak of every moment
+(`Moment.peak_bytes`) is within the budget; where no more than LABELS sums of kept bytes are of use,
+no other choice is faster.
+
+Blocks are chosen in the order in which their forwards run. Of two choices for the first ones, the
+one that keeps no more and takes no longer is as good for all that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rockplan.values.block_sequence import BoundedOption, Moment, step_peak_bytes
+
+LABELS = 4000
+"""Sums of kept bytes that are looked at further; of more, every so many-th goes on."""
+
+Families = Sequence[Sequence[BoundedOption]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """A choice for the first blocks."""
+
+    saved_bytes: int
+    time_ns: int
+    option: BoundedOption | None = None
+    before: _Label | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a budget leaves. forward, backward: for the block and all that those before it keep;
+    kept: for what it and those before keep."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+def fastest_options(
+    families: Families, moments: Sequence[Moment], budget_bytes: int
+) -> tuple[BoundedOption, ...] | None:
+    """The choice that takes least time within the budget; None where there is none."""
+    limits = _limits(families, moments, budget_bytes)
+    labels = [_Label(0, 0)] if _begins(moments, budget_bytes) else []
+    for position, family in enumerate(families):
+        extended = [
+            _Label(label.saved_bytes + o.saved_bytes, label.time_ns + o.time_ns, o, label)
+            for label in labels
+            for o in family
+            if _fits(limits, position, label.saved_bytes, o)
+        ]
+        labels = _thinned(_useful(extended))
+    if not labels:
+        return None
+    return _options(min(labels, key=lambda label: label.time_ns))
+
+
+def least_budget(families: Families, moments: Sequence[Moment]) -> int:
+    """The least bytes within which there is a choice."""
+    # One that keeps as little as possible so far leaves most to what follows.
+    thrifty = [min(f, key=lambda o: (o.saved_bytes, o.backward_peak_bytes)) for f in families]
+    low, high = 0, step_peak_bytes(moments, thrifty)
+    while low < high:
+        middle = (low + high) // 2
+        if _has_choice(families, moments, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _has_choice(families: Families, moments: Sequence[Moment], budget_bytes: int) -> bool:
+    limits, saved_bytes = _limits(families, moments, budget_bytes), 0
+    if not _begins(moments, budget_bytes):
+        return False
+    for position, family in enumerate(families):
+        fitting = [o.saved_bytes for o in family if _fits(limits, position, saved_bytes, o)]
+        if not fitting:
+            return False
+        saved_bytes += min(fitting)
+    return True
+
+
+def _begins(moments: Sequence[Moment], budget_bytes: int) -> bool:
+    """Does what runs before any block keeps something fit?"""
+    return all(
+        m.outside_bytes <= budget_bytes for m in moments if m.keeping == 0 and m.running is None
+    )
+
+
+def _limits(families: Families, moments: Sequence[Moment], budget_bytes: int) -> _Limits:
+    count = len(families)
+    forward, backward, kept = ([budget_bytes] * count for _ in range(3))
+
+    def lower(limits: list[int], position: int, limit_bytes: int) -> None:
+        limits[position] = min(limits[position], limit_bytes)
+
+    for m in moments:
+        left_bytes = budget_bytes - m.outside_bytes
+        if m.running is None:
+            if m.keeping:
+                lower(kept, m.keeping - 1, left_bytes)
+        elif m.keeping <= m.running + 1:
+            lower(backward if m.is_backward else forward, m.running, left_bytes)
+        else:
+            # Blocks after it keep something: what it needs beyond what it keeps is theirs to leave.
+            beyond = max(
+                (o.backward_peak_bytes if m.is_backward else o.forward_peak_bytes) - o.saved_bytes
+                for o in families[m.running]
+            )
+            lower(kept, m.keeping - 1, left_bytes - beyond)
+    return _Limits(tuple(forward), tuple(backward), tuple(kept))
+
+
+def _fits(limits: _Limits, position: int, before_bytes: int, option: BoundedOption) -> bool:
+    return (
+        before_bytes + option.forward_peak_bytes <= limits.forward[position]
+        and before_bytes + option.backward_peak_bytes <= limits.backward[position]
+        and before_bytes + option.saved_bytes <= limits.kept[position]
+    )
+
+
+def _useful(labels: Iterable[_Label]) -> list[_Label]:
+    """Those that no other one beats or equals, by what they keep."""
+    found: list[_Label] = []
+    for label in sorted(labels, key=lambda one: (one.saved_bytes, one.time_ns)):
+        if not found or label.time_ns < found[-1].time_ns:
+            found.append(label)
+    return found
+
+
+def _thinned(labels: list[_Label]) -> list[_Label]:
+    if len(labels) <= LABELS:
+        return labels
+    last = len(labels) - 1
+    return [labels[i * last // (LABELS - 1)] for i in range(LABELS)]
+
+
+def _options(label: _Label | None) -> tuple[BoundedOption, ...]:
+    found: list[BoundedOption] = []
+    while label is not None and label.option is not None:
+        found.append(label.option)
+        label = label.before
+    return tuple(found[::-1])

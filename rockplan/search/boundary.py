@@ -1,0 +1,214 @@
+"""Boundary: schedules of one block of a step under a limit of what it keeps between the phases.
+
+takes: a priced graph of a block, limits. returns: options that differ in what is kept, in their
+peaks and in their time. guarantees: each is legal, and needs what `simulate` finds; what comes from
+the cache as well.
+
+In a step of n blocks what a block keeps is paid for n times, and its own peak once. So a budget in
+bytes says too little: it would squeeze the inside of the block. The limit is a last node of the
+forward phase that makes nothing, and needs the rest of the budget as workspace.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from rockplan.graph_builder.digests import problem_digest
+from rockplan.ilp.blocks.decode import price as option_of
+from rockplan.options import Options
+from rockplan.oracles.simulate import timeline
+from rockplan.oracles.verify import verify
+from rockplan.search import planning
+from rockplan.search.block_families import family_key, is_legal
+from rockplan.search.limits import Limits
+from rockplan.search.local.exchange import ExchangeLimits
+from rockplan.search.minimum_peak import least_peak
+from rockplan.search.pipeline import STAGES, check_names, run
+from rockplan.search.problem import Goal, Problem, cache_of
+from rockplan.values.block import OptionFamily
+from rockplan.values.block_sequence import BoundedOption, useful_options
+from rockplan.values.graph import CDGraph, ComputeNode, Phase, in_eager_order, without_takes
+from rockplan.values.order import Orders
+from rockplan.values.plan import Plan
+from rockplan.values.progress import report
+from rockplan.values.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
+
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+"""Of what is kept where nothing runs again: limits for the first options of a block. On layers of
+Llama and GPT-2 each gives another one up to a half; beyond, little is left to gain."""
+
+QUICK = ExchangeLimits(effort=150_000, rounds=1, most_rounds=1)
+SQUEEZE = ExchangeLimits(effort=300_000)
+THOROUGH = ExchangeLimits(effort=300_000, rounds=2, most_rounds=3)
+"""Of the local search. Where only what is kept is limited, a longer one gained .3 points on a layer
+of Llama; where the peak is, 7."""
+
+
+def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ...]:
+    """Everything kept; nothing kept, with the least peak; and for some limits of what is kept the
+    fastest, whatever the peak is."""
+    everything = bounded_option(problem.graph, keep_all(problem.graph))
+    peak_bytes = peak_of(everything)
+
+    def solved() -> list[Schedule]:
+        least = thriftiest(problem.graph, options)
+        found = [everything.schedule, least]
+        least_bytes = bounded_option(problem.graph, least).saved_bytes
+        for number, share in enumerate(SHARES):
+            report("solving blocks", number, len(SHARES))
+            saved_bytes = max(int(share * everything.saved_bytes), least_bytes)
+            within = _within(problem.graph, saved_bytes, peak_bytes, QUICK, options)
+            found += [] if within is None else [within]
+        return found
+
+    return useful_options(_options(problem.graph, "first options", options, solved))
+
+
+def option_within(
+    problem: Problem, saved_bytes: int, peak_bytes: int, options: Options
+) -> BoundedOption | None:
+    """The fastest that is found with no more than this kept and alive; None where none is."""
+
+    def solved() -> list[Schedule]:
+        found = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
+        return [] if found is None else [found]
+
+    what = f"kept {saved_bytes} of {peak_bytes}"
+    fitting = [
+        option
+        for option in _options(problem.graph, what, options, solved)
+        if option.saved_bytes <= saved_bytes and peak_of(option) <= peak_bytes
+    ]
+    return min(fitting, key=lambda o: o.time_ns, default=None)
+
+
+def eager_option(graph: CDGraph) -> BoundedOption:
+    """What the block needs unplanned: every result in a storage of its own, in eager's order."""
+    eager = without_takes(in_eager_order(graph))
+    return bounded_option(eager, keep_all(eager))
+
+
+def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
+    """What `schedule` needs of a step. A free takes no memory: what comes in, and what the forward
+    returned, counts where something runs."""
+    verify(graph, schedule)
+    steps = [*timeline(graph, schedule)]
+    during = _while_running(graph, schedule)
+    boundary = schedule.forward_length
+    return BoundedOption(
+        schedule,
+        steps[boundary - 1].after_bytes - _output_bytes(graph),
+        max(during[:boundary], default=0),
+        max(during[boundary:], default=0),
+        sum(step.time_ns for step in steps),
+    )
+
+
+def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
+    """`option` as a plan, which hands gradients over in groups where its backward peak allows."""
+    graph, schedule = problem.graph, option.schedule
+    made = planning.plan_of(problem, schedule, peak_of(option) + _output_bytes(graph))
+    assert made is not None
+    boundary = schedule.forward_length
+    during = [0] * boundary + _while_running(graph, schedule)[boundary:]
+    merged = merge_handovers(graph, schedule, during, frozenset())
+    verify(graph, merged)
+    return replace(made, schedule=merged, budget_bytes=peak_of(option))
+
+
+def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
+    """`graph` with a node at which there is room for `saved_bytes`, and what the forward returns,
+    under a budget of `peak_bytes`."""
+    n_forward = len(graph.forward)
+    room_bytes = max(peak_bytes - saved_bytes - _output_bytes(graph), 0)
+    limit = ComputeNode(
+        n_forward, _LIMIT, Phase.FORWARD, (), (), workspace_bytes=room_bytes, recomputable=False
+    )
+    after = (replace(n, index=n.index + 1) for n in graph.backward)
+    order = tuple(i + (i >= n_forward) for i in graph.eager_order)
+    if order:
+        order = (*order[:n_forward], n_forward, *order[n_forward:])
+    return replace(graph, nodes=(*graph.forward, limit, *after), eager_order=order)
+
+
+_LIMIT = "limit"
+
+
+def without_limit(graph: CDGraph, schedule: Schedule) -> Schedule:
+    """A schedule of `bounded(graph, ...)` as one of `graph`."""
+    n_forward = len(graph.forward)
+
+    def back(order: Iterable[int]) -> list[int]:
+        return [i - (i > n_forward) for i in order if i != n_forward]
+
+    return with_frees(graph, *map(back, schedule.phases))
+
+
+def thriftiest(graph: CDGraph, options: Options) -> Schedule:
+    """The least peak that is found where nothing is kept but what runs once and what is
+    returned."""
+    returned = frozenset(graph.outputs)
+    made = (d for n in graph.forward if n.recomputable for d in n.writes)
+    dropping = replace(graph, dropped=tuple(sorted(d for d in made if d not in returned)))
+    limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
+    limits = replace(limits, without=limits.without | {"descent"})
+    found = least_peak(Goal(dropping, (), None), limits).schedule
+    return found or keep_all(dropping)
+
+
+def _within(
+    graph: CDGraph,
+    saved_bytes: int,
+    peak_bytes: int,
+    effort: ExchangeLimits,
+    options: Options,
+) -> Schedule | None:
+    goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
+    found = run(STAGES, goal, _limits(effort, options)).schedule
+    return None if found is None else without_limit(graph, found)
+
+
+def _limits(effort: ExchangeLimits, options: Options) -> Limits:
+    """There are no blocks inside of one."""
+    check_names(options.without)
+    return Limits(
+        deadline=time.monotonic() + options.time_limit_s,
+        without=frozenset((*options.without, "blocks")),
+        exchange=effort,
+    )
+
+
+def _options(
+    graph: CDGraph, what: str, options: Options, solved: Callable[[], list[Schedule]]
+) -> list[BoundedOption]:
+    """What is in the cache under `what`, or what `solved` finds."""
+    cache = cache_of(options)
+    settings = " ".join((f"of a step, {what}, {SHARES}, without", *sorted(options.without)))
+    key = family_key(problem_digest(graph), settings)
+    known = cache.family(key, functools.partial(is_legal, graph)) if cache else None
+    if known is not None:
+        schedules = [with_frees(graph, o.forward, o.backward) for o in known.options]
+    else:
+        schedules = solved()
+        if cache and schedules:
+            priced = tuple(option_of(graph, Orders(*s.phases)) for s in schedules)
+            cache.put_family(key, OptionFamily(priced, gap_ns=None, solves=0))
+    return [bounded_option(graph, schedule) for schedule in schedules]
+
+
+def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
+    """Bytes alive during each computation, 0 for frees."""
+    steps = zip(schedule.events, timeline(graph, schedule), strict=True)
+    return [step.during_bytes if isinstance(event, Compute) else 0 for event, step in steps]
+
+
+def peak_of(option: BoundedOption) -> int:
+    """The most that a block needs at one time."""
+    return max(option.forward_peak_bytes, option.backward_peak_bytes)
+
+
+def _output_bytes(graph: CDGraph) -> int:
+    return sum(graph.data[d].size_bytes for d in graph.outputs)
