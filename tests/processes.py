@@ -1,4 +1,4 @@
-"""Scripts that run on two processes."""
+"""Scripts that run on several processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ now and then while Python shuts down, 2 to 6 of 12 without rockplan in them, 'te
 without an active exception'. An error before is seen as it was."""
 
 
-def torchrun(script: list[str], cache: Path) -> None:
-    """Run `script` on two processes; a failure shows what they wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+def torchrun(script: list[str], cache: Path, processes: int = 2) -> None:
+    """Run `script` on `processes`; a failure shows what they wrote."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     environment = {
         **os.environ,

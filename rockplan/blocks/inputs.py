@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockplan.blocks.sharded import sharded_modules
 from rockplan.codegen.guards import Autocast, autocast_state
 from rockplan.codegen.planned_module import kind_of_call, original_forward
 from rockplan.codegen.rng_replay import cuda_devices
@@ -66,6 +67,7 @@ def sample_calls(
         for path, block in blocks.items():
             stack.enter_context(_with_forward(block, noted(path, original_forward(block))))
         stack.enter_context(untouched(model, args, kwargs))
+        stack.callback(_reshard, model)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_nothing_saved())
         model(*args, **kwargs)
@@ -78,6 +80,12 @@ def sample_calls(
             "its probability to 0 while this plans)"
         )
     return calls
+
+
+def _reshard(model: nn.Module) -> None:
+    """No backward pass comes, after which `fully_shard` would."""
+    for module in sharded_modules(model):
+        module.reshard()
 
 
 @contextlib.contextmanager

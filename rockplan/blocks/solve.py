@@ -7,7 +7,6 @@ The peak that is promised rests on what was measured of one step beside the bloc
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from rockplan.blocks.kinds import (
 )
 from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
+from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget, parse_budget
 from rockplan.codegen.guards import outside_of_initialization, under_autocast
 from rockplan.codegen.planned_module import (
@@ -194,7 +194,8 @@ class _Job:
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
     ) -> CapturedBlock:
-        with under_autocast(call.autocast):
+        with under_autocast(call.autocast), gathered(block):
+            refuse_parts(block)
             return captured_block(block, call.args, call.kwargs, self.options, incoming)
 
     def _measured(
@@ -212,10 +213,7 @@ class _Job:
                 [block.module for block in captured.values()],
                 thrifty,
                 [kinds[b.kind].incoming_bytes for b in captured.values()],
-                functools.partial(
-                    step_of, self.model, args=self.args, kwargs=self.kwargs, loss=self.loss,
-                    incoming=[],
-                ),
+                self._step,
                 (self.args, self.kwargs),
                 _device(self.model),
             )
@@ -233,6 +231,10 @@ class _Job:
             }
             captured = {**captured, **again}
         return moments, captured, kinds
+
+    def _step(self) -> None:
+        """One step of the sample, with the gradients that its results get."""
+        step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=[])
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, _BlockKind]:
         kinds: dict[Any, _BlockKind] = {}
@@ -273,7 +275,7 @@ class _Job:
             if program is None:
                 program = built_block(block, kind.problem, option, self.options)
                 self.programs.keep(block, allowance, program)
-            with under_autocast(calls[path].autocast):
+            with under_autocast(calls[path].autocast), gathered(block.module):
                 plan_in_place(
                     block.module,
                     program,

@@ -1,0 +1,51 @@
+"""Sharded: blocks of which each process holds a part (`fully_shard`), and those that are planned
+all the same.
+
+takes: blocks. guarantees: within `gathered` their parameters are the whole ones that a forward
+sees; every process has to come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from rockplan.errors import UnsupportedModel
+
+
+@contextlib.contextmanager
+def gathered(block: nn.Module) -> Iterator[None]:
+    """The parameters of `block` are whole inside."""
+    found = sharded_modules(block)
+    for module in found:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in found:
+            module.reshard()
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """Those of its modules that `fully_shard` was called with."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(library, "FSDPModule", None)
+    return [] if kind is None else [m for m in module.modules() if isinstance(m, kind)]
+
+
+def refuse_parts(block: nn.Module) -> None:
+    """Raise UnsupportedModel where parameters are parts of others while the forward runs."""
+    library = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(library, "DTensor", None)
+    for name, parameter in block.named_parameters():
+        if kind is not None and isinstance(parameter, kind):
+            raise UnsupportedModel(
+                f"the parameter '{name}' is a DTensor while the block runs, as "
+                "parallelize_module (tensor parallel) makes it, whose operators exchange data "
+                "between processes: no plan has these. Keep torch.utils.checkpoint for such "
+                "blocks, or shard by fully_shard (data parallel), whose blocks are planned"
+            )

@@ -1,0 +1,112 @@
+"""Run by torchrun: planned blocks under fully_shard and DistributedDataParallel, beside the original
+under the same. Exits with an error where they differ."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import rockplan
+from tests.blocks import QUICK, Stack, batch
+
+OPTIONS = rockplan.Options(**QUICK)
+
+
+def own_batch() -> torch.Tensor:
+    return batch() + dist.get_rank()
+
+
+def planned(model: Any, budget: str = "40%") -> Any:
+    return rockplan.solve_blocks(model, own_batch(), budget, options=OPTIONS)
+
+
+def sharded(model: Any, mesh: DeviceMesh, **how: Any) -> Any:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, **how)
+
+
+def steps(module: Any, layers: nn.ModuleList) -> list[Any]:
+    """Loss, gradients and where parameters are after forward, of three steps of Adam."""
+    optimizer = torch.optim.Adam(module.parameters(), 0.01)
+    found: list[Any] = []
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = module(own_batch())["loss"]
+        kinds = [isinstance(p, DTensor) for layer in layers for p in layer.parameters()]
+        loss.backward()
+        gradients = [_local(p.grad) for p in module.parameters()]
+        found.append((loss.detach(), gradients, kinds))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+def assert_equal(found: list[Any], expected: list[Any], what: str) -> None:
+    for step, (ours, eager) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours[0], eager[0]), f"{what}: loss of step {step}"
+        assert ours[2] == eager[2], f"{what}: resharding in step {step}"
+        for i, (a, b) in enumerate(zip(ours[1], eager[1], strict=True)):
+            assert torch.equal(a, b), f"{what}: gradient {i} of step {step}"
+
+
+def compare(
+    what: str, wrap: Callable[[Any], Any], plans: int = 1, wraps_first: bool = False
+) -> None:
+    eager, ours = Stack().train(), Stack().train()
+    wrapped = planned(wrap(ours), "min") if wraps_first else wrap(planned(ours))
+    assert rockplan.blocks_of(ours).overhead > 0
+    expected = steps(wrap(eager), eager.layers)
+    assert_equal(steps(wrapped, ours.layers), expected, what)
+    assert [len(layer.plans) for layer in ours.layers] == [plans] * 4, what
+
+
+def check_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Parameters that are parts of others are refused, and what to do is said."""
+    model = Stack().train()
+    ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, ways)
+    try:
+        planned(model)
+    except rockplan.UnsupportedModel as error:
+        assert "'layers.0'" in str(error) and "is a DTensor" in str(error), error
+    else:
+        raise AssertionError("tensor parallel")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    compare("fully_shard", lambda model: sharded(model, mesh))
+    compare("sharded first", lambda model: sharded(model, mesh), wraps_first=True)
+    if dist.get_world_size() == 2:
+        compare("kept", lambda model: sharded(model, mesh, reshard_after_forward=False))
+        half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        compare("bfloat16", lambda model: sharded(model, mesh, mp_policy=half), plans=2)
+        compare("DistributedDataParallel", DistributedDataParallel)
+        check_tensor_parallel(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    # Not by Python's own end, see `tests.processes.LEAVE`.
+    os._exit(0)
