@@ -1,9 +1,8 @@
-"""Run by torchrun: planned blocks under fully_shard and DistributedDataParallel, beside the original
-under the same. Exits with an error where they differ."""
+"""Run by torchrun: planned blocks under fully_shard and DistributedDataParallel, beside the
+original under the same. Exits with an error where they differ."""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from typing import Any

@@ -13,7 +13,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "rockplan"
 
 LIBRARIES = {
-    "torch": {"graph_builder", "codegen", "python_state", "checkpointing", "search", "cli"},
+    "torch": {
+        "graph_builder",
+        "codegen",
+        "python_state",
+        "checkpointing",
+        "search",
+        "blocks",
+        "cli",
+    },
     "highspy": {"ilp"},
     "graphviz": {"reports"},
     "matplotlib": {"reports"},

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from rockplan.api import CapturedCall, built_program, captured_call, program_in_training
+from rockplan.blocks.report import BlocksPlan
 from rockplan.codegen.differences import described_call
 from rockplan.codegen.planned_module import PLANNING, original_forward
-from rockplan.blocks.report import BlocksPlan
 from rockplan.codegen.program import PlannedProgram
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
@@ -133,8 +133,8 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 
 @dataclass(eq=False)
 class BlockPrograms:
-    """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step, for
-    who asks."""
+    """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step,
+    for who asks."""
 
     options: Options
     plan: BlocksPlan | None = None

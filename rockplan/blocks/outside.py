@@ -22,7 +22,7 @@ from rockplan.blocks.inputs import untouched
 from rockplan.codegen.autograd import backward_nodes
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
-from rockplan.values.block_sequence import BoundedOption, Moment
+from rockplan.values.block_sequence import BoundedOption, StepMoment
 
 Step = Callable[[], object]
 
@@ -35,7 +35,7 @@ def measured_step(
     step: Step,
     call: tuple[tuple[Any, ...], dict[str, Any]],
     device: torch.device,
-) -> tuple[Moment, ...]:
+) -> tuple[StepMoment, ...]:
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before."""
     with untouched(model, *call):
@@ -84,7 +84,7 @@ def _after(mark: Mark, number: int, module: nn.Module, args: object, result: obj
 
 def _moments(
     found: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
-) -> Iterator[Moment]:
+) -> Iterator[StepMoment]:
     """What of each stretch is not accounted for by the blocks."""
     keep: set[int] = set()
     for stretch in found:
@@ -95,9 +95,9 @@ def _moments(
         kept_bytes = sum(options[i].saved_bytes for i in keep)
         keeping = max((i + 1 for i in keep if i != running), default=0)
         if border is None or running is None:
-            yield Moment(stretch.peak_bytes - kept_bytes, keeping)
+            yield StepMoment(stretch.peak_bytes - kept_bytes, keeping)
             continue
         # What the block needs counts from when it begins: what comes in is there by then.
         counted_bytes = incoming_bytes[running] if border.is_backward else 0
         outside_bytes = stretch.start_bytes - kept_bytes - counted_bytes
-        yield Moment(outside_bytes, keeping, running, border.is_backward)
+        yield StepMoment(outside_bytes, keeping, running, border.is_backward)

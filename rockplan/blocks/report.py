@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rockplan.values.block_sequence import BoundedOption, Moment, step_peak_bytes
+from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
 from rockplan.values.plan import format_bytes
 
 
@@ -49,7 +49,7 @@ class BlocksPlan:
 
     budget_bytes: int
     blocks: tuple[PlacedBlock, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[StepMoment, ...]
     left: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -123,7 +123,7 @@ class BlocksPlan:
         ]
 
 
-def owners(moments: Sequence[Moment], blocks: Sequence[PlacedBlock]) -> StepBytes:
+def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> StepBytes:
     """Of the moment at which most is alive."""
     options = [block.option for block in blocks]
     if not moments:

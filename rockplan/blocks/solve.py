@@ -50,7 +50,8 @@ from rockplan.search.boundary import eager_option, first_options, option_within,
 from rockplan.search.problem import Problem
 from rockplan.values.block_sequence import (
     BoundedOption,
-    Moment,
+    StepMoment,
+    held_like,
     step_peak_bytes,
     useful_options,
 )
@@ -200,7 +201,7 @@ class _Job:
 
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
-    ) -> tuple[tuple[Moment, ...], dict[str, CapturedBlock], dict[Any, _BlockKind]]:
+    ) -> tuple[tuple[StepMoment, ...], dict[str, CapturedBlock], dict[Any, _BlockKind]]:
         """The moments of a step. Where backward starts from other results of a block than was
         thought, the blocks as it does, and once again."""
         for is_last in (False, True):
@@ -244,6 +245,8 @@ class _Job:
                 graph = problem.graph
                 incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
                 family = first_options(problem, self.options)
+                measured = _thrifty(family)
+                family = tuple(held_like(option, measured) for option in family)
                 kinds[block.kind] = _BlockKind(problem, eager_option(graph), family, sum(incoming))
         return kinds
 
@@ -292,7 +295,7 @@ class _Sequence:
 
     blocks: tuple[CapturedBlock, ...]
     kinds: dict[Any, _BlockKind]
-    moments: tuple[Moment, ...]
+    moments: tuple[StepMoment, ...]
 
     @property
     def families(self) -> list[tuple[BoundedOption, ...]]:
@@ -312,7 +315,9 @@ class _Sequence:
     def with_options_for(self, budget_bytes: int, options: Options) -> _Sequence:
         """For each limit of what a block keeps, the fastest option with the peak that is left where
         all blocks of its kind keep as much."""
-        if all(self.fastest(budget_bytes) == self.fastest(most) for most in [self.eager_peak_bytes]):
+        if all(
+            self.fastest(budget_bytes) == self.fastest(most) for most in [self.eager_peak_bytes]
+        ):
             return self
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
@@ -327,7 +332,7 @@ class _Sequence:
                 if floor_bytes <= peak_bytes < peak_of(natural):
                     report("solving blocks for the budget")
                     option = option_within(kind.problem, saved_bytes, peak_bytes, options)
-                    found += [] if option is None else [option]
+                    found += [] if option is None else [held_like(option, _thrifty(found))]
             kinds[key] = replace(kind, family=useful_options(found))
         return replace(self, kinds=kinds)
 

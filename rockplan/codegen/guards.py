@@ -48,9 +48,9 @@ class _ModuleEntry:
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
     """hooks: all registries of hooks of submodules, and how many each held (those of the module
-    itself run around its forward); contents: of containers and configurations among the attributes; surroundings: what there is beside the module; layout: what
-    the parameters and buffers are beyond what their keys say, and which of them are one, or share
-    memory."""
+    itself run around its forward); contents: of containers and configurations among the
+    attributes; surroundings: what there is beside the module; layout: what the parameters and
+    buffers are beyond what their keys say, and which of them are one, or share memory."""
 
     entries: tuple[_ModuleEntry, ...]
     layout: tuple[Any, ...]

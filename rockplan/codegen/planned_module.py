@@ -594,12 +594,12 @@ def plan_in_place(
     holds it calls the plan. Its hooks run as they did."""
     settings = (make_program, on_mismatch, on_infeasible, False, True)
     state = _PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
-    module.__class__ = _planned_class(type(module))
+    module.__class__ = _planned_class(type(module))  # type: ignore[arg-type]
     module.__dict__["_rockplan"] = state
     _start(module, state, kind, program)
 
 
-def is_in_place(module: nn.Module) -> bool:
+def is_in_place(module: object) -> bool:
     """Was it planned by `plan_in_place`?"""
     return isinstance(module, Planned) and module._rockplan.is_in_place
 
@@ -610,10 +610,11 @@ def make_program_of(module: nn.Module) -> MakeProgram:
     return module._rockplan.make_program
 
 
-def latest_of(module: nn.Module) -> PlannedProgram | None:
+def latest_of(module: nn.Module) -> PlannedProgram:
     """What calls of the kind that ran last start with now."""
     assert isinstance(module, Planned)
     state = module._rockplan
+    assert state.latest is not None
     for bounds in state.programs.values():
         if any(bound.program is state.latest for bound in bounds):
             return bounds[-1].program
@@ -625,9 +626,10 @@ def take_out(module: nn.Module) -> None:
     (`fully_shard`), it stays, and runs the original forward."""
     assert isinstance(module, Planned) and isinstance(module, nn.Module)
     state = module._rockplan
-    if type(module) is _planned_class(state.original):
+    state.watch.end()
+    if type(module) is _planned_class(state.original):  # type: ignore[arg-type]
         del module.__dict__["_rockplan"]
-        module.__class__ = state.original
+        module.__class__ = state.original  # type: ignore[assignment]
         if state.instance_forward is not None:
             module.__dict__["forward"] = state.instance_forward
     else:

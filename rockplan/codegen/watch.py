@@ -96,6 +96,10 @@ class Watch:
             self._count = len(some)
             self._hook(trained[i] for i in sorted(some))
 
+    def end(self) -> None:
+        """The module is a planned one no more."""
+        self._module = None
+
     def _hook(self, parameters: Iterable[torch.Tensor]) -> list[RemovableHandle]:
         """The handles of those that had none."""
         new = [p for p in parameters if not self._is_on(p)]

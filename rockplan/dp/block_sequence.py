@@ -2,8 +2,8 @@
 
 takes: a family of options for each block, the moments of a step, a budget. returns: the options by
 which the blocks take least time within the budget, or None. guarantees: the peak of every moment
-(`Moment.peak_bytes`) is within the budget; where no more than LABELS sums of kept bytes are of use,
-no other choice is faster.
+(`StepMoment.peak_bytes`) is within the budget; where no more than LABELS sums of kept bytes are of
+use, no other choice is faster.
 
 Blocks are chosen in the order in which their forwards run. Of two choices for the first ones, the
 one that keeps no more and takes no longer is as good for all that follow.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rockplan.values.block_sequence import BoundedOption, Moment, step_peak_bytes
+from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
 
 LABELS = 4000
 """Sums of kept bytes that are looked at further; of more, every so many-th goes on."""
@@ -33,7 +33,7 @@ class _Label:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _BytesLeft:
     """What a budget leaves. forward, backward: for the block and all that those before it keep;
     kept: for what it and those before keep."""
 
@@ -43,7 +43,7 @@ class _Limits:
 
 
 def fastest_options(
-    families: Families, moments: Sequence[Moment], budget_bytes: int
+    families: Families, moments: Sequence[StepMoment], budget_bytes: int
 ) -> tuple[BoundedOption, ...] | None:
     """The choice that takes least time within the budget; None where there is none."""
     limits = _limits(families, moments, budget_bytes)
@@ -61,7 +61,7 @@ def fastest_options(
     return _options(min(labels, key=lambda label: label.time_ns))
 
 
-def least_budget(families: Families, moments: Sequence[Moment]) -> int:
+def least_budget(families: Families, moments: Sequence[StepMoment]) -> int:
     """The least bytes within which there is a choice."""
     # One that keeps as little as possible so far leaves most to what follows.
     thrifty = [min(f, key=lambda o: (o.saved_bytes, o.backward_peak_bytes)) for f in families]
@@ -75,7 +75,7 @@ def least_budget(families: Families, moments: Sequence[Moment]) -> int:
     return low
 
 
-def _has_choice(families: Families, moments: Sequence[Moment], budget_bytes: int) -> bool:
+def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> bool:
     limits, saved_bytes = _limits(families, moments, budget_bytes), 0
     if not _begins(moments, budget_bytes):
         return False
@@ -87,14 +87,14 @@ def _has_choice(families: Families, moments: Sequence[Moment], budget_bytes: int
     return True
 
 
-def _begins(moments: Sequence[Moment], budget_bytes: int) -> bool:
+def _begins(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
     """Does what runs before any block keeps something fit?"""
     return all(
         m.outside_bytes <= budget_bytes for m in moments if m.keeping == 0 and m.running is None
     )
 
 
-def _limits(families: Families, moments: Sequence[Moment], budget_bytes: int) -> _Limits:
+def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> _BytesLeft:
     count = len(families)
     forward, backward, kept = ([budget_bytes] * count for _ in range(3))
 
@@ -115,10 +115,10 @@ def _limits(families: Families, moments: Sequence[Moment], budget_bytes: int) ->
                 for o in families[m.running]
             )
             lower(kept, m.keeping - 1, left_bytes - beyond)
-    return _Limits(tuple(forward), tuple(backward), tuple(kept))
+    return _BytesLeft(tuple(forward), tuple(backward), tuple(kept))
 
 
-def _fits(limits: _Limits, position: int, before_bytes: int, option: BoundedOption) -> bool:
+def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedOption) -> bool:
     return (
         before_bytes + option.forward_peak_bytes <= limits.forward[position]
         and before_bytes + option.backward_peak_bytes <= limits.backward[position]

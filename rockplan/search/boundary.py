@@ -104,6 +104,7 @@ def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
         max(during[:boundary], default=0),
         max(during[boundary:], default=0),
         sum(step.time_ns for step in steps),
+        sum(graph.data[d].size_bytes for d in _held_returns(graph, schedule)),
     )
 
 
@@ -208,6 +209,16 @@ def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
 def peak_of(option: BoundedOption) -> int:
     """The most that a block needs at one time."""
     return max(option.forward_peak_bytes, option.backward_peak_bytes)
+
+
+def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
+    """Results that the backward phase reads before it makes them again, if it does."""
+    found: set[int] = set()
+    made: set[int] = set()
+    for node in (graph.nodes[i] for i in schedule.phases[1]):
+        found.update(d for d in node.reads if d in graph.outputs and d not in made)
+        made.update(node.writes)
+    return found
 
 
 def _output_bytes(graph: CDGraph) -> int:

@@ -7,7 +7,7 @@ are alive at each moment of a step beside what the blocks keep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rockplan.values.schedule import Schedule
 
@@ -17,8 +17,9 @@ class BoundedOption:
     """One way to run a block of a step.
 
     saved_bytes: alive between the phases beside what the forward returns, which the step holds or
-    not. forward_peak_bytes, backward_peak_bytes: the most at one time within a phase, with the
-    results of the forward and with the gradients that come in.
+    not; returned_bytes: of that, what the backward phase reads, whether the step holds it or not.
+    forward_peak_bytes, backward_peak_bytes: the most at one time within a phase, with the results
+    of the forward and with the gradients that come in.
     """
 
     schedule: Schedule
@@ -26,6 +27,7 @@ class BoundedOption:
     forward_peak_bytes: int
     backward_peak_bytes: int
     time_ns: int
+    returned_bytes: int = 0
 
     @property
     def needs(self) -> tuple[int, int, int, int]:
@@ -39,7 +41,7 @@ class BoundedOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepMoment:
     """A part of a step, from when a block begins or ends to when the next does.
 
     outside_bytes: the most that is alive beside what blocks keep; while a block runs, beside what
@@ -70,9 +72,16 @@ class Moment:
         return [(i, o) for i, o in kept if i != self.running]
 
 
-def step_peak_bytes(moments: Sequence[Moment], options: Sequence[BoundedOption]) -> int:
+def step_peak_bytes(moments: Sequence[StepMoment], options: Sequence[BoundedOption]) -> int:
     """The most at one time of a step."""
     return max((m.peak_bytes(options) for m in moments), default=0)
+
+
+def held_like(option: BoundedOption, measured: BoundedOption) -> BoundedOption:
+    """`option`, for a step that was measured with another one of the same block: what it holds of
+    the results beyond that one, it keeps."""
+    more_bytes = max(option.returned_bytes - measured.returned_bytes, 0)
+    return replace(option, saved_bytes=option.saved_bytes + more_bytes)
 
 
 def useful_options(options: Sequence[BoundedOption]) -> tuple[BoundedOption, ...]:

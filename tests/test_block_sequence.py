@@ -1,0 +1,114 @@
+"""Options of the blocks of a step: the dynamic program against all choices, and the limit of what a
+block keeps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from rockplan.dp import block_sequence
+from rockplan.dp.block_sequence import fastest_options, least_budget
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search.boundary import bounded, bounded_option, without_limit
+from rockplan.values.block_sequence import (
+    BoundedOption,
+    StepMoment,
+    held_like,
+    step_peak_bytes,
+    useful_options,
+)
+from rockplan.values.schedule import Schedule, keep_all
+from tests.graphs import random_graph
+
+NO_EVENTS = Schedule((), 0)
+
+
+def random_family(rng: random.Random) -> tuple[BoundedOption, ...]:
+    found = []
+    for _ in range(rng.randint(1, 4)):
+        saved = rng.randint(0, 20)
+        forward, backward = saved + rng.randint(0, 15), saved + rng.randint(0, 25)
+        found.append(BoundedOption(NO_EVENTS, saved, forward, backward, rng.randint(1, 30)))
+    return useful_options(found)
+
+
+def random_moments(rng: random.Random, count: int) -> tuple[StepMoment, ...]:
+    """Of a step whose blocks run backward in the opposite order, with other work in between."""
+    found = [StepMoment(rng.randint(0, 9), 0)]
+    for i in range(count):
+        found += [
+            StepMoment(rng.randint(0, 9), i, i),
+            StepMoment(rng.randint(0, 9), i + 1),
+            StepMoment(rng.randint(0, 9), i, i, is_backward=True),
+        ]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_is_faster_within_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    families = [random_family(rng) for _ in range(rng.randint(1, 5))]
+    moments = random_moments(rng, len(families))
+    choices = [*itertools.product(*families)]
+    peaks = {choice: step_peak_bytes(moments, choice) for choice in choices}
+    assert least_budget(families, moments) == min(peaks.values())
+    for budget in sorted({*peaks.values(), min(peaks.values()) - 1}):
+        fitting = [sum(o.time_ns for o in c) for c in choices if peaks[c] <= budget]
+        found = fastest_options(families, moments, budget)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert step_peak_bytes(moments, found) <= budget
+            assert sum(o.time_ns for o in found) == min(fitting)
+
+
+def test_few_labels_lead_to_a_choice_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    families = [random_family(rng) for _ in range(8)]
+    moments = random_moments(rng, len(families))
+    budget = least_budget(families, moments) + 20
+    exact = fastest_options(families, moments, budget)
+    monkeypatch.setattr(block_sequence, "LABELS", 3)
+    found = fastest_options(families, moments, budget)
+    assert exact is not None and found is not None
+    assert step_peak_bytes(moments, found) <= budget
+    assert sum(o.time_ns for o in found) >= sum(o.time_ns for o in exact)
+
+
+@pytest.mark.parametrize("keeping", [1, 3])
+def test_blocks_that_run_backward_in_another_order(keeping: int) -> None:
+    """What is predicted may be too much then, never too little."""
+    rng = random.Random(keeping)
+    families = [random_family(rng) for _ in range(3)]
+    moments = (
+        *random_moments(rng, 3),
+        StepMoment(5, keeping, 0 if keeping == 3 else 2, is_backward=True),
+    )
+    for budget in range(20, 90, 5):
+        found = fastest_options(families, moments, budget)
+        assert found is None or step_peak_bytes(moments, found) <= budget
+
+
+def test_what_a_result_takes_that_another_option_does_not_hold() -> None:
+    option = BoundedOption(NO_EVENTS, 3, 9, 9, 1, returned_bytes=4)
+    assert held_like(option, option) == option
+    less = BoundedOption(NO_EVENTS, 0, 9, 9, 1, returned_bytes=1)
+    assert held_like(option, less).saved_bytes == 6
+    assert held_like(less, option) == less
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_limit_is_what_may_be_kept(seed: int) -> None:
+    """A schedule is within the budget of the graph with the limit just where it keeps no more."""
+    graph = random_graph(random.Random(seed))
+    schedule = keep_all(graph)
+    option = bounded_option(graph, schedule)
+    peak = simulate(graph, schedule).peak_bytes
+    for less, fits in ((0, True), (1, False)):
+        limited = bounded(graph, option.saved_bytes - less, peak)
+        same = keep_all(limited)
+        verify(limited, same)
+        assert without_limit(graph, same) == schedule
+        assert (simulate(limited, same).peak_bytes <= peak) == fits

@@ -1,0 +1,379 @@
+"""Blocks of a model planned in place: what they compute, what they need, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import rockplan
+from rockplan.codegen.planned_module import programs_of
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from tests.blocks import QUICK, Mixer, Stack, batch, train
+
+OPTIONS = rockplan.Options(**QUICK)
+
+
+def solved(model: Any, budget: Any = "50%", sample: Any = None, **named: Any) -> Any:
+    sample = batch() if sample is None else sample
+    return rockplan.solve_blocks(model, sample, budget, **{"options": OPTIONS, **named})
+
+
+def step_of(model: Any, call: Callable[[Any], Any]) -> Callable[[], None]:
+    def step() -> None:
+        call(model)["loss"].backward()
+
+    return step
+
+
+BATCH = batch()
+
+
+def plain(model: Any) -> Any:
+    return model(BATCH)
+
+
+def assert_trains_alike(ours: Any, eager: Any, call: Callable[[Any], Any] = plain) -> None:
+    assert train(ours, call) == train(eager, call)
+    for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+# What is promised
+
+
+@pytest.mark.parametrize("budget", ["min", "50%", "75%"])
+def test_blocks_train_as_they_did_within_what_is_predicted(budget: str) -> None:
+    eager = Stack().train()
+    model = copy.deepcopy(eager)
+    names = [*model.state_dict()]
+    assert solved(model, budget) is model
+    plan = rockplan.blocks_of(model)
+    assert plan.overhead > 0
+    found = peak_live_bytes(step_of(model, plain))
+    assert found.final_bytes == 0
+    assert found.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert found.peak_bytes < peak_live_bytes(step_of(eager, plain)).peak_bytes
+    model.zero_grad(), eager.zero_grad()
+    assert_trains_alike(model, eager)
+    assert [*model.state_dict()] == names
+    assert all(isinstance(layer, Mixer) for layer in model.layers)
+    assert [len(layer.plans) for layer in model.layers] == [1] * 4
+
+
+def test_blocks_of_one_kind_run_one_program() -> None:
+    model = solved(Stack().train(), "min")
+    codes = {id(p.executable) for layer in model.layers for p in programs_of(layer)}
+    assert len(codes) == 1
+    assert {block.kind for block in rockplan.blocks_of(model).blocks} == {0}
+
+
+def test_what_is_measured_beside_the_blocks_is_told() -> None:
+    plan = rockplan.blocks_of(solved(Stack().train(), "60%"))
+    hidden_bytes = 48 * 32 * 4
+    assert plan.first_bytes == hidden_bytes  # what the first layer returned
+    assert plan.peak.peak_bytes == plan.peak_bytes
+    assert plan.beside.path == "" and plan.beside.outside_bytes > hidden_bytes
+    for words in ("beside blocks", "measured", "layers.*  x"):
+        assert words in str(plan)
+
+
+def test_the_loss_of_the_caller_is_measured_where_it_is_given() -> None:
+    def loss(result: Any) -> torch.Tensor:
+        wide = result["logits"].repeat(1, 200)
+        return (wide * wide).sum()
+
+    least = [rockplan.blocks_of(solved(Stack().train(), "min", loss=f)) for f in (None, loss)]
+    assert least[1].peak_bytes > least[0].peak_bytes + 2 * 48 * 4 * 200 * 4
+
+
+def test_a_budget_that_is_too_small_says_who_owns_it() -> None:
+    model = Stack().train()
+    with pytest.raises(rockplan.InfeasibleBudget, match="beside the blocks, measured") as caught:
+        solved(model, 20_000)
+    least_bytes = caught.value.minimum_bytes
+    assert all(type(layer) is Mixer for layer in model.layers)
+    assert rockplan.blocks_of(solved(model, least_bytes)).peak_bytes == least_bytes
+
+
+def test_undone_and_planned_again() -> None:
+    model, eager = Stack().train(), Stack().train()
+    first = rockplan.blocks_of(solved(model, "min"))
+    second = rockplan.blocks_of(solved(model, "80%"))
+    assert second.saved_bytes > first.saved_bytes
+    assert rockplan.restore_blocks(model) is model
+    assert all(type(layer) is Mixer and "_rockplan" not in vars(layer) for layer in model.layers)
+    with pytest.raises(rockplan.InvalidInput, match="solve_blocks first"):
+        rockplan.blocks_of(model)
+    assert_trains_alike(model, eager)
+
+
+def test_copies_and_pickles_have_plans_of_their_own() -> None:
+    model, eager = solved(Stack().train(), "min"), Stack().train()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert rockplan.blocks_of(other) == rockplan.blocks_of(model)
+        assert_trains_alike(other, copy.deepcopy(eager))
+        assert [len(layer.plans) for layer in other.layers] == [1] * 4
+
+
+def test_calls_of_other_sizes_stay_within_what_their_block_has() -> None:
+    model, eager = solved(Stack().train(), "50%"), Stack().train()
+    assert_trains_alike(model, eager, lambda m: m(batch(31)))
+    assert [len(layer.plans) for layer in model.layers] == [2] * 4
+    kept = [layer.plans[1].saved_bytes for layer in model.layers]
+    assert max(kept) <= max(layer.plans[0].saved_bytes for layer in model.layers)
+
+
+def test_a_larger_call_grows_in_proportion_of_a_share_and_not_of_bytes() -> None:
+    of_share = solved(Stack().train(), "50%")
+    train(of_share, lambda m: m(batch(96)), steps=1)
+    size_bytes = rockplan.blocks_of(of_share).budget_bytes
+    of_bytes = solved(Stack().train(), size_bytes)
+    with pytest.raises(rockplan.InfeasibleBudget):
+        train(of_bytes, lambda m: m(batch(480)), steps=1)
+
+
+def test_hooks_on_blocks_run_and_plan_nothing_new() -> None:
+    model = solved(Stack().train(), "min")
+    seen: list[str] = []
+    model.layers[1].register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.layers[1].register_forward_hook(lambda module, args, result: seen.append("after"))
+    model.layers[1].register_full_backward_hook(lambda module, made, given: seen.append("back"))
+    assert_trains_alike(model, Stack().train())
+    assert seen == ["before", "after", "back"] * 3
+    assert len(model.layers[1].plans) == 1
+
+
+def test_evaluation_runs_the_original() -> None:
+    model, eager = solved(Stack().train(), "min").eval(), Stack().eval()
+    with torch.no_grad():
+        assert torch.equal(plain(model)["logits"], plain(eager)["logits"])
+    assert [len(layer.plans) for layer in model.layers] == [1] * 4
+
+
+# Models that are not planned as a whole
+
+
+class Dropping(Stack):
+    """Layers are left out by chance (LayerDrop)."""
+
+    probability = 0.0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.first(x)
+        for layer in self.layers:
+            if float(torch.rand(())) >= self.probability:
+                h = layer(h)
+        return {"loss": self.head(h).pow(2).mean()}
+
+
+def test_layers_are_left_out_by_chance() -> None:
+    model, eager = solved(Dropping().train(), "min"), Dropping().train()
+    model.probability = eager.probability = 0.5
+    assert_trains_alike(model, eager)
+    assert {len(layer.plans) for layer in model.layers} == {1}
+
+
+class Routed(nn.Module):
+    """A router in Python around experts, a loss of its own, and what it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(Mixer(16) for _ in range(2))
+        self.counts: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.router(x).softmax(-1)
+        first = int((scores[:, 0] > 0.5).sum().clamp(1, len(x) - 1))
+        self.counts.append(first)
+        parts = [self.experts[0](x[:first]), self.experts[1](x[first:])]
+        balance = scores.mean(0).pow(2).sum()
+        return {"loss": torch.cat(parts).pow(2).mean() + 0.1 * balance}
+
+
+def test_a_router_in_python_around_blocks() -> None:
+    model, eager = Routed().train(), Routed().train()
+    solved(model, "min", blocks="experts.*")
+    assert model.counts == []  # as it was
+    assert_trains_alike(model, eager)
+    assert model.counts == eager.counts
+
+
+def test_other_blocks_under_checkpoint() -> None:
+    model, eager = Stack().train(), Stack().train()
+    for one in (model, eager):
+        layer = one.layers[3]
+        layer.forward = _checkpointed(layer.forward)
+    solved(model, "min", blocks=["layers.0", "layers.1", model.layers[2]])
+    plan = rockplan.blocks_of(model)
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
+    model.zero_grad()
+    assert_trains_alike(model, eager)
+    assert [len(layer.plans) for layer in model.layers[:3]] == [1] * 3
+
+
+def test_the_rest_is_compiled() -> None:
+    model, eager = solved(Stack().train(), "min"), Stack().train()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert_trains_alike(model, eager, lambda m: (compiled if m is model else m)(BATCH))
+    assert [len(layer.plans) for layer in model.layers] == [1] * 4
+
+
+def _checkpointed(forward: Any) -> Any:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def test_checkpointing_of_a_planned_block_is_warned_of() -> None:
+    model, eager = solved(Stack().train(), "min"), Stack().train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            torch.manual_seed(0)
+            h = model.first(batch())
+            checkpoint(model.layers[0], h, use_reentrant=False).sum().backward()
+    assert len([w for w in caught if "again for nothing" in str(w.message)]) == 1
+    torch.manual_seed(0)
+    eager.layers[0](eager.first(batch())).sum().backward()
+    assert torch.equal(2 * eager.first.weight.grad, model.first.weight.grad)
+
+
+class Pair(nn.Module):
+    """A block with several results, of which one may have no gradient, and arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.gate = Mixer(16), nn.Linear(16, 3)
+
+    def forward(
+        self, x: torch.Tensor, *, mask: torch.Tensor, extra: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.mix(x) * mask, self.gate(x).softmax(-1)
+
+
+class Pairs(nn.Module):
+    uses_gates = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Pair() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        mask, gates = (x[:, :1] > 0).to(x.dtype), []
+        for layer in self.layers:
+            x, gate = layer(x, mask=mask)
+            gates.append(gate)
+        loss = x.pow(2).mean()
+        return {"loss": loss + sum(g.pow(2).mean() for g in gates) if self.uses_gates else loss}
+
+
+@pytest.mark.parametrize("uses_gates", [False, True])
+def test_results_that_get_no_gradient_are_planned_for(uses_gates: bool) -> None:
+    model, eager = Pairs().train(), Pairs().train()
+    model.uses_gates = eager.uses_gates = uses_gates
+    solved(model, "min")
+    plan = rockplan.blocks_of(model)
+    # A gate that is both returned and read in the backward phase counts twice while that runs.
+    gate_bytes = uses_gates * len(BATCH) * 3 * 4
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes - gate_bytes
+    model.zero_grad()
+    assert_trains_alike(model, eager)
+    assert {len(layer.plans) for layer in model.layers} == {1}
+
+
+def test_frozen_blocks_are_another_kind_or_left() -> None:
+    model, eager = Stack().train(), Stack().train()
+    for one in (model, eager):
+        one.first.requires_grad_(False)
+        one.layers[0].requires_grad_(False)
+        one.layers[1].down.requires_grad_(False)
+    solved(model, "min")
+    plan = rockplan.blocks_of(model)
+    assert [path for path, _ in plan.left] == ["layers.0"]
+    assert len({block.kind for block in plan.blocks}) == 2
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert_trains_alike(model, eager)
+    assert all(p.grad is None for p in frozen)
+
+
+# Bad input
+
+
+def refused(words: str, model: Any = None, **named: Any) -> None:
+    model = Stack().train() if model is None else model
+    with pytest.raises(rockplan.InvalidInput, match=words):
+        solved(model, "min", **named)
+    assert not any("_rockplan" in vars(m) for m in model.modules())
+
+
+def test_blocks_that_there_are_not() -> None:
+    refused(r"'layer\.\*' names no module of this model; nearest: 'layers", blocks="layer.*")
+    refused("no submodule of this model", blocks=nn.Linear(2, 2))
+    refused("blocks is empty", blocks=[])
+    refused("a block is a int", blocks=[3])
+    refused("blocks is a int", blocks=3)
+    refused("no blocks are found", nn.Sequential(nn.Linear(16, 4)), blocks=None)
+    model = Stack()
+    refused("the whole model; plan it with rockplan.solve", model, blocks=model)
+
+
+def test_blocks_that_overlap() -> None:
+    refused("'layers.1.up' lies in block 'layers.1'", blocks=["layers.*", "layers.1.up"])
+
+
+def test_a_block_that_the_sample_does_not_reach() -> None:
+    model = Dropping()
+    model.probability = 1.0
+    refused(r"'layers.0' and 3 more is not called.*LayerDrop", model, blocks="layers.*")
+
+
+def test_a_block_that_is_called_twice() -> None:
+    model = Stack()
+    model.layers[2] = model.layers[0]
+    refused("'layers.0' is called several times", model, blocks="layers.0")
+
+
+def test_a_block_that_is_planned_already() -> None:
+    model = Stack().train()
+    sample = torch.randn(8, 32, requires_grad=True)
+    model.layers[0] = rockplan.solve(model.layers[0], sample, "90%", options=OPTIONS)
+    with pytest.raises(rockplan.InvalidInput, match="planned already, by solve"):
+        solved(model, "min", blocks="layers.*")
+
+
+@pytest.mark.parametrize("name", ["keep", "recompute", "released", "differentiated"])
+def test_options_of_one_module(name: str) -> None:
+    value: Any = ("*",) if name in ("keep", "recompute") else (0,)
+    refused(f"{name}=", options=rockplan.Options(**{name: value}))
+
+
+def test_a_block_that_cannot_be_planned() -> None:
+    model, eager = Stack().train(), Stack().train()
+    model.layers[2].up.register_forward_hook(lambda module, args, result: None)
+    with pytest.raises(rockplan.UnsupportedModel, match="block 'layers.2' cannot be planned"):
+        solved(model, "min", blocks="layers.*")
+    options = rockplan.Options(**QUICK, on_refused="leave")
+    solved(model, "min", blocks="layers.*", options=options)
+    plan = rockplan.blocks_of(model)
+    assert [path for path, _ in plan.left] == ["layers.2"] and "layers.2  left: " in str(plan)
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
+    model.zero_grad()
+    assert_trains_alike(model, eager)
+    with pytest.raises(rockplan.InvalidInput, match="on_refused"):
+        rockplan.Options(on_refused="skip")  # type: ignore[arg-type]
+
+
+def test_a_model_with_planned_blocks_is_not_planned_as_a_whole() -> None:
+    model = solved(Stack().train(), "min")
+    with pytest.raises(rockplan.UnsupportedModel, match="planned already"):
+        rockplan.solve(model, batch(), "min", options=OPTIONS)
