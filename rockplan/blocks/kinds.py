@@ -9,6 +9,7 @@ Each block is captured by itself: modules of one class may differ in anything th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +20,11 @@ from rockplan.blocks.report import BlocksPlan
 from rockplan.codegen.differences import described_call
 from rockplan.codegen.planned_module import PLANNING, original_forward
 from rockplan.codegen.program import PlannedProgram
-from rockplan.errors import InfeasibleBudget
+from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.search import planning
+from rockplan.search.adapt import WORSE, carried_over
 from rockplan.search.boundary import (
     bounded_option,
     bounded_plan,
@@ -134,10 +136,11 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 @dataclass(eq=False)
 class BlockPrograms:
     """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step,
-    for who asks."""
+    for who asks; refused: paths of blocks that could not be planned when they were called."""
 
     options: Options
     plan: BlocksPlan | None = None
+    refused: dict[str, str] = field(default_factory=dict)
     known: dict[Any, PlannedProgram] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,6 +148,10 @@ class BlockPrograms:
 
     def keep(self, block: CapturedBlock, allowance: Allowance, program: PlannedProgram) -> None:
         self.known[(*block.kind, allowance)] = program
+
+    def of(self, allowance: Allowance) -> tuple[PlannedProgram, ...]:
+        """What runs under `allowance`, for all kinds."""
+        return tuple(program for key, program in self.known.items() if key[-1] == allowance)
 
     def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
         """That of another block, where the block meets the module and its caller alike."""
@@ -156,10 +163,19 @@ class BlockPrograms:
         return _shared(known, block) if known.interface == interface else None
 
 
+def say_block(error: CaptureError, path: str) -> None:
+    """Have `error` name the block, and what to do."""
+    error.args = (
+        f"block '{path}' cannot be planned: {error} (Options(on_refused='leave') leaves it as it "
+        "is; or name parts of it as the blocks, such as its attention)",
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class BlockMaker:
     """Plans for further kinds of call of a block, under what it has of the budget of a step."""
 
+    path: str
     programs: BlockPrograms
     allowance: Allowance
 
@@ -170,7 +186,12 @@ class BlockMaker:
         kwargs: dict[str, Any],
         incoming: Incoming | None,
     ) -> PlannedProgram:
-        return program_in_training(module, args, kwargs, incoming, make=self._make)
+        try:
+            return program_in_training(module, args, kwargs, incoming, make=self._make)
+        except CaptureError as error:
+            self.programs.refused[self.path] = str(error)
+            say_block(error, self.path)
+            raise
 
     def _make(
         self,
@@ -184,10 +205,33 @@ class BlockMaker:
         found = self.programs.find(block, self.allowance)
         if found is None:
             problem = block_problem(block, options)
-            option = _option(problem, self.allowance, options)
+            known = self.programs.of(self.allowance)
+            option = _adapted(problem, self.allowance, known)
+            option = option or _option(problem, self.allowance, options)
             found = built_block(block, problem, option, options)
             self.programs.keep(block, self.allowance, found)
         return found
+
+
+def _adapted(
+    problem: Problem, allowance: Allowance, known: Sequence[PlannedProgram]
+) -> BoundedOption | None:
+    """What a known plan is for a call that differs in few operations, or none (a trainer passes a
+    number on to its layers that none of them reads): nothing is searched then."""
+    saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
+    for program in known:
+        schedule = carried_over(program.plan, problem.graph)
+        try:
+            option = None if schedule is None else bounded_option(problem.graph, schedule)
+        except IllegalSchedule:
+            continue
+        if option is None:
+            continue
+        most_ns = problem.graph.time_ns * (1 + program.plan.overhead + WORSE)
+        is_within = option.saved_bytes <= saved_bytes and peak_of(option) <= peak_bytes
+        if is_within and option.time_ns <= most_ns:
+            return option
+    return None
 
 
 def _option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:

@@ -26,11 +26,12 @@ from rockplan.blocks.kinds import (
     block_problem,
     built_block,
     captured_block,
+    say_block,
 )
 from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
-from rockplan.budget import Budget, parse_budget
+from rockplan.budget import MOST_BYTES, Budget, parse_budget
 from rockplan.codegen.guards import outside_of_initialization, under_autocast
 from rockplan.codegen.planned_module import (
     is_in_place,
@@ -148,14 +149,31 @@ class _Job:
     ) -> None:
         """Plan what can be planned of the blocks `named`, within `wanted`."""
         captured, left = self._captured(named, calls)
-        if not captured:
-            _LOGGER.warning("no block is planned: %s", "; ".join(why for _, why in left))
-            return
+        while captured:
+            try:
+                self._plan(captured, calls, wanted, left)
+            except CaptureError:
+                refused = self._refused_in_a_step(captured)
+                if self.options.on_refused == "error" or not refused:
+                    raise
+                left = (*left, *refused)
+                captured = {p: b for p, b in captured.items() if p not in dict(refused)}
+            else:
+                return
+        _LOGGER.warning("no block is planned: %s", "; ".join(why for _, why in left))
+
+    def _plan(
+        self,
+        captured: dict[str, CapturedBlock],
+        calls: dict[str, SampleCall],
+        wanted: Budget,
+        left: tuple[tuple[str, str], ...],
+    ) -> None:
         try:
             moments, captured, kinds = self._measured(captured, calls)
             sequence = _Sequence(tuple(captured.values()), kinds, moments)
             budget_bytes = sequence.budget_bytes(wanted)
-            sequence, chosen = self._chosen(sequence, budget_bytes)
+            chosen = self._chosen(sequence, budget_bytes)
             budget_bytes = step_peak_bytes(moments, chosen) if wanted.is_minimum else budget_bytes
             numbers = {kind: i for i, kind in enumerate(kinds)}
             placed = tuple(
@@ -168,6 +186,16 @@ class _Job:
         except BaseException:
             restore_blocks(self.model)
             raise
+
+    def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> tuple[tuple[str, str], ...]:
+        """Blocks that could be planned alone, and not as a step calls them: (path, why) of all of
+        their kinds."""
+        whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
+        self.programs.refused.clear()
+        found = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
+        for path, why in found:
+            _LOGGER.warning("block '%s' is left as it is: %s", path, why)
+        return tuple(found)
 
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
@@ -183,10 +211,7 @@ class _Job:
                 left.append((path, "nothing in it is trained, and nothing before it"))
             except CaptureError as error:
                 if self.options.on_refused == "error":
-                    error.args = (
-                        f"block '{path}' cannot be planned: {error} (Options(on_refused='leave') "
-                        "leaves it as it is)",
-                    )
+                    say_block(error, path)
                     raise
                 left.append((path, str(error)))
                 _LOGGER.warning("block '%s' is left as it is: %s", path, error)
@@ -206,18 +231,7 @@ class _Job:
         thought, the blocks as it does, and once again."""
         for is_last in (False, True):
             kinds = self._kinds(captured.values())
-            thrifty = [_thrifty(kinds[b.kind].family) for b in captured.values()]
-            self._install(captured, calls, kinds, thrifty)
-            report("measuring a step")
-            moments = measured_step(
-                self.model,
-                [block.module for block in captured.values()],
-                thrifty,
-                [kinds[b.kind].incoming_bytes for b in captured.values()],
-                self._step,
-                (self.args, self.kwargs),
-                _device(self.model),
-            )
+            moments = self._moments(captured, calls, kinds)
             others = {
                 path: program
                 for path, block in captured.items()
@@ -232,6 +246,26 @@ class _Job:
             }
             captured = {**captured, **again}
         return moments, captured, kinds
+
+    def _moments(
+        self,
+        captured: dict[str, CapturedBlock],
+        calls: dict[str, SampleCall],
+        kinds: dict[Any, _BlockKind],
+    ) -> tuple[StepMoment, ...]:
+        """Of a step in which each block keeps as little as it can."""
+        thrifty = [_thrifty(kinds[block.kind].family) for block in captured.values()]
+        self._install(captured, calls, kinds, thrifty)
+        report("measuring a step")
+        return measured_step(
+            self.model,
+            [block.module for block in captured.values()],
+            thrifty,
+            [kinds[block.kind].incoming_bytes for block in captured.values()],
+            self._step,
+            (self.args, self.kwargs),
+            _device(self.model),
+        )
 
     def _step(self) -> None:
         """One step of the sample, with the gradients that its results get."""
@@ -250,15 +284,13 @@ class _Job:
                 kinds[block.kind] = _BlockKind(problem, eager_option(graph), family, sum(incoming))
         return kinds
 
-    def _chosen(
-        self, sequence: _Sequence, budget_bytes: int
-    ) -> tuple[_Sequence, tuple[BoundedOption, ...]]:
-        """Options of all blocks, with those for just this budget."""
+    def _chosen(self, sequence: _Sequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
+        """Options of all blocks, from those that are known and those for just this budget."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
         if chosen is None:
             raise sequence.infeasible(budget_bytes)
-        return sequence, chosen
+        return chosen
 
     def _install(
         self,
@@ -283,7 +315,7 @@ class _Job:
                     block.module,
                     program,
                     calls[path].kind,
-                    make_program=BlockMaker(self.programs, allowance),
+                    make_program=BlockMaker(path, self.programs, allowance),
                     on_mismatch=self.options.on_mismatch,
                     on_infeasible=self.options.on_infeasible,
                 )
@@ -315,9 +347,7 @@ class _Sequence:
     def with_options_for(self, budget_bytes: int, options: Options) -> _Sequence:
         """For each limit of what a block keeps, the fastest option with the peak that is left where
         all blocks of its kind keep as much."""
-        if all(
-            self.fastest(budget_bytes) == self.fastest(most) for most in [self.eager_peak_bytes]
-        ):
+        if self.fastest(budget_bytes) == self.fastest(MOST_BYTES):
             return self
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():

@@ -36,7 +36,7 @@ def adapted(known: Iterable[Plan], problem: Problem, budget: Budget) -> tuple[Pl
     if problem.waits:
         return None
     for plan in known:
-        schedule = _carried_over(plan, problem.constrained)
+        schedule = carried_over(plan, problem.constrained)
         if schedule is None:
             continue
         limit_bytes = plan.budget_bytes if budget_bytes is None else budget_bytes
@@ -46,7 +46,7 @@ def adapted(known: Iterable[Plan], problem: Problem, budget: Budget) -> tuple[Pl
     return None
 
 
-def _carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
+def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
     """The schedule of `plan` for `graph`."""
     before = plan.graph
     forward = _matched(before, before.forward, graph, graph.forward)

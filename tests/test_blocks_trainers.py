@@ -1,0 +1,272 @@
+"""Planned blocks of models of transformers: in a loop, in the Trainer, in TRL's trainers, with
+LoRA. Each ends with the bits of the original, within what is predicted; nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+
+import rockplan
+from rockplan.blocks import kinds
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from tests.blocks import QUICK
+from tests.training import assert_same_state
+
+OPTIONS = rockplan.Options(**QUICK)
+LENGTH, ROWS = 16, 4
+WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60)))
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+
+
+def make_llama(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 88, "num_key_value_heads": 2}
+    sizes["num_hidden_layers"] = layers
+    config = transformers.LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def make_gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, vocab_size=len(WORDS), n_positions=LENGTH
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def make_mixtral() -> Any:
+    """With a loss of its routers."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=len(WORDS), intermediate_size=48, num_key_value_heads=2, num_local_experts=4,
+        output_router_logits=True, **SIZES,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "llama": (make_llama, "model.layers.*"),
+    "gpt2": (make_gpt2, "transformer.h.*"),
+    "mixtral": (make_mixtral, "model.layers.*.self_attn"),
+}
+
+
+def tokens(rows: int = ROWS, seed: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, len(WORDS), (rows, LENGTH), generator=generator)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = tokens()
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_loop(kind: str) -> None:
+    make, blocks = MODELS[kind]
+    model, eager, sample = make(), make(), batch()
+    eager.config.use_cache = False
+    loss = operator.attrgetter("loss")  # beside which Mixtral returns that of its routers
+    rockplan.solve_blocks(model, sample, "min", blocks=blocks, loss=loss, options=OPTIONS)
+    plan = rockplan.blocks_of(model)
+    assert len(plan.blocks) == 2 and plan.overhead > 0
+    peak = peak_live_bytes(lambda: model(**sample).loss.backward()).peak_bytes
+    assert peak == plan.peak_bytes <= plan.budget_bytes
+    for module in (model, eager):
+        module.zero_grad()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            module(**sample).loss.backward()
+            optimizer.step()
+    assert_same_state(model, eager, "trained")
+    layers = [model.get_submodule(block.path) for block in plan.blocks]
+    assert [len(layer.plans) for layer in layers] == [1] * 2
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 3 * ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = tokens(3 * ROWS)[index]
+        return {"input_ids": ids, "labels": ids}
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True,
+        "max_steps": 3, "per_device_train_batch_size": ROWS, "logging_steps": 1, "seed": 3,
+        "save_strategy": "no", "bf16": False, "learning_rate": 1e-2,
+    }  # fmt: skip
+
+
+def history(trainer: Any) -> list[tuple[float, float]]:
+    torch.manual_seed(7)
+    trainer.train()
+    rows = trainer.state.log_history
+    return [(row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
+
+
+def lora(layers: list[int] | None = None) -> peft.LoraConfig:
+    return peft.LoraConfig(
+        r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], lora_dropout=0.1,
+        layers_to_transform=layers,
+    )  # fmt: skip
+
+
+def planned(model: nn.Module, blocks: Any = None) -> Any:
+    rockplan.solve_blocks(model, batch(), "min", blocks=blocks, options=OPTIONS)
+    plan = rockplan.blocks_of(model)
+    assert plan.overhead > 0
+    return [model.get_submodule(block.path) for block in plan.blocks]
+
+
+def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes a number on to the layers, which none of them reads: nothing is searched for it."""
+    model, twin = make_llama(), make_llama()
+    blocks = planned(model)
+    arguments = transformers.TrainingArguments(**settings(tmp_path))
+    trainer, expected = (
+        transformers.Trainer(model=m, args=arguments, train_dataset=Rows()) for m in (model, twin)
+    )
+    monkeypatch.setattr(kinds, "option_within", None)
+    monkeypatch.setattr(kinds, "keep_all", None)
+    found = history(trainer)
+    assert len(found) == 3 and found == history(expected)
+    assert_same_state(model, twin, "trained")
+    assert [len(block.plans) for block in blocks] == [2, 2]
+
+
+def test_lora_on_some_blocks() -> None:
+    """What is before the first trained parameter is left; blocks with and without are two kinds."""
+    model, eager = make_llama(4), make_llama(4)
+    both = []
+    for base in (model, eager):
+        torch.manual_seed(1)
+        both.append(peft.get_peft_model(base, lora([1, 3])))
+    ours, twin = both
+    blocks = planned(ours, "base_model.model.model.layers.*")
+    plan = rockplan.blocks_of(ours)
+    assert [path.rsplit(".", 1)[1] for path, _ in plan.left] == ["0"]
+    assert [block.kind for block in plan.blocks] == [0, 1, 2]
+    twin.config.use_cache = False
+    for module in (ours, twin):
+        for step in range(2):
+            torch.manual_seed(step)
+            module(**batch()).loss.backward()
+    assert_same_state(ours, twin, "step")
+    assert {len(block.plans) for block in blocks} == {1}
+
+
+# TRL
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    numbers = {word: i for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>",
+    )  # fmt: skip
+
+
+def texts(seed: int, length: int) -> list[str]:
+    return [" ".join(WORDS[i] for i in row[:length]) for row in tokens(3 * ROWS, seed)]
+
+
+def supervised(model: Any, folder: Path, config: Any = None) -> Any:
+    arguments = trl.SFTConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
+    return trl.SFTTrainer(
+        model=model, args=arguments, processing_class=make_tokenizer(), peft_config=config,
+        train_dataset=datasets.Dataset.from_dict({"text": texts(4, LENGTH - 1)}),
+    )  # fmt: skip
+
+
+def preferred(model: Any, folder: Path, config: Any = None) -> Any:
+    rows = {
+        "prompt": texts(4, 6),
+        "chosen": [f" {t}" for t in texts(5, LENGTH - 7)],
+        "rejected": [f" {t}" for t in texts(6, LENGTH - 7)],
+    }
+    arguments = trl.DPOConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
+    return trl.DPOTrainer(
+        model=model, args=arguments, processing_class=make_tokenizer(), peft_config=config,
+        train_dataset=datasets.Dataset.from_dict(rows), ref_model=None if config else make_llama(),
+    )  # fmt: skip
+
+
+def rewarded(model: Any, folder: Path, config: Any = None) -> Any:
+    def reward(completions: list[str], **more: Any) -> list[float]:
+        return [float(len(text) % 7) for text in completions]
+
+    arguments = trl.GRPOConfig(
+        **settings(folder), num_generations=2, max_completion_length=6,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    return trl.GRPOTrainer(
+        model=model, args=arguments, processing_class=make_tokenizer(), reward_funcs=reward,
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts(4, 6)}), peft_config=config,
+    )  # fmt: skip
+
+
+TRAINERS = {"SFT": supervised, "SFT with LoRA": supervised, "DPO": preferred, "GRPO": rewarded}
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_trl(kind: str, tmp_path: Path) -> None:
+    """The blocks planned after the trainer is made, which replaces the forward of the model."""
+    config = lora() if "LoRA" in kind else None
+    trainer, expected = (TRAINERS[kind](make_llama(), tmp_path, config) for _ in range(2))
+    blocks = planned(trainer.model)
+    found = history(trainer)
+    assert len(found) == 3 and found == history(expected)
+    assert_same_state(trainer.model, expected.model, "trained")
+    # Steps of other sizes than the sample are planned once for all blocks.
+    assert all(1 <= len(block.plans) <= 3 for block in blocks)
+
+
+def test_what_is_collected_inside_of_blocks() -> None:
+    """Losses of routers, which transformers collects by hooks while a step runs."""
+    model, eager = make_mixtral(), make_mixtral()
+    leave = rockplan.Options(**QUICK, on_refused="leave")
+    mixed = ["model.layers.0", "model.layers.1.self_attn"]
+    rockplan.solve_blocks(model, batch(), "min", blocks=mixed, options=leave)
+    assert [path for path, _ in rockplan.blocks_of(model).left] == ["model.layers.0"]
+    eager.config.use_cache = False
+    for module in (model, eager):
+        module(**batch()).loss.backward()
+    assert_same_state(model, eager, "step")
+
+
+def test_generation_and_checkpoints_of_planned_blocks(tmp_path: Path) -> None:
+    model, eager = make_llama(), make_llama()
+    planned(model)
+    ids = tokens(2)[:, :5]
+    ours, theirs = (
+        m.eval().generate(ids, max_new_tokens=4, do_sample=False) for m in (model, eager)
+    )
+    assert torch.equal(ours, theirs)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_state(again, eager, "loaded")
+    assert type(copy.deepcopy(model).model.layers[0]).__name__ == "LlamaDecoderLayer"
