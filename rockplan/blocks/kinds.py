@@ -45,7 +45,8 @@ class Allowance:
     """What a block may need of a step.
 
     saved_bytes, peak_bytes: between the phases, and at one time. eager_bytes: what it keeps
-    unplanned; where a call keeps more, it may need more in proportion. 0: never more.
+    unplanned; where a call keeps more, it may need more in proportion, and where nothing fits, the
+    smallest plan is taken. 0: never more.
     """
 
     saved_bytes: int
@@ -252,7 +253,11 @@ def _option(problem: Problem, allowance: Allowance, options: Options) -> Bounded
         "a block of a step, which has this much of its budget",
         unplanned_bytes=peak_of(everything),
     )
-    if options.on_infeasible == "smallest":
-        warnings.warn(f"{error} It runs by the smallest plan all the same", stacklevel=2)
+    if options.on_infeasible == "smallest" or allowance.eager_bytes:
+        warnings.warn(
+            f"{error} It runs by the smallest plan that was found all the same, and a step may "
+            f"need {peak_of(least) - peak_bytes} bytes more",
+            stacklevel=2,
+        )
         return least
     raise error

@@ -1,0 +1,157 @@
+"""Blocks planned one by one beside the plan of the whole, at the same measured peak.
+
+A Llama and a GPT-2 with random weights, the ones of benchmarks.compare. For each budget of
+`rockplan.solve_blocks`, `rockplan.solve` gets the measured peak of the step with planned blocks as
+its budget; `torch.utils.checkpoint` per layer is a budget, too. All variants of a model are timed
+in one run, one of each a round, as ratios to eager's time of the round.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.blocks [--models llama gpt2] [--rounds 9]
+
+Writes benchmarks/results/blocks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rockplan
+from benchmarks import models
+from benchmarks.models import Case
+from rockplan.checkpointing import wrap
+from rockplan.side_by_side import interleaved_seconds, machine, mebibytes
+
+RESULT = Path(__file__).parent / "results" / "blocks.md"
+
+CASES: dict[str, Callable[[], Case]] = {
+    "llama": partial(
+        models.llama, layers=6, width=192, heads=6, vocabulary=1024, batch=4, length=256
+    ),
+    "gpt2": partial(
+        models.gpt2,
+        layers=6,
+        width=192,
+        heads=6,
+        vocabulary=1024,
+        batch=4,
+        length=192,
+        attention="eager",
+    ),
+}
+SHARES = ("min", "checkpoint", "35%", "50%", "65%")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A step, its measured peak, what was predicted of it, and how long it took to plan."""
+
+    name: str
+    step: Callable[[], object]
+    peak_bytes: int
+    predicted_bytes: int | None = None
+    overhead: float | None = None
+    seconds: float | None = None
+
+
+def variants(case: Case) -> list[Variant]:
+    """Eager first; for each budget the blocks, then the whole at their peak."""
+
+    def measured(name: str, module: Any, **more: Any) -> Variant:
+        step = partial(case.step, module)
+        return Variant(name, step, rockplan.peak_live_bytes(step).peak_bytes, **more)
+
+    eager = measured("eager", wrap.sharing_copy(case.model))
+    checkpointed = measured("checkpoint per layer", wrap.per_block(case.model))
+    whole_ns = rockplan.plan(case.model, case.args, "100%", sample_kwargs=case.kwargs).eager_time_ns
+    found = [eager, checkpointed]
+    for share in SHARES:
+        budget: Any = checkpointed.peak_bytes if share == "checkpoint" else share
+        since, module = time.monotonic(), wrap.sharing_copy(case.model)
+        rockplan.solve_blocks(
+            module, case.args, budget, sample_kwargs=case.kwargs, loss=case.loss
+        )
+        seconds, plan = time.monotonic() - since, rockplan.blocks_of(module)
+        more_ns = sum(b.option.time_ns - b.eager.time_ns for b in plan.blocks)
+        blocks = measured(
+            f"blocks {share}",
+            module,
+            predicted_bytes=plan.peak_bytes,
+            overhead=more_ns / whole_ns,
+            seconds=seconds,
+        )
+        found.append(blocks)
+        since = time.monotonic()
+        try:
+            whole: Any = rockplan.solve(
+                wrap.sharing_copy(case.model), case.args, blocks.peak_bytes,
+                sample_kwargs=case.kwargs,
+            )  # fmt: skip
+        except rockplan.InfeasibleBudget as error:
+            print(f"the whole at {share}: {error}")
+            continue
+        found.append(
+            measured(
+                f"whole at that peak ({share})",
+                whole,
+                predicted_bytes=whole.plan.peak_bytes,
+                overhead=whole.plan.overhead,
+                seconds=time.monotonic() - since,
+            )
+        )
+    return found
+
+
+def table(found: list[Variant], rounds: int) -> list[str]:
+    times = interleaved_seconds({v.name: v.step for v in found}, rounds)
+    lines = [
+        "| variant | peak MiB | predicted MiB | time over eager | predicted | planned in s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for v in found:
+        ratios = [a / b for a, b in zip(times[v.name], times["eager"], strict=True)]
+        lines.append(
+            f"| {v.name} | {mebibytes(v.peak_bytes)} "
+            f"| {'' if v.predicted_bytes is None else mebibytes(v.predicted_bytes)} "
+            f"| {statistics.median(ratios) - 1:+.1%} "
+            f"| {'' if v.overhead is None else format(v.overhead, '+.1%')} "
+            f"| {'' if v.seconds is None else format(v.seconds, '.1f')} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    today = datetime.datetime.now(datetime.UTC).date()
+    lines = [
+        "# Blocks beside the plan of the whole",
+        "",
+        "`python -m benchmarks.blocks`: steps with planned blocks (`rockplan.solve_blocks`), and "
+        "the whole planned (`rockplan.solve`) within the peak that these had. Peaks are measured "
+        "with the result held through the backward pass, beyond parameters, gradients and inputs; "
+        f"time is the median of {arguments.rounds} interleaved rounds; planned with an empty cache "
+        f"for the first budget of a model. {machine()}, {today}.",
+    ]
+    for name in arguments.models:
+        torch.manual_seed(0)
+        case = CASES[name]()
+        rows = table(variants(case), arguments.rounds)
+        lines += ["", f"## {name}, 6 layers", "", *rows]
+        print("\n".join(rows), flush=True)
+    RESULT.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
