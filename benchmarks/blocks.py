@@ -76,9 +76,7 @@ def variants(case: Case) -> list[Variant]:
     for share in SHARES:
         budget: Any = checkpointed.peak_bytes if share == "checkpoint" else share
         since, module = time.monotonic(), wrap.sharing_copy(case.model)
-        rockplan.solve_blocks(
-            module, case.args, budget, sample_kwargs=case.kwargs, loss=case.loss
-        )
+        rockplan.solve_blocks(module, case.args, budget, sample_kwargs=case.kwargs, loss=case.loss)
         seconds, plan = time.monotonic() - since, rockplan.blocks_of(module)
         more_ns = sum(b.option.time_ns - b.eager.time_ns for b in plan.blocks)
         blocks = measured(

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +91,24 @@ def check_tensor_parallel(mesh: DeviceMesh) -> None:
         raise AssertionError("tensor parallel")
 
 
+def prepared(model: Any) -> Any:
+    """By accelerate, for fully_shard of each block and the root; it takes that up by itself where
+    there is an accelerator."""
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Mixer"],
+    )
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    state: Any = accelerator.state
+    state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found, _ = accelerator.prepare(model, optimizer)
+    state._reset_state(reset_partial_state=False)
+    assert isinstance(found.layers[0], FSDPModule)
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -100,6 +120,7 @@ def main() -> None:
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         compare("bfloat16", lambda model: sharded(model, mesh, mp_policy=half), plans=2)
         compare("DistributedDataParallel", DistributedDataParallel)
+        compare("accelerate", prepared)
         check_tensor_parallel(mesh)
     dist.barrier()
     dist.destroy_process_group()
