@@ -1,6 +1,7 @@
 """Blocks planned one by one beside the plan of the whole, at the same measured peak.
 
-A Llama and a GPT-2 with random weights, the ones of benchmarks.compare. For each budget of
+A Llama and a GPT-2 with random weights, the ones of benchmarks.compare, and that Llama without its
+head and loss, which run beside the blocks and own much of the peak where memory is short. For each budget of
 `rockplan.solve_blocks`, `rockplan.solve` gets the measured peak of the step with planned blocks as
 its budget; `torch.utils.checkpoint` per layer is a budget, too. All variants of a model are timed
 in one run, one of each a round, as ratios to eager's time of the round.
@@ -32,10 +33,22 @@ from rockplan.side_by_side import interleaved_seconds, machine, mebibytes
 
 RESULT = Path(__file__).parent / "results" / "blocks.md"
 
+
+def body(make: Callable[[], Case]) -> Case:
+    """The decoder of a causal model, with a loss that needs little."""
+    whole = make()
+    kwargs = {"input_ids": whole.kwargs["input_ids"]}
+    return Case("body", whole.model.model, (), kwargs, _mean_square)
+
+
+def _mean_square(result: Any) -> torch.Tensor:
+    return result.last_hidden_state.pow(2).mean()
+
+
+LLAMA = partial(models.llama, layers=6, width=192, heads=6, vocabulary=1024, batch=4, length=256)
 CASES: dict[str, Callable[[], Case]] = {
-    "llama": partial(
-        models.llama, layers=6, width=192, heads=6, vocabulary=1024, batch=4, length=256
-    ),
+    "llama": LLAMA,
+    "llama without head and loss": partial(body, LLAMA),
     "gpt2": partial(
         models.gpt2,
         layers=6,
