@@ -69,8 +69,11 @@ def assert_equal(found: list[Any], expected: list[Any], what: str) -> None:
 def compare(
     what: str, wrap: Callable[[Any], Any], plans: int = 1, wraps_first: bool = False
 ) -> None:
+    """wraps_first: what is planned is wrapped already."""
     eager, ours = Stack().train(), Stack().train()
-    wrapped = planned(wrap(ours), "min") if wraps_first else wrap(planned(ours))
+    wrapped = wrap(planned(ours))
+    if wraps_first:  # planned anew, and nothing is left of what was
+        wrapped = planned(rockplan.restore_blocks(wrapped), "min")
     assert rockplan.blocks_of(ours).overhead > 0
     expected = steps(wrap(eager), eager.layers)
     assert_equal(steps(wrapped, ours.layers), expected, what)

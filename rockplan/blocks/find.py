@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from rockplan.checkpointing.wrap import repeated_blocks
-from rockplan.codegen.planned_module import Planned, is_in_place
+from rockplan.codegen.planned_module import Planned, is_own
 from rockplan.errors import InvalidInput
 
 Blocks = str | nn.Module | Sequence[str | nn.Module] | None
@@ -47,7 +47,7 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     _refuse_whole(chosen)
     _refuse_overlap(chosen)
     for path, module in chosen.items():
-        if any(isinstance(m, Planned) and not is_in_place(m) for m in module.modules()):
+        if any(isinstance(m, Planned) and not is_own(m) for m in module.modules()):
             raise InvalidInput(
                 f"block '{path}' is planned already, by solve; put the original in its place"
             )

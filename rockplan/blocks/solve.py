@@ -346,23 +346,47 @@ class _Sequence:
 
     def with_options_for(self, budget_bytes: int, options: Options) -> _Sequence:
         """For each limit of what a block keeps, the fastest option with the peak that is left where
-        all blocks of its kind keep as much."""
+        all blocks of its kind keep as much; then the same half way between the limits that the
+        choice has and their neighbours, where something is left to gain."""
         if self.fastest(budget_bytes) == self.fastest(MOST_BYTES):
             return self
+        limits = {key: _kept(kind.family) for key, kind in self.kinds.items()}
+        found = self._extended(limits, budget_bytes, options)
+        chosen = found.fastest(budget_bytes)
+        if chosen is None or found.overhead(chosen) <= WORTH_A_SECOND_LOOK:
+            return found
+        used = {option.saved_bytes for option in chosen}
+        limits = {key: _half_way(_kept(kind.family), used) for key, kind in found.kinds.items()}
+        return found._extended(limits, budget_bytes, options)
+
+    def overhead(self, chosen: Sequence[BoundedOption]) -> float:
+        """Of the time of all blocks."""
+        eager_ns = sum(self.kinds[block.kind].eager.time_ns for block in self.blocks)
+        return sum(option.time_ns for option in chosen) / max(eager_ns, 1) - 1
+
+    def _extended(
+        self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
+    ) -> _Sequence:
+        """With an option for each limit of what a block of a kind keeps, where the peak that is
+        left is less than that of what is known."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(map(peak_of, kind.family))
             found = list(kind.family)
-            for saved_bytes in sorted({option.saved_bytes for option in kind.family}):
+            for saved_bytes in limits[key]:
                 peak_bytes = self._left_bytes(key, saved_bytes, budget_bytes)
                 natural = min(
                     (o for o in kind.family if o.saved_bytes <= saved_bytes),
                     key=lambda o: o.time_ns,
                 )
-                if floor_bytes <= peak_bytes < peak_of(natural):
-                    report("solving blocks for the budget")
-                    option = option_within(kind.problem, saved_bytes, peak_bytes, options)
-                    found += [] if option is None else [held_like(option, _thrifty(found))]
+                if peak_bytes < floor_bytes or _is_known(natural, saved_bytes, peak_bytes):
+                    continue
+                report("solving blocks for the budget")
+                most_bytes = max(map(peak_of, kind.family))
+                option = option_within(
+                    kind.problem, saved_bytes, min(peak_bytes, most_bytes), options
+                )
+                found += [] if option is None else [held_like(option, _thrifty(found))]
             kinds[key] = replace(kind, family=useful_options(found))
         return replace(self, kinds=kinds)
 
@@ -399,6 +423,31 @@ class _Sequence:
             f"and {format_bytes(kept_bytes)} is kept by blocks)",
             unplanned_bytes=self.eager_peak_bytes,
         )
+
+
+WORTH_A_SECOND_LOOK = 0.05
+"""Of the time of the blocks: with less to gain, limits half way are not looked at. On six layers of
+GPT-2 within the peak of checkpointing they took 25.1 % down to 21.4 %."""
+
+
+def _is_known(natural: BoundedOption, saved_bytes: int, peak_bytes: int) -> bool:
+    """Is the fastest option that keeps just as much known, and does it fit?"""
+    return natural.saved_bytes == saved_bytes and peak_of(natural) <= peak_bytes
+
+
+def _kept(family: Iterable[BoundedOption]) -> list[int]:
+    return sorted({option.saved_bytes for option in family})
+
+
+def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
+    """Between each of `used` and its neighbours among `limits`, which ascend."""
+    found = {
+        (limits[i] + limits[j]) // 2
+        for i in (limits.index(u) for u in used if u in limits)
+        for j in (i - 1, i + 1)
+        if 0 <= j < len(limits)
+    }
+    return sorted(found)
 
 
 def _thrifty(family: Sequence[BoundedOption]) -> BoundedOption:

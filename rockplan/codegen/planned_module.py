@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -593,14 +593,23 @@ def plan_in_place(
     """Make `module` itself a planned one, which starts with `program` for calls of `kind`: whoever
     holds it calls the plan. Its hooks run as they did."""
     settings = (make_program, on_mismatch, on_infeasible, False, True)
-    state = _PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
-    module.__class__ = _planned_class(type(module))  # type: ignore[arg-type]
+    if isinstance(module, Planned):  # taken out, where its class had to stay
+        before = module._rockplan
+        state = _PlannedState(before.original, before.instance_forward, *settings)
+    else:
+        state = _PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
+        module.__class__ = _planned_class(type(module))  # type: ignore[arg-type]
     module.__dict__["_rockplan"] = state
     _start(module, state, kind, program)
 
 
 def is_in_place(module: object) -> bool:
-    """Was it planned by `plan_in_place`?"""
+    """Was it planned by `plan_in_place`, and not taken out?"""
+    return is_own(module) and not module._rockplan.is_off
+
+
+def is_own(module: object) -> TypeGuard[Planned]:
+    """Was it planned by `plan_in_place`, whatever came of it?"""
     return isinstance(module, Planned) and module._rockplan.is_in_place
 
 
