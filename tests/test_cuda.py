@@ -358,3 +358,16 @@ def test_a_module_on_two_devices_is_refused() -> None:
 
     with pytest.raises(rockplan.InvalidInput, match="one device"):
         rockplan.solve(Halves(), torch.randn(4, 8), "min")
+
+
+@pytest.mark.parametrize("budget", ["min", "60%"])
+def test_blocks_that_are_planned_in_place(budget: str) -> None:
+    case = gpt2(layers=4).to("cuda")
+    eager = twin(case)
+    planned = rockplan.solve_blocks(
+        case.model, case.args, budget, sample_kwargs=case.kwargs, loss=case.loss
+    )
+    plan = rockplan.blocks_of(planned)
+    assert abs(measured_peak(case, planned) - plan.peak_bytes) <= tolerance_bytes(plan, "cuda")
+    planned.zero_grad()
+    train_side_by_side(case, planned, eager)
