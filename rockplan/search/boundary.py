@@ -19,6 +19,7 @@ from dataclasses import replace
 from rockplan.graph_builder.digests import problem_digest
 from rockplan.ilp.blocks.decode import price as option_of
 from rockplan.options import Options
+from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import timeline
 from rockplan.oracles.verify import verify
 from rockplan.search import planning
@@ -104,7 +105,7 @@ def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
         max(during[:boundary], default=0),
         max(during[boundary:], default=0),
         sum(step.time_ns for step in steps),
-        sum(graph.data[d].size_bytes for d in _held_returns(graph, schedule)),
+        sum(GraphView(graph).sizes[d] for d in _held_returns(graph, schedule)),
     )
 
 
@@ -115,7 +116,7 @@ def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
     assert made is not None
     boundary = schedule.forward_length
     during = [0] * boundary + _while_running(graph, schedule)[boundary:]
-    merged = merge_handovers(graph, schedule, during, frozenset())
+    merged = merge_handovers(graph, schedule, GraphView(graph).sizes, during, frozenset())
     verify(graph, merged)
     return replace(made, schedule=merged, budget_bytes=peak_of(option))
 
@@ -196,7 +197,7 @@ def _options(
         schedules = solved()
         if cache and schedules:
             priced = tuple(option_of(graph, Orders(*s.phases)) for s in schedules)
-            cache.put_family(key, OptionFamily(priced, gap_ns=None, solves=0))
+            cache.put_family(key, OptionFamily(priced, solves=0))
     return [bounded_option(graph, schedule) for schedule in schedules]
 
 
@@ -222,4 +223,5 @@ def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
 
 
 def _output_bytes(graph: CDGraph) -> int:
-    return sum(graph.data[d].size_bytes for d in graph.outputs)
+    sizes = GraphView(graph).sizes
+    return sum(sizes[d] for d in graph.outputs)
