@@ -29,6 +29,7 @@ from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanM
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.layouts import check_layouts
 from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.lowering.lower import Lowered, lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
@@ -320,6 +321,8 @@ def captured_call(
     with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
         captured = capture(module, args, kwargs, forward, incoming)
         device = _device(module, captured)
+        if options.compile:
+            captured = fused(captured, keeps_roundings=options.compile == "near")
         lowered = lower(captured, rng_replay.state_bytes(device), options.released)
         check_layouts(lowered.graph, lowered.samples)
     parameters = module.named_parameters(remove_duplicate=False)

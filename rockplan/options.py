@@ -55,6 +55,9 @@ class Options:
     stages has a smallest budget of its own.
     on_refused: of `solve_blocks`, what happens where a block cannot be planned: 'error' raises what
     says why, 'leave' leaves it as it is and says so.
+    compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,
+    Triton on CUDA), in place of the operators of eager execution; 'near': kernels that round
+    between their operators as eager does (docs/compiled.md).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -69,6 +72,7 @@ class Options:
     on_infeasible: Literal["error", "smallest", "original"] = "error"
     without: Sequence[str] = ()
     on_refused: Literal["error", "leave"] = "error"
+    compile: bool | Literal["near"] = False
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -81,6 +85,8 @@ class Options:
             positions = _positions("differentiated", self.differentiated)
             object.__setattr__(self, "differentiated", positions)
         object.__setattr__(self, "released", _positions("released", self.released))
+        if self.compile not in (False, True, "near"):
+            raise InvalidInput(f"compile is {self.compile!r}; choose False, True or 'near'")
         for name in ("keep", "recompute", "without"):
             patterns = getattr(self, name)
             if not _is_sequence(patterns) or not all(isinstance(p, str) for p in patterns):

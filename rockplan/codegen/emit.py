@@ -21,7 +21,7 @@ import torch
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.simulate import taken_over
-from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, is_kernel, value_refs
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule
 
@@ -415,7 +415,8 @@ def _refs(call: Call) -> list[ValueRef]:
 
 def _pattern(op: str, targets: Sequence[str]) -> str:
     """Left-hand side for the result of `op`: a name, or as many as it returns."""
-    return targets[0] if _returns_one(op) else "".join(f"{t}, " for t in targets).rstrip()
+    is_one = not is_kernel(op) and _returns_one(op)
+    return targets[0] if is_one else "".join(f"{t}, " for t in targets).rstrip()
 
 
 @functools.cache
@@ -429,6 +430,8 @@ def _returns_one(op: str) -> bool:
 
 
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
+    if is_kernel(call.op):
+        return f"{operator(call.op)}({_literal(call.args, name)})"
     args = [_literal(a, name) for a in call.args]
     kwargs = [f"{k}={_literal(a, name)}" for k, a in call.kwargs]
     method = row_of(call.op).method

@@ -61,7 +61,7 @@ def build(
     devices = {v.spec.device for v in graph.values}
     return Executable(
         code=code,
-        functions=load(code, interface, f"{name} again" if again else name),
+        functions=load(code, interface, f"{name} again" if again else name, graph.kernels),
         targets=targets,
         outputs=outputs,
         relations=relations(graph, interface),

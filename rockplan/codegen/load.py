@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import linecache
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rockplan.codegen.emit import Code, emit_guard
+from rockplan.graph_builder.fusion.kernels import function_of
 from rockplan.graph_builder.operators.rows import ROWS
+from rockplan.values.graph import Kernel
 from rockplan.values.interface import Interface
 
 SliceFunction = Callable[[Any], tuple[torch.Tensor, ...]]
@@ -38,9 +40,10 @@ class Functions:
     guards: tuple[Callable[[Any, Any], object], ...]
 
 
-def load(code: Code, interface: Interface, name: str) -> Functions:
-    """Compile the text of a plan; `name` appears in tracebacks."""
-    namespace = _execute(code.source, code.operators, f"<rockplan {name}>")
+def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] = ()) -> Functions:
+    """Compile the text of a plan; `name` appears in tracebacks. kernels: what the text calls."""
+    functions = {k.op: function_of(k) for k in kernels}
+    namespace = _execute(code.source, code.operators, f"<rockplan {name}>", functions)
     guards = []
     for number, guard in enumerate(interface.guards):
         text, operators = emit_guard(guard, number)
@@ -51,10 +54,16 @@ def load(code: Code, interface: Interface, name: str) -> Functions:
     return Functions(namespace["forward"], backward, tuple(guards))
 
 
-def _execute(text: str, operators: tuple[tuple[str, str], ...], filename: str) -> dict[str, Any]:
+def _execute(
+    text: str,
+    operators: tuple[tuple[str, str], ...],
+    filename: str,
+    kernels: Mapping[str, Callable[..., Any]] | None = None,
+) -> dict[str, Any]:
+    known = {**_FUNCTIONS, **(kernels or {})}
     namespace: dict[str, Any] = {"torch": torch}
     for identifier, op in operators:
-        namespace[identifier] = _FUNCTIONS.get(op) or _operator(op)
+        namespace[identifier] = known.get(op) or _operator(op)
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), namespace)
     return namespace

@@ -100,6 +100,63 @@ class Call:
         return Call, (self.op, picklable(self.args), picklable(self.kwargs), self.results)
 
 
+NAMESPACE = "rockplan"
+"""Of the operators that call kernels."""
+
+
+def is_kernel(op: str) -> bool:
+    """Does the operator of this name call a kernel?"""
+    return op.startswith(f"{NAMESPACE}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Operators that are compiled as one function, in a numbering of their own. Equal kernels are
+    one, and the name has a digest of all that is computed. No code: a compiler makes it from these
+    values, here or elsewhere.
+
+    op: the operator that calls it, 'rockplan.mean_rsqrt_mul_01234567.default'.
+
+    inputs: its arguments, values 0, 1, ...; calls: what it computes, whose results are numbered
+    from there on; results, result_specs: the values that it returns, each in a storage of its own,
+    and how they look. keeps_roundings: it rounds between its operators as each of them alone does.
+    """
+
+    op: str
+    inputs: tuple[TensorSpec, ...]
+    calls: tuple[Call, ...]
+    results: tuple[int, ...]
+    result_specs: tuple[TensorSpec, ...]
+    device: str
+    keeps_roundings: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.op.split(".")[1]
+
+    def __str__(self) -> str:
+        """The name, then a line a call."""
+        results = ", ".join(f"%{v}" for v in self.results)
+        lines = [f"{self.name}({', '.join(map(_looks, self.inputs))}) -> {results}"]
+        for call in self.calls:
+            made = ", ".join("_" if r is None else f"%{r}" for r in call.results)
+            lines.append(
+                f"  {made} = {call.op}{_text(call.args)} {_text(call.kwargs)}".rstrip(" ()")
+            )
+        return "\n".join(lines)
+
+
+def _looks(spec: TensorSpec) -> str:
+    return f"{spec.dtype.removeprefix('torch.')}{list(spec.shape)}"
+
+
+def _text(arguments: object) -> str:
+    if isinstance(arguments, tuple):
+        return f"({', '.join(map(_text, arguments))})"
+    index = getattr(arguments, "index", None)
+    return f"%{index}" if isinstance(index, int) else str(arguments)
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One tensor of the captured program: a member of the storage `data`.
@@ -164,6 +221,7 @@ class CDGraph:
     dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
     backward phase: whatever needs them later makes them again.
     eager_order: all nodes in the order in which eager executes them; empty if it is theirs.
+    kernels: compiled ones that calls name.
     """
 
     data: tuple[DataNode, ...]
@@ -175,6 +233,7 @@ class CDGraph:
     values: tuple[Value, ...] = ()
     dropped: tuple[int, ...] = ()
     eager_order: tuple[int, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
     @property
     def forward(self) -> tuple[ComputeNode, ...]:

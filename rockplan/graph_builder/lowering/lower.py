@@ -25,6 +25,7 @@ from rockplan.graph_builder.lowering.atomic_units import (
 from rockplan.graph_builder.lowering.backward_order import reordered
 from rockplan.graph_builder.lowering.buffer_copies import with_copies
 from rockplan.graph_builder.lowering.functionalize import with_versions
+from rockplan.graph_builder.lowering.gradient_sums import Gradients, contributions
 from rockplan.graph_builder.lowering.reinplace import is_dense, with_takeovers
 from rockplan.graph_builder.operators.facts import without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
@@ -66,7 +67,7 @@ def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) 
     InvalidInput for one that is no tensor of the forward's.
     """
     capture = with_versions(capture)
-    gradients = _contributions(capture)
+    gradients = contributions(capture)
     handed = [g for _, found in gradients for g in found]
     parts = divided(capture, handed)
     copying = with_copies(capture, parts)
@@ -74,45 +75,6 @@ def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) 
         capture, parts = copying, divided(copying, handed)
     lowered = _assemble(capture, parts, gradients, rng_state_bytes, released)
     return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
-
-
-Gradients = tuple[tuple[int, tuple[int, ...]], ...]
-
-
-def _contributions(capture: Capture) -> Gradients:
-    """For each target, the gradients that the engine sums up for it, in its order.
-
-    Where a tensor is used several times, the engine adds what arrives to what is there. The sums
-    are left to it: with several forwards in flight it sums in another association than any one
-    of them alone, and the bits depend on that.
-    """
-    producer: dict[int, Call] = {}
-    uses: Counter[int] = Counter()
-    for recorded in capture.calls:
-        uses.update(recorded.reads)
-        if recorded.phase is Phase.BACKWARD:
-            producer.update({r: recorded.call for r in recorded.call.results if r is not None})
-
-    # An `add` of what something else reads as well may be part of a formula for one gradient (the
-    # backward of a custom function: g + g * k), which nothing in the record tells from a sum.
-    def is_engine_sum(gradient: int) -> bool:
-        call = producer.get(gradient)
-        if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
-            return False
-        terms = [a.index for a in call.args if isinstance(a, ValueRef)]
-        spec = capture.values[gradient].spec
-        return len(terms) == 2 and all(
-            capture.values[t].spec.shape == spec.shape and uses[t] == 1 for t in terms
-        )
-
-    def split(gradient: int) -> tuple[int, ...]:
-        if not is_engine_sum(gradient):
-            return (gradient,)
-        arrived, last = (r.index for r in _refs(producer[gradient]))
-        uses[arrived] -= 1
-        return (*split(arrived), last)
-
-    return tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
 
 
 def _refs(call: Call) -> list[ValueRef]:
@@ -256,6 +218,7 @@ def _assemble(
         handed=own(handed),
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
+        kernels=capture.kernels,
     )
     of = numbering.value_of
     samples = {of[v]: t for v, t in capture.samples.items() if v in of}

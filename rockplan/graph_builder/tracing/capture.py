@@ -59,7 +59,7 @@ from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
 from rockplan.python_state.leftovers import Leftovers, frames_forgotten
 from rockplan.python_state.snapshot import Snapshot
-from rockplan.values.graph import ValueRef
+from rockplan.values.graph import Kernel, ValueRef
 from rockplan.values.interface import (
     Assignment,
     Guard,
@@ -80,7 +80,7 @@ class Capture:
     output_spec: tree structure of the result.
     samples: real tensors of integer inputs and of what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
-    `lowering.buffer_copies`.
+    `lowering.buffer_copies`. kernels: that calls name, see `fusion`.
     """
 
     values: tuple[RecordedValue, ...]
@@ -98,6 +98,7 @@ class Capture:
     output_spec: trees.TreeSpec
     samples: dict[int, torch.Tensor]
     copies: tuple[tuple[int, int], ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
 
 def capture(

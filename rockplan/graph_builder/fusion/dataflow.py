@@ -1,0 +1,202 @@
+"""Dataflow: what is made of what, storage by storage, among parts that can be fused.
+
+takes: Parts. returns: Dataflow. guarantees: an element for each storage that a fusible part makes
+and that something needs; what opaque calls, the caller and autograd get is `forced`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rockplan.graph_builder.fusion.parts import Part, PartKind, Parts
+from rockplan.graph_builder.tracing.recorder import RecordedValue
+from rockplan.values.graph import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Fusible:
+    """A storage that a fusible part makes. maker: position of the part; value: the tensor that the
+    part makes; reads: storages that the part reads."""
+
+    storage: int
+    maker: int
+    value: int
+    size_bytes: int
+    reads: tuple[int, ...]
+    is_reduction: bool
+    is_trigonometric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """made: storage -> how it is made, in execution order; readers: storage -> storages made from
+    it, in order; forced: those of `made` that have to be there; forward: those that the forward
+    phase needs; sizes: of all storages in bytes; views: value -> position of the part that derives
+    it; opaque: positions of opaque parts that something needs; whole: storage that one of them
+    makes or changes -> position of the last one that does; opaque_readers: storage -> positions of
+    those that read it, in order."""
+
+    parts: Parts
+    made: dict[int, Fusible]
+    readers: dict[int, tuple[int, ...]]
+    forced: frozenset[int]
+    forward: frozenset[int]
+    sizes: dict[int, int]
+    views: dict[int, int]
+    whole: dict[int, int]
+    opaque_readers: dict[int, tuple[int, ...]]
+    opaque: tuple[int, ...]
+
+    def storage(self, value: int) -> int:
+        return self.parts.values[value].storage
+
+    def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
+        """What a kernel that computes `storages` reads, if `stored` are there."""
+        wanted = list(storages)
+        seen, found = set(wanted), set()
+        while wanted:
+            for read in self.made[wanted.pop()].reads:
+                if read in seen:
+                    continue
+                if read in self.made and read not in stored:
+                    seen.add(read)
+                    wanted.append(read)
+                else:
+                    found.add(read)
+        return frozenset(found)
+
+    def interior(self, storages: Iterable[int], stored: Collection[int]) -> list[int]:
+        """`storages` and all that a kernel computes on the way to them, in order."""
+        wanted = list(storages)
+        seen = set(wanted)
+        while wanted:
+            for read in self.made[wanted.pop()].reads:
+                if read in self.made and read not in stored and read not in seen:
+                    seen.add(read)
+                    wanted.append(read)
+        return sorted(seen, key=lambda s: (self.made[s].maker, s))
+
+    def nearest_users(self, storage: int, stored: Collection[int], most: int) -> list[int]:
+        """The first `most` of `stored` whose kernels compute `storage` on their way."""
+        waiting = [(self.made[r].maker, r) for r in self.readers.get(storage, ())]
+        heapq.heapify(waiting)
+        seen = {r for _, r in waiting}
+        found: list[int] = []
+        while waiting and len(found) < most:
+            _, user = heapq.heappop(waiting)
+            if user in stored:
+                found.append(user)
+                continue
+            for reader in self.readers.get(user, ()):
+                if reader not in seen:
+                    seen.add(reader)
+                    heapq.heappush(waiting, (self.made[reader].maker, reader))
+        return found
+
+
+def dataflow_of(parts: Parts, roots: Collection[int], kept: Collection[int]) -> Dataflow:
+    """roots: values that the caller or autograd gets; kept: positions of opaque parts that run
+    whatever needs them."""
+    values = parts.values
+    needed, forced, opaque = _needed(parts, roots, kept)
+    made: dict[int, Fusible] = {}
+    for position, part in enumerate(parts.parts):
+        if part.kind not in (PartKind.POINTWISE, PartKind.REDUCTION):
+            continue
+        reads = tuple(dict.fromkeys(values[v].storage for v in part.reads))
+        for value in part.makes:
+            storage = values[value].storage
+            if storage in needed:
+                made[storage] = Fusible(
+                    storage,
+                    position,
+                    value,
+                    values[value].storage_bytes,
+                    reads,
+                    part.kind is PartKind.REDUCTION,
+                    part.is_trigonometric,
+                )
+    readers: dict[int, list[int]] = defaultdict(list)
+    for one in made.values():
+        for read in one.reads:
+            readers[read].append(one.storage)
+    return Dataflow(
+        parts,
+        made,
+        {s: tuple(found) for s, found in readers.items()},
+        frozenset(forced & made.keys()),
+        _needed_forward(parts, made, roots, kept),
+        {v.storage: v.storage_bytes for v in values},
+        dict(_views(parts.parts)),
+        *_memory_of_opaque(parts, opaque),
+        opaque,
+    )
+
+
+def _memory_of_opaque(
+    parts: Parts, opaque: Iterable[int]
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    whole: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for position in opaque:
+        part = parts.parts[position]
+        whole |= dict.fromkeys(_storages(parts.values, part.makes), position)
+        for storage in _storages(parts.values, part.reads):
+            readers[storage].append(position)
+    return whole, {s: tuple(found) for s, found in readers.items()}
+
+
+def _views(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    for position, part in enumerate(parts):
+        if part.kind is PartKind.VIEW:
+            yield from ((value, position) for value in part.makes)
+
+
+def _needed(
+    parts: Parts, roots: Collection[int], kept: Collection[int]
+) -> tuple[set[int], set[int], tuple[int, ...]]:
+    """Storages that something needs; those of them that opaque parts or the caller do; the opaque
+    parts that run."""
+    values = parts.values
+    forced = {values[v].storage for v in roots}
+    needed = set(forced)
+    opaque: list[int] = []
+    for position in range(len(parts.parts) - 1, -1, -1):
+        part = parts.parts[position]
+        is_needed = position in kept or bool(_storages(values, part.makes) & needed)
+        if part.kind is PartKind.VIEW or not is_needed:
+            continue
+        read = _storages(values, part.reads)
+        needed |= read
+        if part.kind is PartKind.OPAQUE:
+            forced |= read
+            opaque.append(position)
+    return needed, forced, tuple(reversed(opaque))
+
+
+def _storages(values: Sequence[RecordedValue], found: Iterable[int]) -> set[int]:
+    return {values[v].storage for v in found}
+
+
+def _needed_forward(
+    parts: Parts, made: dict[int, Fusible], roots: Collection[int], kept: Collection[int]
+) -> frozenset[int]:
+    """Storages that something of the forward phase needs."""
+    values = parts.values
+    phase = {
+        values[v].storage: part.phase
+        for part in parts.parts
+        if part.kind is not PartKind.VIEW
+        for v in part.makes
+    }
+    needed = {s for s in _storages(values, roots) if phase.get(s) is Phase.FORWARD}
+    for position in range(len(parts.parts) - 1, -1, -1):
+        part = parts.parts[position]
+        if part.kind is PartKind.VIEW or part.phase is Phase.BACKWARD:
+            continue
+        if _storages(values, part.makes) & needed or position in kept:
+            needed |= _storages(values, part.reads)
+    return frozenset(needed & made.keys())

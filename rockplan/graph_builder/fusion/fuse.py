@@ -1,0 +1,193 @@
+"""Fuse: a recorded run -> the same run, in which compiled kernels compute what can be fused.
+
+takes: a Capture. returns: a Capture whose calls are those operators that stay as they are, and
+calls of kernels; `kernels` has what these compute. guarantees: outputs, gradients and everything
+that is written or drawn stay where they are. docs/compiled.md says what becomes a kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from rockplan.graph_builder.fusion import inductor, kernels
+from rockplan.graph_builder.fusion.dataflow import Dataflow, dataflow_of
+from rockplan.graph_builder.fusion.groups import groups_of
+from rockplan.graph_builder.fusion.kinds import Fused, fused_group
+from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of, refs
+from rockplan.graph_builder.fusion.stored import stored
+from rockplan.graph_builder.lowering import gradient_sums
+from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.graph_builder.tracing.recorder import RecordedCall
+from rockplan.values.graph import Call, ValueRef
+from rockplan.values.progress import report
+
+_LOGGER = logging.getLogger("rockplan")
+
+
+def fused(capture: Capture, keeps_roundings: bool) -> Capture:
+    """`capture` with kernels, compiled here. What does not compile stays as it is, which a line on
+    the logger says. Raises MissingLibrary without a compiler, InvalidInput for a device that has
+    none."""
+    report("choosing kernels")
+    inductor.check_compiler(device_type_of(capture))
+    table = inductor.decompositions()
+    opaque: set[int] = set()
+    while True:
+        found = proposed(capture, keeps_roundings, table, frozenset(opaque))
+        failed = kernels.made({f.kernel.op: f.kernel for f in found.fused}.values())
+        if not failed:
+            return found.rewritten()
+        for one in found.fused:
+            if one.kernel.op in failed:
+                _say(capture, one, failed[one.kernel.op], opaque)
+                opaque.update(one.owners)
+
+
+def device_type_of(capture: Capture) -> str:
+    """Of the accelerator that the run computes on, else of the CPU."""
+    types = {value.spec.device.split(":")[0] for value in capture.values} - {"meta"}
+    return min(types - {"cpu"}, default="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A run, and what is to be compiled of it. fused: the kernels in the order in which they run;
+    alone: those of them that one recorded operator computes, which runs as it is."""
+
+    capture: Capture
+    flow: Dataflow
+    fused: tuple[Fused, ...]
+    alone: tuple[Fused, ...]
+
+    def rewritten(self) -> Capture:
+        """The run in which kernels are called."""
+        return _Rewriting(self).capture() if self.fused else self.capture
+
+
+def proposed(
+    capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
+) -> Proposal:
+    """What could be compiled. opaque: positions of calls that stay as they are."""
+    opaque |= gradient_sums.sums(capture)
+    parts = parts_of(capture, opaque, table)
+    roots = {o.value for o in capture.outputs if o.value is not None}
+    roots |= {g for _, found in gradient_sums.contributions(capture) for g in found}
+    flow = dataflow_of(parts, roots, _kept(capture, parts))
+    there = stored(flow, device_type_of(capture))
+    found = [
+        fused_group(flow, there, group, len(capture.values), keeps_roundings)
+        for group in groups_of(flow, there)
+    ]
+    alone = tuple(one for one in found if _is_one_operator(capture, one))
+    return Proposal(capture, flow, tuple(one for one in found if one not in alone), alone)
+
+
+def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
+    """Positions of parts that run whatever needs them."""
+    calls = capture.calls
+    return frozenset(
+        position
+        for position, part in enumerate(parts.parts)
+        if part.kind is PartKind.OPAQUE and (calls[part.owner].random or part.writes)
+    )
+
+
+def _is_one_operator(capture: Capture, one: Fused) -> bool:
+    """True if a recorded call, alone, makes all that the group makes: compiled it would be no
+    better."""
+    if len(one.owners) != 1:
+        return False
+    return set(one.results) <= set(capture.calls[one.owners[0]].call.results)
+
+
+class _Rewriting:
+    """Calls in the order in which they run; views come before what reads them."""
+
+    def __init__(self, proposal: Proposal) -> None:
+        self._capture = proposal.capture
+        self._flow = proposal.flow
+        self._proposal = proposal
+        self._calls: list[RecordedCall] = []
+        self._derived: set[int] = set()
+
+    def capture(self) -> Capture:
+        flow, recorded = self._flow, self._capture
+        steps: list[tuple[float, int, RecordedCall]] = [
+            (position, -1, recorded.calls[flow.parts.parts[position].owner])
+            for position in flow.opaque
+        ]
+        calls = [(one, self._as_recorded(one)) for one in self._proposal.alone]
+        calls += [(one, self._of_kernel(one)) for one in self._proposal.fused]
+        steps += [(one.group.at, number, call) for number, (one, call) in enumerate(calls)]
+        for _, _, call in sorted(steps, key=lambda step: step[:2]):
+            for value in call.reads:
+                self._derive(value)
+            self._calls.append(call)
+        for output in recorded.outputs:
+            if output.value is not None:
+                self._derive(output.value)
+        for _, gradient in recorded.gradients:
+            if gradient is not None:
+                self._derive(gradient)
+        named = {one.kernel.op: one.kernel for one in self._proposal.fused}
+        return replace(
+            recorded,
+            values=flow.parts.values,
+            calls=tuple(self._calls),
+            kernels=tuple(named.values()),
+        )
+
+    def _as_recorded(self, one: Fused) -> RecordedCall:
+        return replace(self._capture.calls[one.owners[0]], phase=one.group.phase)
+
+    def _of_kernel(self, one: Fused) -> RecordedCall:
+        """A call in the place of the largest result."""
+        flow = self._flow
+        main = max(one.group.targets, key=lambda t: (flow.sizes[t], flow.made[t].maker))
+        owner = self._capture.calls[flow.parts.parts[flow.made[main].maker].owner]
+        return RecordedCall(
+            call=Call(one.kernel.op, tuple(map(ValueRef, one.inputs)), (), one.results),
+            phase=one.group.phase,
+            reads=one.inputs,
+            writes=(),
+            random=False,
+            module=owner.module,
+            source=owner.source,
+        )
+
+    def _derive(self, value: int) -> None:
+        """The views by which `value` is made of what is there."""
+        position = self._flow.views.get(value)
+        if position is None or value in self._derived:
+            return
+        part = self._flow.parts.parts[position]
+        owner = self._capture.calls[part.owner]
+        call, made = part.call, part.makes
+        if value in owner.call.results and _is_view(self._capture, owner):
+            call, made = owner.call, tuple(r for r in owner.call.results if r is not None)
+        self._derived.update(made)
+        reads = tuple(r.index for r in refs(call))
+        for read in reads:
+            self._derive(read)
+        self._calls.append(replace(owner, call=call, reads=reads))
+
+
+def _is_view(capture: Capture, recorded: RecordedCall) -> bool:
+    given = {capture.values[v].storage for v in recorded.reads}
+    made = {capture.values[r].storage for r in recorded.call.results if r is not None}
+    return made <= given
+
+
+def _say(capture: Capture, one: Fused, reason: str, said: Collection[int]) -> None:
+    if set(one.owners) <= set(said):
+        return
+    last = capture.calls[one.owners[-1]]
+    _LOGGER.warning(
+        "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators run one by one",
+        last.module or "(root)",
+        last.source or "an unknown line",
+        one.kernel.name,
+        reason,
+    )

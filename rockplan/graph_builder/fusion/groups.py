@@ -1,0 +1,152 @@
+"""Groups: which stored values one kernel makes, and when it runs.
+
+takes: a Dataflow and what is stored. returns: groups of stored values, each of them in one, in the
+order in which they run. guarantees: what a group reads is made before it runs, and what it makes is
+read after that; no group has a second large result but in the backward phase, so that what the
+planner drops is cheap to make again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from rockplan.graph_builder.fusion.dataflow import Dataflow
+from rockplan.values.graph import Phase
+
+SMALL = 8
+"""How much smaller than the largest thing that its kernel reads a small result is at least."""
+
+SHARED = 2 / 3
+"""Of what two kernels read, that which both do, if they are to be one."""
+
+NEAR = 24
+"""Groups among which one that reads the same is looked for."""
+
+MOST_LARGE = 3
+"""Large results of a kernel of the backward phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """targets: storages that a kernel makes, in order; reads: storages that it reads; at: where it
+    runs, among the positions of parts."""
+
+    targets: tuple[int, ...]
+    reads: frozenset[int]
+    phase: Phase
+    at: float
+
+
+def groups_of(flow: Dataflow, stored: Collection[int]) -> tuple[Group, ...]:
+    merging = _Merging(flow, stored)
+    merging.run()
+    return tuple(sorted(merging.groups.values(), key=lambda g: (g.at, g.targets)))
+
+
+class _Merging:
+    """Groups by number, that of the first of their targets among all of them."""
+
+    def __init__(self, flow: Dataflow, stored: Collection[int]) -> None:
+        self._flow = flow
+        self.groups: dict[int, Group] = {}
+        self._maker: dict[int, int] = {}
+        self._readers: defaultdict[int, set[int]] = defaultdict(set)
+        for number, storage in enumerate(s for s in flow.made if s in stored):
+            phase = Phase.FORWARD if storage in flow.forward else Phase.BACKWARD
+            at = flow.made[storage].maker
+            self._add(number, Group((storage,), flow.leaves([storage], stored), phase, at))
+        for number in sorted(self.groups, reverse=True):
+            self._delay(number)
+
+    def run(self) -> None:
+        for number in sorted(self.groups):
+            if number in self.groups and self._is_small(self.groups[number]):
+                self._join(number, self._reads_as_much)
+        for number in sorted(self.groups):
+            if number in self.groups and self.groups[number].phase is Phase.BACKWARD:
+                self._join(number, self._reads_mostly_the_same)
+
+    def _add(self, number: int, group: Group) -> None:
+        self.groups[number] = group
+        for target in group.targets:
+            self._maker[target] = number
+        for read in group.reads:
+            self._readers[read].add(number)
+
+    def _delay(self, number: int) -> None:
+        """What the forward pass computes, and the backward pass alone needs, runs there."""
+        group = self.groups[number]
+        part = self._flow.parts.parts[self._flow.made[group.targets[0]].maker]
+        if part.phase is not group.phase:
+            at = math.nextafter(self._due(group, ()), -math.inf)
+            self.groups[number] = Group(group.targets, group.reads, group.phase, at)
+
+    def _join(self, number: int, fits: Callable[[Group, Group], bool]) -> None:
+        """Into the nearest group that fits."""
+        group = self.groups[number]
+        beside = {r for s in (*group.reads, *group.targets) for r in self._readers[s]}
+        near = sorted(beside - {number}, key=lambda n: (abs(n - number), n))[:NEAR]
+        for other in near:
+            found = self.groups[other]
+            if found.phase is not group.phase or not fits(group, found):
+                continue
+            made = self._merged(number, other)
+            if made is not None:
+                self._replace(number, other, made)
+                return
+
+    def _replace(self, number: int, other: int, made: Group) -> None:
+        for gone in (number, other):
+            for read in self.groups.pop(gone).reads:
+                self._readers[read].discard(gone)
+        self._add(min(number, other), made)
+
+    def _merged(self, number: int, other: int) -> Group | None:
+        """Both as one, where the later or the earlier of them runs; None where neither can be."""
+        one, two = self.groups[number], self.groups[other]
+        targets = tuple(sorted((*one.targets, *two.targets), key=self._order))
+        reads = (one.reads | two.reads) - frozenset(targets)
+        for at in sorted((one.at, two.at), reverse=True):
+            made = Group(targets, reads, one.phase, at)
+            is_ready = all(self._available(read) < at for read in reads)
+            if is_ready and at < self._due(made, (number, other)):
+                return made
+        return None
+
+    def _order(self, storage: int) -> tuple[int, int]:
+        return self._flow.made[storage].maker, storage
+
+    def _available(self, storage: int) -> float:
+        """The position at which a storage is whole."""
+        if storage in self._maker:
+            return self.groups[self._maker[storage]].at
+        return self._flow.whole.get(storage, -1)
+
+    def _due(self, group: Group, members: Collection[int]) -> float:
+        """The position of the first that reads what the group makes, other than its members."""
+        found = [math.inf]
+        for target in group.targets:
+            found += self._flow.opaque_readers.get(target, ())
+            found += [self.groups[r].at for r in self._readers[target] if r not in members]
+        return min(found)
+
+    # -- what is to be one -------------------------------------------------------------------
+
+    def _is_small(self, group: Group) -> bool:
+        largest = max((self._flow.sizes[r] for r in group.reads), default=0)
+        return all(SMALL * self._flow.sizes[t] <= largest for t in group.targets)
+
+    def _reads_as_much(self, group: Group, other: Group) -> bool:
+        """True if `group` reads nothing that `other` does not read, or make."""
+        return bool(group.reads) and group.reads <= other.reads | frozenset(other.targets)
+
+    def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
+        sizes, targets = self._flow.sizes, (*group.targets, *other.targets)
+        reads = (group.reads | other.reads) - frozenset(targets)
+        largest = max((sizes[r] for r in reads), default=0)
+        large = sum(SMALL * sizes[t] > largest for t in targets)
+        shared = sum(sizes[r] for r in group.reads & other.reads)
+        return large <= MOST_LARGE and 0 < SHARED * sum(sizes[r] for r in reads) <= shared

@@ -1,0 +1,241 @@
+"""Inductor: kernels by PyTorch's compiler, C++ on CPU and Triton on CUDA.
+
+takes: Kernels. returns: for each a function of a list of tensors, or why there is none. guarantees:
+a function returns tensors that look as the kernel says, each in a storage of its own. The one
+module that knows Inductor; torch 2.11 to 2.14.
+
+`compile_fx_inner` is called below autograd and Dynamo, on static shapes. Sources are handed to the
+compilers of the system as they are written, and waited for together: kernels compile side by side.
+What is compiled stays on disk, in Inductor's own cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.errors import InvalidInput, MissingLibrary
+from rockplan.graph_builder.operators import facts
+from rockplan.values.graph import Kernel, TensorSpec, ValueRef
+from rockplan.values.progress import report
+
+Function = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+STAGE = "compiling kernels"
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Operators that Inductor wants to be given as simpler ones."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def check_compiler(device_type: str) -> None:
+    """Raises MissingLibrary where there is no compiler for a device, InvalidInput where Inductor
+    has none."""
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:
+            raise MissingLibrary(
+                "Options(compile=True) needs a C++ compiler on CPU, and there is none: install g++ "
+                "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: "
+                "xcode-select --install), or name one in the environment variable CXX"
+            ) from error
+    elif device_type == "cuda":
+        from torch.utils._triton import has_triton_package
+
+        if not has_triton_package():
+            raise MissingLibrary(
+                "Options(compile=True) needs Triton on CUDA, and it is not installed: "
+                "pip install triton"
+            )
+    else:
+        raise InvalidInput(
+            f"Options(compile=True) compiles kernels for CPU and CUDA, not for {device_type}; "
+            "leave it out there"
+        )
+
+
+def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
+    """Name of the operator of each kernel -> its function, or why there is none."""
+    found: dict[str, Function | str] = {}
+    if not kernels:
+        return found
+    with _below_autograd(), _waiting_together() as finish:
+        for done, kernel in enumerate(kernels):
+            report(STAGE, done, 2 * len(kernels))
+            found[kernel.op] = _tried(functools.partial(_begun, kernel))
+        for done, kernel in enumerate(kernels):
+            report(STAGE, len(kernels) + done, 2 * len(kernels))
+            begun = found[kernel.op]
+            if not isinstance(begun, str):
+                found[kernel.op] = _tried(functools.partial(_finished, kernel, begun, finish))
+    report(STAGE, 2 * len(kernels), 2 * len(kernels))
+    return found
+
+
+def _tried(make: Callable[[], Function]) -> Function | str:
+    """Compilers raise what they like; what does not compile is run by operators."""
+    try:
+        return make()
+    except Exception as error:
+        text = str(error).strip().split("\n")[0]
+        return f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """As generated code runs, and as measurements are made; no mode sees what compilers do."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+# -- one kernel --------------------------------------------------------------------------------
+
+
+def _begun(kernel: Kernel) -> Function:
+    from torch._inductor import compile_fx, config
+    from torch._inductor.utils import BoxedBool
+
+    fakes = FakeTensorMode()
+    with fakes:
+        inputs = [_tensor(spec) for spec in kernel.inputs]
+    graph = _graph(kernel, inputs)
+    with config.patch({"emulate_precision_casts": kernel.keeps_roundings}), fakes:
+        made = compile_fx.compile_fx_inner(
+            graph, inputs, cudagraphs=BoxedBool(False), is_inference=True
+        )
+    # Without the frame of `CompiledFxGraph.__call__`, where there is one.
+    function: Function = getattr(made, "current_callable", None) or made
+    return function
+
+
+def _tensor(spec: TensorSpec, fill: bool = False) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    reach = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
+    make = torch.zeros if fill else torch.empty
+    flat = make(spec.offset + reach + 1, dtype=dtype, device=spec.device)
+    return flat.as_strided(spec.shape, spec.stride, spec.offset)
+
+
+def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The kernel as Inductor takes it."""
+    graph = fx.Graph()
+    values: dict[int, fx.Node] = {}
+    for position, fake in enumerate(inputs):
+        values[position] = graph.placeholder(f"a{position}")
+        values[position].meta["val"] = fake
+
+    def argument(given: Any) -> Any:
+        if isinstance(given, ValueRef):
+            return values[given.index]
+        return [argument(item) for item in given] if isinstance(given, tuple) else given
+
+    for call in kernel.calls:
+        overload = facts.resolve(call.op)
+        args = tuple(argument(a) for a in call.args)
+        kwargs = {name: argument(a) for name, a in call.kwargs}
+        node = graph.call_function(overload, args, kwargs)
+        returns = overload._schema.returns
+        is_one = len(returns) == 1 and "[]" not in str(returns[0].type)
+        made = ((r, place) for place, r in enumerate(call.results) if r is not None)
+        for result, place in made:
+            item = node if is_one else graph.call_function(operator.getitem, (node, place))
+            values[result] = item
+    output = graph.output(tuple(values[r] for r in kernel.results))
+    # Else strides of results are Inductor's choice.
+    output.meta["user_visible_output_idxs"] = tuple(range(len(kernel.results)))
+    output.meta["original_output_strides"] = [spec.stride for spec in kernel.result_specs]
+    return fx.GraphModule({}, graph)
+
+
+def _finished(kernel: Kernel, function: Function, finish: Callable[[], None]) -> Function:
+    """The function, once the compilers of the system are done, if its results look as they are to.
+    It runs twice on zeros."""
+    finish()
+    inputs = [_tensor(spec, fill=True) for spec in kernel.inputs]
+    first, second = (tuple(function(list(inputs))) for _ in range(2))
+    storages = [t.untyped_storage()._cdata for t in (*inputs, *first, *second)]
+    if len(set(storages[len(inputs) :])) != 2 * len(kernel.results) or (
+        set(storages[: len(inputs)]) & set(storages[len(inputs) :])
+    ):
+        raise RuntimeError("a result shares memory with something else")
+    others = [
+        place
+        for place, (made, spec) in enumerate(zip(first, kernel.result_specs, strict=True))
+        if _differs(made, spec)
+    ]
+    for place in others:
+        _check_same_memory(first[place], kernel.result_specs[place])
+    return _restoring(function, kernel, others) if others else function
+
+
+def _differs(made: torch.Tensor, spec: TensorSpec) -> bool:
+    looks = (tuple(made.shape), tuple(made.stride()), made.storage_offset(), str(made.dtype))
+    return looks != (spec.shape, spec.stride, 0, spec.dtype)
+
+
+def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
+    """Raise unless both have the same elements at the same places: they differ in dimensions of
+    size 1."""
+
+    def steps(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
+        return [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
+
+    same = steps(made.shape, made.stride()) == steps(spec.shape, spec.stride)
+    if not same or made.storage_offset() or str(made.dtype) != spec.dtype:
+        raise RuntimeError(
+            f"a result is {tuple(made.shape)} in strides {tuple(made.stride())} of {made.dtype}, "
+            f"where {spec.shape} in {spec.stride} of {spec.dtype} was recorded"
+        )
+
+
+def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Function:
+    looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in places]
+
+    def restored(arguments: list[Any]) -> list[torch.Tensor]:
+        results = list(function(arguments))
+        for place, shape, stride in looks:
+            results[place] = results[place].as_strided(shape, stride)
+        return results
+
+    return restored
+
+
+# -- side by side ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _waiting_together() -> Iterator[Callable[[], None]]:
+    """Inside, Inductor does not wait for the compilers of the system; who calls what is yielded
+    does. Where this Inductor waits in another way, it waits for each."""
+    from torch._inductor import async_compile
+
+    compiling: Any = async_compile.AsyncCompile
+    wait = getattr(compiling, "wait", None)
+    waiting: list[tuple[Any, dict[str, Any]]] = []
+
+    def finish() -> None:
+        while waiting and wait is not None:
+            wait(*waiting.pop(0))
+
+    if wait is None:
+        yield finish
+        return
+    compiling.wait = lambda one, scope: waiting.append((one, scope))
+    try:
+        yield finish
+    finally:
+        compiling.wait = wait

@@ -1,0 +1,157 @@
+"""Kinds: the kernel of a group, in a numbering of its own.
+
+takes: a Dataflow, a group. returns: what a call of its kernel reads and makes, and the Kernel.
+guarantees: groups that compute the same of tensors that look the same have kernels that are equal,
+name included: layers of one kind are compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from math import prod
+
+from rockplan.graph_builder.digests import canonical_literal, digest, spec_fields
+from rockplan.graph_builder.fusion.dataflow import Dataflow
+from rockplan.graph_builder.fusion.groups import Group
+from rockplan.graph_builder.fusion.parts import PartKind, dtype_of, renamed, words
+from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec
+
+_ALIGNED_BYTES = 16
+"""Compilers ask whether the first element lies at a multiple of this."""
+
+_NAMED = 4
+"""Operators in the name of a kernel."""
+
+_UNNAMED = words(
+    "alias arange clone convert_element_type full full_like iota scalar_tensor zeros ones"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A group as a call. inputs: values that it reads; results: values that it makes, one for each
+    of the group's targets; owners: positions of the recorded calls that it computes, all or in
+    part."""
+
+    group: Group
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    owners: tuple[int, ...]
+    kernel: Kernel
+
+
+def fused_group(
+    flow: Dataflow,
+    stored: Collection[int],
+    group: Group,
+    recorded_values: int,
+    keeps_roundings: bool,
+) -> Fused:
+    """recorded_values: how many of the values are those of the capture."""
+    building = _Building(flow, stored, group, recorded_values)
+    inputs, positions = building.inputs_and_parts()
+    results = tuple(flow.made[t].value for t in group.targets)
+    local = {v: i for i, v in enumerate(inputs)}
+    parts = [flow.parts.parts[p] for p in positions]
+    for part in parts:
+        for made in part.makes:
+            local[made] = len(local)
+    calls = tuple(renamed(part.call, local.__getitem__) for part in parts)
+    values = flow.parts.values
+    specs = tuple(_as_input(values[v].spec) for v in inputs)
+    kernel = Kernel(
+        "",
+        specs,
+        calls,
+        tuple(local[r] for r in results),
+        tuple(values[r].spec for r in results),
+        values[results[0]].spec.device,
+        keeps_roundings,
+    )
+    work = [part for part in parts if part.kind is not PartKind.VIEW]
+    owners = tuple(sorted({part.owner for part in work}))
+    return Fused(group, inputs, results, owners, replace(kernel, op=_name(kernel)))
+
+
+class _Building:
+    def __init__(
+        self, flow: Dataflow, stored: Collection[int], group: Group, recorded_values: int
+    ) -> None:
+        self._flow = flow
+        inner = frozenset(stored) - frozenset(group.targets)
+        self._interior = flow.interior(group.targets, inner)
+        self._recorded_values = recorded_values
+        self._inputs: dict[int, None] = {}
+        self._parts: set[int] = set()
+
+    def inputs_and_parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Values that are read, in order of first use; positions of parts in order."""
+        flow, parts = self._flow, self._flow.parts.parts
+        inside = set(self._interior)
+        makers = {flow.made[storage].maker: None for storage in self._interior}
+        positions = set(makers)
+        reads = dict.fromkeys(v for maker in makers for v in parts[maker].reads)
+        chains: dict[int, list[list[int]]] = {}
+        for value in reads:
+            chain = self._chain(value)
+            if flow.storage(value) in inside:
+                positions.update(flow.views[v] for v in chain[1:])
+            else:
+                chains.setdefault(chain[0], []).append(chain)
+        inputs = []
+        for found in chains.values():
+            start = self._start(found)
+            inputs.append(found[0][start])
+            positions.update(flow.views[v] for chain in found for v in chain[start + 1 :])
+        return tuple(inputs), tuple(sorted(positions))
+
+    def _chain(self, value: int) -> list[int]:
+        """The views by which `value` is made, from what no view makes on."""
+        chain = [value]
+        while (position := self._flow.views.get(chain[-1])) is not None:
+            chain.append(self._flow.parts.parts[position].reads[0])
+        return chain[::-1]
+
+    def _start(self, chains: list[list[int]]) -> int:
+        """Which tensor of chains of views, of one storage, is an input: all of it, or the part of
+        it in which all that is read lies, where a call of the capture makes it. Else each part
+        would make another kind."""
+        values = self._flow.parts.values
+        elements = prod(values[chains[0][0]].spec.shape)
+        for place in range(1, min(map(len, chains))):
+            value = chains[0][place]
+            if any(chain[place] != value for chain in chains):
+                break
+            if prod(values[value].spec.shape) < elements and value < self._recorded_values:
+                return place
+        return 0
+
+
+def _as_input(spec: TensorSpec) -> TensorSpec:
+    """`spec`, of whose place in its storage only the alignment is left."""
+    item_bytes = dtype_of(spec).itemsize
+    return replace(spec, offset=spec.offset % max(_ALIGNED_BYTES // item_bytes, 1))
+
+
+def _name(kernel: Kernel) -> str:
+    content = [
+        [spec_fields(s) for s in kernel.inputs],
+        [_call(c) for c in kernel.calls],
+        list(kernel.results),
+        [spec_fields(s) for s in kernel.result_specs],
+        kernel.device,
+        kernel.keeps_roundings,
+    ]
+    packets = (c.op.split(".")[1] for c in kernel.calls)
+    named = [p.strip("_") for p in dict.fromkeys(packets) if p not in _UNNAMED and p not in _VIEWS]
+    words = "_".join(named[:_NAMED] + ["etc"] * (len(named) > _NAMED)) or "fill"
+    return f"{NAMESPACE}.{words}_{digest(content)[:8]}.default"
+
+
+_VIEWS = words("expand permute reshape select slice split squeeze unsqueeze view transpose t")
+
+
+def _call(call: Call) -> list[object]:
+    kwargs = [[k, canonical_literal(a)] for k, a in call.kwargs]
+    return [call.op, canonical_literal(call.args), kwargs, list(call.results)]

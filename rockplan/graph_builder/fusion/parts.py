@@ -1,0 +1,475 @@
+"""Parts: recorded calls as the operators that a compiler is given.
+
+takes: a Capture. returns: Parts, in the order of the calls. guarantees: a call that can be fused is
+there as pointwise operators, reductions and views, after the compiler's own decompositions, and its
+results look as recorded (shape, strides, dtype, storage); every other call is one opaque part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import ViewKind, row_of
+from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
+from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, value_refs
+
+_LOGGER = logging.getLogger("rockplan")
+
+Table = Mapping[Any, Callable[..., Any]]
+"""Operator -> the function that computes it by simpler ones."""
+
+
+class PartKind(Enum):
+    OPAQUE = "opaque"
+    VIEW = "view"
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One operator of a run. call: in recorded values, and in further ones for what lies between
+    the parts of one call; owner: position of the recorded call; is_trigonometric: a sine or a
+    cosine, which take long; writes: values that it changes in place."""
+
+    call: Call
+    kind: PartKind
+    owner: int
+    phase: Phase
+    is_trigonometric: bool = False
+    writes: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(r.index for r in refs(self.call)))
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """What it makes, and what it changes."""
+        return tuple(
+            dict.fromkeys((*(r for r in self.call.results if r is not None), *self.writes))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """parts: in execution order; values: those of the capture, then those between parts."""
+
+    parts: tuple[Part, ...]
+    values: tuple[RecordedValue, ...]
+
+
+def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
+    """opaque: positions of calls that stay as they are."""
+    expansion = _Expansion(capture, table)
+    for position, recorded in enumerate(capture.calls):
+        expansion.add(position, recorded, is_opaque=position in opaque)
+    return Parts(tuple(expansion.parts), tuple(expansion.values))
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def refs(call: Call) -> list[ValueRef]:
+    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
+
+
+def renamed(call: Call, name: Callable[[int], int]) -> Call:
+    """`call` with other numbers for its arguments and results."""
+
+    def of(argument: Any) -> Any:
+        if isinstance(argument, ValueRef):
+            return ValueRef(name(argument.index))
+        return tuple(map(of, argument)) if isinstance(argument, tuple) else argument
+
+    kwargs = tuple((k, of(a)) for k, a in call.kwargs)
+    results = tuple(None if r is None else name(r) for r in call.results)
+    return Call(call.op, of(call.args), kwargs, results)
+
+
+# -- the whole run -----------------------------------------------------------------------------
+
+
+class _Expansion:
+    """One walk over the calls; those that look the same have the same parts."""
+
+    def __init__(self, capture: Capture, table: Table) -> None:
+        self.parts: list[Part] = []
+        self.values = list(capture.values)
+        self._table = table
+        self._fakes = FakeTensorMode()
+        self._storages = 1 + max((v.storage for v in capture.values), default=0)
+        self._templates: dict[Hashable, _Template | None] = {}
+        self._written = _last_writes(capture)
+        self._changed_outside = _changed_outside(capture)
+
+    def add(self, position: int, recorded: RecordedCall, is_opaque: bool) -> None:
+        template = None if is_opaque else self._template(position, recorded)
+        if template is None:
+            kind, phase, writes = PartKind.OPAQUE, recorded.phase, recorded.writes
+            self.parts.append(Part(recorded.call, kind, position, phase, writes=writes))
+            return
+        names = dict(enumerate(_given(recorded.call)))
+        leaves = zip(template.leaves, recorded.call.results, strict=True)
+        names |= {n: r for n, r in leaves if n is not None and r is not None}
+        storages = {template.tensors[n].storage: self.values[v].storage for n, v in names.items()}
+        for number, made in template.tensors.items():
+            if number not in names:
+                if made.storage not in storages:
+                    storages[made.storage] = self._storages
+                    self._storages += 1
+                names[number] = len(self.values)
+                self.values.append(
+                    RecordedValue(made.spec, storages[made.storage], made.storage_bytes)
+                )
+        for part in template.parts:
+            call = renamed(part.call, names.__getitem__)
+            kind = PartKind(part.kind)
+            self.parts.append(Part(call, kind, position, recorded.phase, part.is_trigonometric))
+
+    def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
+        if recorded.random or recorded.writes or not self._is_settled(position, recorded):
+            return None
+        if not self._is_plain(recorded.call):
+            return None
+        key = self._key(recorded.call)
+        if key not in self._templates:
+            self._templates[key] = self._traced(recorded.call)
+        return self._templates[key]
+
+    def _is_settled(self, position: int, recorded: RecordedCall) -> bool:
+        """True if nothing that the call reads or makes is written to later, and none of what it
+        reads is changed outside: a kernel may read it at any time."""
+        made = (r for r in recorded.call.results if r is not None)
+        touched = {self.values[v].storage for v in (*recorded.reads, *made)}
+        late = any(self._written.get(storage, -1) >= position for storage in touched)
+        return not late and not touched & self._changed_outside
+
+    def _is_plain(self, call: Call) -> bool:
+        """True for tensors with elements, on one device, of dtypes that compilers know, where no
+        result is an argument."""
+        given, made = _given(call), [r for r in call.results if r is not None]
+        specs = [self.values[v].spec for v in (*given, *made)]
+        is_new = bool(made) and not set(given) & set(made) and len(set(made)) == len(made)
+        return (
+            is_new
+            and len({s.device for s in specs}) == 1
+            and all(
+                s.dtype in _DTYPES and not (s.is_conj or s.is_neg or 0 in s.shape) for s in specs
+            )
+        )
+
+    def _key(self, call: Call) -> Hashable:
+        """All that the parts depend on."""
+        given = _given(call)
+        made = [r for r in call.results if r is not None]
+        local = {v: i for i, v in enumerate((*given, *made))}
+        storages = [self.values[v].storage for v in local]
+        return (
+            _typed(renamed(call, local.__getitem__)),
+            tuple(self.values[v].spec for v in local),
+            tuple(storages.index(s) for s in storages),
+        )
+
+    def _traced(self, call: Call) -> _Template | None:
+        try:
+            return _Tracing(self._fakes, self._table, self.values, call).template()
+        except _NotFused as reason:
+            _LOGGER.debug("not fused: %s: %s", call.op, reason)
+        except Exception as error:  # costs speed alone, but nobody expects it
+            what = f"{type(error).__name__}: {error}"
+            _LOGGER.warning("%s is not fused: its decomposition raises %s", call.op, what)
+        return None
+
+
+def _given(call: Call) -> list[int]:
+    return list(dict.fromkeys(r.index for r in refs(call)))
+
+
+def _typed(argument: Any) -> Hashable:
+    """Equal numbers of different types (1, 1.0, True) promote differently."""
+    if isinstance(argument, Call):
+        kwargs = tuple((k, _typed(a)) for k, a in argument.kwargs)
+        return (argument.op, _typed(argument.args), kwargs, argument.results)
+    if isinstance(argument, tuple):
+        return tuple(map(_typed, argument))
+    return (type(argument), repr(argument) if isinstance(argument, float) else argument)
+
+
+def _last_writes(capture: Capture) -> dict[int, int]:
+    """storage -> position of the last call that changes it in place."""
+    values = capture.values
+    calls = enumerate(capture.calls)
+    return {values[v].storage: position for position, c in calls for v in c.writes}
+
+
+def _changed_outside(capture: Capture) -> frozenset[int]:
+    """Storages of the caller's that the run changes."""
+    own = [v for _, v in (*capture.parameters, *capture.buffers, *capture.inputs)]
+    own += [v for v, _ in capture.constants]
+    owned = {capture.values[v].storage for v in own}
+    return frozenset(owned & _last_writes(capture).keys())
+
+
+# -- one call ----------------------------------------------------------------------------------
+
+_POINTWISE = words(
+    "_to_copy arange cat clone constant_pad_nd convert_element_type eye fill flip full "
+    "full_like gather index iota masked_fill ones repeat scalar_tensor select_scatter "
+    "slice_scatter tril triu where zeros"
+)
+"""What kernels compute element by element, beside what is tagged so."""
+
+_REDUCTIONS = words("all amax amin any argmax argmin max mean min prod sum var var_mean")
+_CREATIONS = words("full full_like ones zeros")
+_TRIGONOMETRIC = words("cos sin")
+
+_DTYPES = frozenset(
+    f"torch.{name}"
+    for name in words("float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool")
+)
+
+
+class _NotFused(Exception):
+    """The operators of a call are none that can be fused; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalPart:
+    call: Call
+    kind: PartKind
+    is_trigonometric: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalTensor:
+    """storage: a number of its own; storage_bytes: of all of it."""
+
+    spec: TensorSpec
+    storage: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """Parts of calls that look the same: arguments are numbered first, then what the parts make.
+    leaves: numbers of the results of the call."""
+
+    parts: tuple[_LocalPart, ...]
+    tensors: Mapping[int, _LocalTensor]
+    leaves: tuple[int | None, ...]
+
+
+class _Tracing:
+    """One call on fake tensors, under decompositions."""
+
+    def __init__(
+        self, fakes: FakeTensorMode, table: Table, values: Sequence[RecordedValue], call: Call
+    ) -> None:
+        self._fakes = fakes
+        self._values = values
+        self._call = call
+        self._given = _given(call)
+        self._mode = _Decomposing(table)
+
+    def template(self) -> _Template:
+        """Raises _NotFused."""
+        call, mode = self._call, self._mode
+        storages: dict[int, torch.Tensor] = {}
+        # The fake mode has to be active: decompositions make scalars.
+        with torch.no_grad(), self._fakes:
+            fakes = {v: self._fake(v, storages) for v in self._given}
+            for fake in fakes.values():
+                mode.number(fake)
+            args = [substitute(a, fakes.__getitem__) for a in call.args]
+            kwargs = {k: substitute(a, fakes.__getitem__) for k, a in call.kwargs}
+            with mode:
+                made = facts.resolve(call.op)(*args, **kwargs)
+            results = _flat(made)
+            if len(results) != len(call.results):
+                raise _NotFused("other results than recorded")
+            leaves = tuple(
+                None if r is None else self._leaf(r, t)
+                for r, t in zip(call.results, results, strict=True)
+            )
+        return _Template(tuple(mode.parts), dict(mode.tensors), leaves)
+
+    def _fake(self, value: int, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        """A fake tensor, in one storage with those that share one."""
+        found = self._values[value]
+        spec = found.spec
+        dtype = dtype_of(spec)
+        if found.storage not in storages:
+            size = found.storage_bytes
+            storages[found.storage] = torch.empty(size, dtype=torch.uint8, device=spec.device)
+        whole = storages[found.storage]
+        made = torch.empty(0, dtype=dtype, device=spec.device)
+        return made.set_(whole.untyped_storage(), spec.offset, spec.shape, spec.stride)
+
+    def _leaf(self, result: int, made: Any) -> int:
+        """The number of a result, which looks as recorded."""
+        if not isinstance(made, torch.Tensor):
+            raise _NotFused("a result that is no tensor")
+        mode, values = self._mode, self._values
+        place = values[result].storage
+        bases = [i for i, v in enumerate(self._given) if values[v].storage == place]
+        number = mode.number(made)
+        in_place_of = mode.tensors[number].storage
+        if bases and in_place_of != mode.tensors[bases[0]].storage:
+            raise _NotFused("no view, where a view was recorded")
+        is_shared = any(
+            t.storage == in_place_of for n, t in mode.tensors.items() if n < len(self._given)
+        )
+        if bases and number < len(self._given):
+            with mode:
+                number = mode.number(torch.ops.aten.alias.default(made))
+        elif not bases and (is_shared or number in mode.leaves):
+            with mode:
+                number = mode.number(torch.ops.aten.clone.default(made))
+        mode.leaves.add(number)
+        if mode.tensors[number].spec != values[result].spec:
+            raise _NotFused(f"{mode.tensors[number].spec} where {values[result].spec} was recorded")
+        return number
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    return found
+
+
+def _flat(result: Any) -> list[Any]:
+    if isinstance(result, tuple | list):
+        return [leaf for item in result for leaf in _flat(item)]
+    return [result]
+
+
+class _Decomposing(TorchDispatchMode):
+    """Records the operators that calls come down to. tensors: all that there are, by number."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.parts: list[_LocalPart] = []
+        self.tensors: dict[int, _LocalTensor] = {}
+        self.leaves: set[int] = set()
+        self._table = table
+        self._numbers: dict[int, int] = {}
+        self._alive: list[object] = []
+        self._storages: dict[int, int] = {}
+        self._constant: set[int] = set()
+
+    def number(self, tensor: torch.Tensor) -> int:
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        number = self._numbers[id(tensor)] = len(self.tensors)
+        storage = tensor.untyped_storage()
+        self._alive += [tensor, storage]
+        place = self._storages.setdefault(storage._cdata, len(self._storages))
+        self.tensors[number] = _LocalTensor(tensor_spec(tensor), place, int(storage.nbytes()))
+        return number
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if not isinstance(func, OpOverload) or func._schema.is_mutable:
+            raise _NotFused(f"{func} changes something, or takes functions")
+        if row_of(str(func)).view is ViewKind.SAME_VALUE:
+            func, kwargs = torch.ops.aten.alias.default, {}
+        if func in self._table and not facts.facts_of(func).matrix_product:
+            with self:
+                result = self._table[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func._can_decompose() and func is not torch.ops.aten.alias.default:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self._record(func, args, kwargs)
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [self._known(t) for t in facts.tensors((args, kwargs))]
+        result = func(*args, **kwargs)
+        made = _flat(result)
+        if not all(isinstance(m, torch.Tensor) for m in made):
+            raise _NotFused(f"{func} makes no tensor")
+        numbers = [self.number(m) for m in made]
+        if set(numbers) & set(given):
+            raise _NotFused(f"{func} returns an argument")
+        shared = {self.tensors[n].storage for n in given}
+        kind = self._kind(func, args, given, [self.tensors[n].storage in shared for n in numbers])
+        packet = _packet(func)
+        if packet in _CREATIONS or (given and self._constant.issuperset(given)):
+            self._constant.update(numbers)
+
+        def symbolic(argument: Any) -> Any:
+            if isinstance(argument, torch.Tensor):
+                return ValueRef(self.number(argument))
+            is_sequence = isinstance(argument, list | tuple)
+            return tuple(map(symbolic, argument)) if is_sequence else argument
+
+        named = tuple((k, symbolic(a)) for k, a in kwargs.items())
+        call = Call(str(func), symbolic(args), named, tuple(numbers))
+        self.parts.append(_LocalPart(call, kind, packet in _TRIGONOMETRIC))
+        return result
+
+    def _known(self, tensor: torch.Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            raise _NotFused("a tensor that no operator made")
+        return self._numbers[id(tensor)]
+
+    def _kind(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        given: Sequence[int],
+        is_shared: Sequence[bool],
+    ) -> PartKind:
+        """Raises _NotFused for an operator that kernels do not compute."""
+        if any(is_shared):
+            is_other = row_of(str(func)).view is ViewKind.OTHER_NUMBERS
+            if not all(is_shared) or is_other or _packet(func) in _BY_MEMORY:
+                raise _NotFused(f"{func} depends on memory")
+            return PartKind.VIEW
+        packet = _packet(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _NotFused(f"{func} draws")
+        if packet == "index" and any(
+            t.dtype in (torch.bool, torch.uint8) for t in facts.tensors(args[1])
+        ):
+            raise _NotFused("an index by a mask")
+        if func is torch.ops.aten.scatter.value and given[0] in self._constant:
+            return PartKind.POINTWISE
+        if packet in _REDUCTIONS:
+            return PartKind.REDUCTION
+        if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
+            return PartKind.POINTWISE
+        raise _NotFused(f"{func}")
+
+
+_BY_MEMORY = frozenset(["as_strided", "view_as_complex", "view_as_real", "real", "imag"])
+"""Views that are not told by the elements of what they are views of."""
+
+
+def _packet(operator: OpOverload) -> str:
+    return str(operator.name()).split("::")[-1].split(".")[0]
