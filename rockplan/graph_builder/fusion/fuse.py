@@ -99,7 +99,8 @@ def _is_one_operator(capture: Capture, one: Fused) -> bool:
     better."""
     if len(one.owners) != 1:
         return False
-    return set(one.results) <= set(capture.calls[one.owners[0]].call.results)
+    made = capture.calls[one.owners[0]].call.results
+    return set(one.results) == {result for result in made if result is not None}
 
 
 class _Rewriting:

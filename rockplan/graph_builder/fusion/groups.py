@@ -63,7 +63,7 @@ class _Merging:
 
     def run(self) -> None:
         for number in sorted(self.groups):
-            if number in self.groups and self._is_small(self.groups[number]):
+            if number in self.groups:
                 self._join(number, self._reads_as_much)
         for number in sorted(self.groups):
             if number in self.groups and self.groups[number].phase is Phase.BACKWARD:
@@ -85,10 +85,11 @@ class _Merging:
             self.groups[number] = Group(group.targets, group.reads, group.phase, at)
 
     def _join(self, number: int, fits: Callable[[Group, Group], bool]) -> None:
-        """Into the nearest group that fits."""
+        """Into the nearest group that fits, and so on."""
         group = self.groups[number]
-        beside = {r for s in (*group.reads, *group.targets) for r in self._readers[s]}
-        near = sorted(beside - {number}, key=lambda n: (abs(n - number), n))[:NEAR]
+        makers = {self._maker[s] for s in group.reads if s in self._maker}
+        beside = {r for s in (*group.reads, *group.targets) for r in self._readers[s]} | makers
+        near = sorted(beside - {number}, key=lambda n: (n in makers, abs(n - number), n))[:NEAR]
         for other in near:
             found = self.groups[other]
             if found.phase is not group.phase or not fits(group, found):
@@ -96,6 +97,7 @@ class _Merging:
             made = self._merged(number, other)
             if made is not None:
                 self._replace(number, other, made)
+                self._join(min(number, other), fits)
                 return
 
     def _replace(self, number: int, other: int, made: Group) -> None:
@@ -140,8 +142,9 @@ class _Merging:
         return all(SMALL * self._flow.sizes[t] <= largest for t in group.targets)
 
     def _reads_as_much(self, group: Group, other: Group) -> bool:
-        """True if `group` reads nothing that `other` does not read, or make."""
-        return bool(group.reads) and group.reads <= other.reads | frozenset(other.targets)
+        """True if `group`, of small results, reads nothing that `other` does not read, or make."""
+        known = other.reads | frozenset(other.targets)
+        return self._is_small(group) and bool(group.reads) and group.reads <= known
 
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
         sizes, targets = self._flow.sizes, (*group.targets, *other.targets)

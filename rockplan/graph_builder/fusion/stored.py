@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rockplan.graph_builder.fusion.dataflow import Dataflow, Fusible
+from rockplan.graph_builder.fusion.dataflow import Dataflow
 
 STATISTIC = 8
 """How much smaller than what is made from it a statistic is at least."""
@@ -33,72 +33,60 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
     call_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
     statistics: set[int] = set()
     there = set(flow.forced)
-    costly = _Costly(flow)
     for storage in flow.made:
         if storage in there:
             continue
-        if _is_statistic(flow, storage, there, costly):
+        if _is_statistic(flow, storage, there):
             statistics.add(storage)
             there.add(storage)
-        elif _gain_bytes(flow, storage, there) > call_bytes:
+        elif _is_worth_it(flow, storage, there, call_bytes):
             there.add(storage)
-        costly.note(storage, storage in there)
-    fixed = flow.forced | statistics
     for _ in range(ROUNDS):
         before = frozenset(there)
-        for storage in sorted(there - fixed, key=lambda s: -flow.made[s].maker):
+        for storage in sorted(there - flow.forced, key=lambda s: -flow.made[s].maker):
             there.discard(storage)
-            if _gain_bytes(flow, storage, there) > call_bytes:
+            is_used = storage in statistics and len(flow.nearest_users(storage, there, 2)) == 2
+            if is_used or _is_worth_it(flow, storage, there, call_bytes):
                 there.add(storage)
         for storage in flow.made:
-            if storage not in there and _gain_bytes(flow, storage, there) > call_bytes:
+            if storage not in there and _is_worth_it(flow, storage, there, call_bytes):
                 there.add(storage)
         if before == there:
             break
     return frozenset(there)
 
 
-class _Costly:
-    """Which values have a reduction, or a sine, on the way from what is stored."""
-
-    def __init__(self, flow: Dataflow) -> None:
-        self._flow = flow
-        self._known: dict[int, bool] = {}
-
-    def of(self, storage: int) -> bool:
-        one = self._flow.made[storage]
-        return one.is_reduction or one.is_trigonometric or any(map(self._known.get, one.reads))
-
-    def note(self, storage: int, is_stored: bool) -> None:
-        self._known[storage] = not is_stored and self.of(storage)
-
-
-def _is_statistic(flow: Dataflow, storage: int, there: set[int], costly: _Costly) -> bool:
+def _is_statistic(flow: Dataflow, storage: int, there: set[int]) -> bool:
     """A small value that takes long to compute, from which several kernels make large ones."""
     size_bytes = flow.made[storage].size_bytes
-    of_it = (flow.made[r] for r in flow.readers.get(storage, ()))
-    is_small = any(_elements_made(one) >= STATISTIC * size_bytes for one in of_it)
-    return is_small and costly.of(storage) and len(flow.nearest_users(storage, there, 2)) == 2
+    made = (flow.made[r] for r in flow.readers.get(storage, ()))
+    is_small = any(not m.is_reduction and m.size_bytes >= STATISTIC * size_bytes for m in made)
+    is_shared = is_small and len(flow.nearest_users(storage, there, 2)) == 2
+    return is_shared and _takes_long(flow, storage, there)
 
 
-def _elements_made(one: Fusible) -> int:
-    return 0 if one.is_reduction else one.size_bytes
+def _takes_long(flow: Dataflow, storage: int, there: set[int]) -> bool:
+    """True if a reduction, or a sine, lies between what is stored and `storage`."""
+    on_the_way = (flow.made[s] for s in flow.interior([storage], there))
+    return any(m.is_reduction or m.is_trigonometric for m in on_the_way)
 
 
-def _gain_bytes(flow: Dataflow, storage: int, there: set[int]) -> int:
-    """Bytes that the next kernels need not read or write if `storage` is stored."""
+def _is_worth_it(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
+    """True if the next kernels read and write less with `storage` stored, by more than it takes to
+    call one more of them; or no more, where they would compute a reduction again."""
     size_bytes = flow.made[storage].size_bytes
     own_bytes = _bytes(flow, flow.leaves([storage], there))
     if own_bytes <= size_bytes:
-        return 0
+        return False
     users = flow.nearest_users(storage, there, USERS)
     if len(users) < 2:
-        return 0
+        return False
     before = sum(_bytes(flow, flow.leaves([user], there)) for user in users)
     there.add(storage)
     after = sum(_bytes(flow, flow.leaves([user], there)) for user in users)
     there.discard(storage)
-    return before - after - own_bytes - size_bytes
+    gain_bytes = before - after - own_bytes - size_bytes
+    return gain_bytes > call_bytes or (gain_bytes >= 0 and _takes_long(flow, storage, there))
 
 
 def _bytes(flow: Dataflow, storages: Iterable[int]) -> int:
