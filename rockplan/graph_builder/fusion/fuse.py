@@ -73,7 +73,7 @@ def proposed(
     opaque |= gradient_sums.sums(capture)
     parts = parts_of(capture, opaque, table)
     roots = {o.value for o in capture.outputs if o.value is not None}
-    roots |= {g for _, found in gradient_sums.contributions(capture) for g in found}
+    roots |= {gradient for _, gradient in capture.gradients if gradient is not None}
     flow = dataflow_of(parts, roots, _kept(capture, parts))
     there = stored(flow, device_type_of(capture))
     found = [

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -108,12 +109,15 @@ def _below_autograd() -> Iterator[None]:
 def _begun(kernel: Kernel) -> Function:
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fakes = FakeTensorMode()
+    # Inductor's cache on disk asks for an environment of shapes, though all of them are known.
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
     with fakes:
         inputs = [_tensor(spec) for spec in kernel.inputs]
     graph = _graph(kernel, inputs)
-    with config.patch({"emulate_precision_casts": kernel.keeps_roundings}), fakes:
+    context = tracing(TracingContext(fakes))
+    with config.patch({"emulate_precision_casts": kernel.keeps_roundings}), context, fakes:
         made = compile_fx.compile_fx_inner(
             graph, inputs, cudagraphs=BoxedBool(False), is_inference=True
         )
