@@ -12,16 +12,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from rockplan.budget import Budget, parse_budget
-from rockplan.check import check, runs
+from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen import planned_module as planned_modules
 from rockplan.codegen import rng_replay
 from rockplan.codegen.differences import described_call
+from rockplan.codegen.executable import build
 from rockplan.codegen.guards import outside_of_initialization
 from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
@@ -43,11 +44,12 @@ from rockplan.search.problem import Problem, measured
 from rockplan.store.plan_file import fit, outline, read_plans
 from rockplan.values.curve import Curve
 from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.graph import as_eager
 from rockplan.values.interface import Incoming
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
-from rockplan.values.schedule import Waits
+from rockplan.values.schedule import Waits, keep_all
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -485,6 +487,9 @@ def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     return replace(fitted, origin=found.origin)
 
 
+_COMPILE: dict[str, bool | Literal["near"]] = {"": False, "yes": True, "near": "near"}
+
+
 def _stored_program(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -497,6 +502,9 @@ def _stored_program(
 ) -> PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
     plan for `budget`, or PlanMismatch without one."""
+    modes = {p.compiled for p in plans}
+    if len(modes) == 1:  # the file says whether kernels are compiled
+        options = replace(options, compile=_COMPILE[modes.pop()])
     source = captured_call(module, args, kwargs, options, incoming)
     graph = source.lowered.graph
     try:
@@ -532,25 +540,36 @@ def built_program(
     return _checked(module, program, args, kwargs) if options.check else program
 
 
+def _keep_all(program: PlannedProgram) -> PlannedProgram:
+    """The program on the same graph in which every node runs once."""
+    graph = as_eager(program.plan.graph)
+    plan = replace(program.plan, graph=graph, schedule=keep_all(graph))
+    executable = build(graph, program.interface, plan.schedule, f"{plan.graph_digest[:8]} kept")
+    return replace(program, plan=plan, executable=executable)
+
+
 def _checked(
     module: nn.Module,
     program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> PlannedProgram:
-    """`program`, whose plan records what two steps compared with eager execution showed."""
+    """`program`, whose plan records what two steps compared with eager execution showed; with its
+    own kernels where nothing runs again, if these are compiled, and how far that is from eager."""
     outputs = program.interface.outputs
+    starts = {
+        i: program.plan.graph.values[leaf.tangent].spec.stride
+        for i, leaf in enumerate(outputs)
+        if leaf.tangent is not None
+    }
+    original = planned_modules.original_forward(module)
+    planned = planned_modules.bound_forward(module, program)
     with key_value_cache.switched_off(module):
-        found = check(
-            module,
-            planned_modules.original_forward(module),
-            planned_modules.bound_forward(module, program),
-            {
-                i: program.plan.graph.values[leaf.tangent].spec.stride
-                for i, leaf in enumerate(outputs)
-                if leaf.tangent is not None
-            },
-            args,
-            kwargs,
-        )
+        if program.plan.compiled:
+            kept = planned_modules.bound_forward(module, _keep_all(program))
+            found = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
+            share = distance(module, original, planned, starts, args, kwargs)
+            found += f"; gradients differ from eager's by {share:.1e} of their norm"
+        else:
+            found = check(module, original, planned, starts, args, kwargs)
     return replace(program, plan=replace(program.plan, checked=found))

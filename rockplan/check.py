@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _REPEATS = 2
 
 _STEPS = 2
 """In a row: what the forward keeps in Python from one to the next shows in the second."""
+
+NOTHING_RUNS_AGAIN = "the same kernels where nothing runs again"
 
 _STANDS_STILL = (
     "what the forward makes anew in Python at every call (draws of a generator of its own, numbers "
@@ -115,10 +118,12 @@ def check(
     starts: Mapping[int, tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    called: str = "eager",
 ) -> str:
     """Run `original` and `planned` (two forwards over the tensors of `module`) and compare.
 
-    starts: leaf of the result that gets a gradient -> strides of that gradient. Raises CheckFailed
+    starts: leaf of the result that gets a gradient -> strides of that gradient; called: what the
+    original is called. Raises CheckFailed
     where the planned step differs although eager repeats itself exactly, and where eager does not
     but the planned step does: it holds still what eager makes anew. Where neither does, nothing can
     be compared, which is warned of.
@@ -134,7 +139,7 @@ def check(
     found = steps(planned)
     difference = _first_difference(found, expected)
     if difference is None:
-        return "equal to eager bit for bit on the sample"
+        return f"equal to {called} bit for bit on the sample"
     noise = _first_difference(steps(original), expected)
     if noise is None:
         in_first = _first_difference(found[:1], expected[:1]) is not None
@@ -143,13 +148,13 @@ def check(
             if in_first
             else f"Steps before it were equal: {_STANDS_STILL}"
         )
-        raise CheckFailed(f"the planned step differs from eager: {difference}. {cause}")
+        raise CheckFailed(f"the planned step differs from {called}: {difference}. {cause}")
     if all(_first_difference(steps(planned), found) is None for _ in range(_REPEATS)):
         raise CheckFailed(
-            f"eager does not repeat itself ({noise}), but the planned step does: {_STANDS_STILL}"
+            f"{called} does not repeat itself ({noise}), but the planned step does: {_STANDS_STILL}"
         )
     result = (
-        f"eager does not repeat itself ({noise}); the planned step differs alike ({difference})"
+        f"{called} does not repeat itself ({noise}); the planned step differs alike ({difference})"
     )
     warnings.warn(
         f"{result}, so the two cannot be compared; the cause may be an operator that is not "
@@ -157,6 +162,32 @@ def check(
         stacklevel=2,
     )
     return result
+
+
+def distance(
+    module: nn.Module,
+    original: Callable[..., Any],
+    planned: Callable[..., Any],
+    starts: Mapping[int, tuple[int, ...]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> float:
+    """How far the gradients of a step of `planned` are from those of `original`, as a share of the
+    norm of all of these. Arguments are those of `check`."""
+    given = _Given.of(module, original, args, kwargs)
+
+    def gradients(forward: Callable[..., Any]) -> list[torch.Tensor]:
+        with given.restored(), _without_hooks(module), eager_paths.without_compiling():
+            given.snapshot.begin()
+            found = _run(given, forward, starts, args, kwargs).tensors
+        return [
+            t.double() for name, t in found if name.startswith("gradient of ") and t is not None
+        ]
+
+    expected, found = gradients(original), gradients(planned)
+    pairs = zip(found, expected, strict=True)
+    error = sum(float((a - b).abs().square().sum()) for a, b in pairs)
+    return math.sqrt(error / (sum(float(b.abs().square().sum()) for b in expected) or 1.0))
 
 
 def runs(

@@ -67,6 +67,12 @@ def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
     or none has to be wrapped.
     """
     made = plan_of(model) if plan is None else plan_in(plan)
+    if made.compiled:
+        raise InvalidInput(
+            "this plan cannot be exported as checkpointing code: it is of compiled kernels "
+            "(Options(compile=...)), and that code runs operators. Export a plan without them, or "
+            "run the plan itself"
+        )
     paths = repeated_blocks(model)
     if not paths:
         raise InvalidInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,13 @@ Autocast = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="Plan under torch.autocast with this dtype, e.g. bfloat16."),
 ]
+Compiled = Annotated[
+    bool,
+    typer.Option("--compile", help="Plan kernels that PyTorch's compiler fuses from operators."),
+]
+Near = Annotated[
+    bool, typer.Option("--near", help="With --compile: kernels that round as eager does.")
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
 TimeLimit = Annotated[
     float | None,
@@ -59,11 +67,17 @@ def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManage
     return torch.autocast(kind, dtype=getattr(torch, dtype))
 
 
-def planning_options(no_cache: bool, time_limit: float | None, check: bool = False) -> Options:
-    options = Options(cache=not no_cache, check=check)
-    if time_limit is None:
-        return options
-    return Options(cache=not no_cache, check=check, time_limit_s=time_limit)
+def planning_options(
+    no_cache: bool,
+    time_limit: float | None,
+    check: bool = False,
+    compiled: bool = False,
+    near: bool = False,
+) -> Options:
+    if near and not compiled:
+        raise InvalidInput("--near says how kernels are compiled; it needs --compile")
+    options = Options(cache=not no_cache, check=check, compile="near" if near else compiled)
+    return options if time_limit is None else replace(options, time_limit_s=time_limit)
 
 
 def is_plan_file(source: str, for_model: bool) -> bool:

@@ -11,8 +11,10 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budgets,
+    Compiled,
     Json,
     Model,
+    Near,
     NoCache,
     TimeLimit,
     planning_options,
@@ -42,6 +44,8 @@ def compare(
     autocast: Autocast = None,
     time_limit: TimeLimit = None,
     no_cache: NoCache = False,
+    compiled: Compiled = False,
+    near: Near = False,
 ) -> None:
     """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
     with ending(as_json), waiting():
@@ -54,7 +58,7 @@ def compare(
                 sample_kwargs=subject.sample_kwargs,
                 compile_budgets=compile_budget or (),
                 rounds=rounds,
-                options=planning_options(no_cache, time_limit),
+                options=planning_options(no_cache, time_limit, compiled=compiled, near=near),
             )
     print(comparison.to_json() if as_json else display.printable(str(comparison)))
     is_planned = any(row.budget_bytes is not None for row in comparison.rows)

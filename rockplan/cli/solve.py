@@ -12,8 +12,10 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budgets,
+    Compiled,
     Json,
     Model,
+    Near,
     NoCache,
     TimeLimit,
     planning_options,
@@ -63,13 +65,15 @@ def solve(
     autocast: Autocast = None,
     time_limit: TimeLimit = None,
     no_cache: NoCache = False,
+    compiled: Compiled = False,
+    near: Near = False,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
         _check_save("--save", save, budget or [])
         _check_save("--export", export, budget or [])
         subject = make_subject(model)
-        options = planning_options(no_cache, time_limit, check)
+        options = planning_options(no_cache, time_limit, check, compiled, near)
         with under_autocast(subject, autocast):
             curve = None if budget else _curve(subject, options)
             plans = _plans(subject, budget, options) if budget else ()

@@ -282,6 +282,7 @@ def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) 
         profile_digest=problem.profile_digest,
         profile_source=profile_source(problem.profile),
         torch_version=str(torch.__version__),
+        compiled=_compiled(problem.graph),
     )
 
 
@@ -291,3 +292,9 @@ def _certificate(graph: CDGraph, found: Simulation, bound_ns: int) -> Certificat
     bound = min(max(bound_ns, kept.time_ns), found.time_ns)
     status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
     return Certificate(status, found.time_ns, bound)
+
+
+def _compiled(graph: CDGraph) -> str:
+    if not graph.kernels:
+        return ""
+    return "near" if graph.kernels[0].keeps_roundings else "yes"

@@ -35,7 +35,7 @@ from rockplan.values.graph import (
     as_eager,
     with_takes,
 )
-from rockplan.values.plan import BlockSummary, Certificate, Plan, Status
+from rockplan.values.plan import COMPILED, BlockSummary, Certificate, Plan, Status
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all
 
 _NUMBERS = (
@@ -165,7 +165,7 @@ def outline(graph: CDGraph) -> CDGraph:
         replace(n, calls=(), recalls=(), taking=(), source=PurePath(n.source).name)
         for n in graph.nodes
     )
-    return replace(graph, nodes=nodes, values=())
+    return replace(graph, nodes=nodes, values=(), kernels=())
 
 
 def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
@@ -261,6 +261,7 @@ def _plan_row(plan: Plan) -> dict[str, object]:
     certificate = plan.certificate
     return {
         **{name: getattr(plan, name) for name in (*_NUMBERS, *_TEXTS)},
+        **({"compiled": plan.compiled} if plan.compiled else {}),
         "certificate": {
             "status": certificate.status.value,
             "objective_ns": certificate.objective_ns,
@@ -324,10 +325,19 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
             natural(certificate["objective_ns"]),
             natural(certificate["bound_ns"]),
         ),
+        compiled=_read_compiled(row),
         **facts,
     )
     _check_promises(plan)
     return plan
+
+
+def _read_compiled(row: Mapping[str, Any]) -> str:
+    """Plans of operators, as eager calls them, do not say so."""
+    found = text_of(row.get("compiled", ""))
+    if found not in ("", *COMPILED):
+        raise ValueError(f"kernels that are compiled in an unknown way: {found!r:.40}")
+    return found
 
 
 def _read_graph(row: Mapping[str, Any]) -> CDGraph:

@@ -119,7 +119,7 @@ class Kernel:
 
     inputs: its arguments, values 0, 1, ...; calls: what it computes, whose results are numbered
     from there on; results, result_specs: the values that it returns, each in a storage of its own,
-    and how they look. keeps_roundings: it rounds between its operators as each of them alone does.
+    and how they look. keeps_roundings: it rounds where operators of eager would, to `rounded`.
     """
 
     op: str
@@ -129,6 +129,7 @@ class Kernel:
     result_specs: tuple[TensorSpec, ...]
     device: str
     keeps_roundings: bool = False
+    rounded: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -140,9 +141,8 @@ class Kernel:
         lines = [f"{self.name}({', '.join(map(_looks, self.inputs))}) -> {results}"]
         for call in self.calls:
             made = ", ".join("_" if r is None else f"%{r}" for r in call.results)
-            lines.append(
-                f"  {made} = {call.op}{_text(call.args)} {_text(call.kwargs)}".rstrip(" ()")
-            )
+            arguments = f"{_text(call.args)} {_text(call.kwargs)}".removesuffix(" ()")
+            lines.append(f"  {made} = {call.op}{arguments}")
         return "\n".join(lines)
 
 

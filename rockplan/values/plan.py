@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rockplan.errors import InvalidInput
-from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.graph import CDGraph, DataKind, is_kernel
 from rockplan.values.names import operator_of
 from rockplan.values.schedule import Compute, Schedule
 
@@ -61,6 +61,10 @@ class StageTrace:
     seconds: float
 
 
+COMPILED = ("yes", "near")
+"""What `Plan.compiled` says of a plan of compiled kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A schedule for `graph` under `budget_bytes`.
@@ -72,6 +76,8 @@ class Plan:
     original's forward may hold more.
     torch_version: under which the graph was captured and planned.
     checked: what a comparison of two steps with eager execution found, '' if there was none.
+    compiled: '' for a plan of the operators of eager execution; 'yes' for one of compiled kernels,
+    'near' where these round as eager does.
     origin: where a plan that was read from a file was made, '' for one that was made here.
     trace: of the stages of the search, none where the plan comes from the cache or a file.
     """
@@ -91,6 +97,7 @@ class Plan:
     profile_source: str
     torch_version: str
     checked: str = ""
+    compiled: str = ""
     origin: str = ""
     trace: tuple[StageTrace, ...] = field(default=(), compare=False, repr=False)
 
@@ -160,11 +167,23 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
         f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
+        *_kernel_lines(plan),
         *([f"origin          {plan.origin}"] if plan.origin else []),
         *_held_lines(plan),
         f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",
         "bytes count what is alive beyond parameters, buffers, inputs and .grad",
     ]
+
+
+def _kernel_lines(plan: Plan) -> list[str]:
+    """How many kernels are compiled, where that is known: a plan in a file has none."""
+    if not plan.compiled:
+        return []
+    near = ", which round as eager does" if plan.compiled == "near" else ""
+    kernels = plan.graph.kernels
+    calls = sum(is_kernel(c.op) for n in plan.graph.nodes for c in n.calls)
+    counted = f"{calls} calls of {len(kernels)} kernels" if kernels else "compiled kernels"
+    return [f"compiled        {counted}{near}"]
 
 
 _WORTH = 0.05

@@ -142,6 +142,8 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         values[position] = graph.placeholder(f"a{position}")
         values[position].meta["val"] = fake
 
+    rounded = frozenset(kernel.rounded)
+
     def argument(given: Any) -> Any:
         if isinstance(given, ValueRef):
             return values[given.index]
@@ -152,6 +154,8 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         args = tuple(argument(a) for a in call.args)
         kwargs = {name: argument(a) for name, a in call.kwargs}
         node = graph.call_function(overload, args, kwargs)
+        # Inductor's mark for what eager computes, and rounds, by itself.
+        node.meta["low_precision_pointwise_barrier"] = any(r in rounded for r in call.results)
         returns = overload._schema.returns
         is_one = len(returns) == 1 and "[]" not in str(returns[0].type)
         made = ((r, place) for place, r in enumerate(call.results) if r is not None)

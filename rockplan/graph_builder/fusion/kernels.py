@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.fusion import inductor
+from rockplan.graph_builder.fusion.parts import refs
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
 from rockplan.values.graph import NAMESPACE, Kernel
@@ -84,10 +85,14 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
     def here(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
-    for call in kernel.calls:
+    last = {v: i for i, c in enumerate(kernel.calls) for v in (r.index for r in refs(c))}
+    last |= dict.fromkeys(kernel.results, len(kernel.calls))
+    for position, call in enumerate(kernel.calls):
         args = pytree.tree_map(here, [substitute(a, values.__getitem__) for a in call.args])
         kwargs = {k: here(substitute(a, values.__getitem__)) for k, a in call.kwargs}
         result = facts.resolve(call.op)(*args, **kwargs)
         found = result if isinstance(result, list | tuple) else [result]
         values |= {r: t for r, t in zip(call.results, found, strict=True) if r is not None}
+        values = {v: t for v, t in values.items() if last.get(v, -1) > position}
+        del args, kwargs, result, found
     return [values[r] for r in kernel.results]

@@ -68,6 +68,7 @@ def fused_group(
         tuple(values[r].spec for r in results),
         values[results[0]].spec.device,
         keeps_roundings,
+        tuple(n for v, n in local.items() if v < recorded_values) if keeps_roundings else (),
     )
     work = [part for part in parts if part.kind is not PartKind.VIEW]
     owners = tuple(sorted({part.owner for part in work}))
@@ -141,7 +142,7 @@ def _name(kernel: Kernel) -> str:
         list(kernel.results),
         [spec_fields(s) for s in kernel.result_specs],
         kernel.device,
-        kernel.keeps_roundings,
+        [kernel.keeps_roundings, list(kernel.rounded)],
     ]
     packets = (c.op.split(".")[1] for c in kernel.calls)
     named = [p.strip("_") for p in dict.fromkeys(packets) if p not in _UNNAMED and p not in _VIEWS]

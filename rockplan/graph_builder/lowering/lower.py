@@ -39,6 +39,7 @@ from rockplan.values.graph import (
     Phase,
     Value,
     ValueRef,
+    is_kernel,
     value_refs,
 )
 from rockplan.values.interface import Interface
@@ -146,6 +147,8 @@ class _Numbering:
 
     def name(self, op: str) -> str:
         stem = op.split(".")[1] if "." in op else op
+        if is_kernel(op):  # without its digest: names outlive changes of shapes
+            stem = stem.rpartition("_")[0]
         stem = stem.strip("_") or stem
         number = self._names[stem]
         self._names[stem] += 1

@@ -1,0 +1,417 @@
+"""The pass from recorded runs to runs of kernels, and plans of them; nothing is compiled here."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import rockplan
+from benchmarks.models import Case, gpt2, llama
+from rockplan.errors import InvalidInput, MissingLibrary
+from rockplan.graph_builder.fusion import inductor, kernels
+from rockplan.graph_builder.fusion.dataflow import dataflow_of
+from rockplan.graph_builder.fusion.fuse import Proposal, fused, proposed
+from rockplan.graph_builder.fusion.parts import PartKind, parts_of
+from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.options import Options
+from rockplan.values.graph import Phase, is_kernel
+from tests.kernels import distance, gradients, interpret, stack
+
+TABLE = inductor.decompositions()
+COMPILED = Options(compile=True, cache=False)
+
+
+def recorded(case: Case) -> Capture:
+    return capture(case.model, case.args, case.kwargs)
+
+
+def run(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Capture:
+    """A recording of a function of parameters."""
+
+    class Of(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+        def forward(self) -> torch.Tensor:
+            return function(*self.given)
+
+    return capture(Of(), (), {})
+
+
+def kinds(made: Capture) -> dict[str, PartKind]:
+    """Operator of each part of the forward phase -> its kind."""
+    parts = parts_of(made, frozenset(), TABLE).parts
+    return {p.call.op: p.kind for p in parts if p.phase is Phase.FORWARD}
+
+
+def operators(proposal: Proposal) -> list[str]:
+    """What runs, without views."""
+    found = proposal.rewritten()
+    values = found.values
+    return [
+        c.call.op
+        for c in found.calls
+        if not {values[r].storage for r in c.call.results if r is not None}
+        <= {values[v].storage for v in c.reads}
+    ]
+
+
+# Parts
+
+
+def test_a_call_becomes_simpler_operators() -> None:
+    found = kinds(run(lambda x: functional.softmax(x, -1), (4, 8)))
+    assert found["aten.amax.default"] is found["aten.sum.dim_IntList"] is PartKind.REDUCTION
+    assert found["aten.exp.default"] is PartKind.POINTWISE
+    assert "aten._softmax.default" not in found
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x @ x, "aten.mm.default"),
+        (lambda x: x * torch.rand_like(x), "aten.rand.default"),
+        (lambda x: x.cumsum(0), "aten.cumsum.default"),
+        (lambda x: torch.fft.fft(x).real, "aten._fft_r2c.default"),
+        (lambda x: (x * 2).as_strided((4,), (1,)), "aten.as_strided.default"),
+    ],
+)
+def test_what_is_not_fused(function: Callable[..., torch.Tensor], operator: str) -> None:
+    assert kinds(run(function, (8, 8)))[operator] is PartKind.OPAQUE
+
+
+def test_what_is_written_in_place_is_not_fused_before_that() -> None:
+    def late(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        z = y.exp()  # of what is there now
+        y.add_(1)
+        return z + y.cos()
+
+    found = kinds(run(late, (8,)))
+    assert found["aten.exp.default"] is found["aten.sin.default"] is PartKind.OPAQUE
+    assert found["aten.cos.default"] is PartKind.POINTWISE
+
+
+def test_buffers_that_change_are_not_read_by_kernels() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+            self.register_buffer("seen", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before = self.seen.exp()
+            self.seen += 1
+            result: torch.Tensor = (before * self.w * x).sin()
+            return result
+
+    found = kinds(capture(Counting(), (torch.randn(8),), {}))
+    assert found["aten.exp.default"] is PartKind.OPAQUE
+    assert found["aten.sin.default"] is PartKind.POINTWISE
+
+
+def test_a_decomposition_that_fails_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("broken")
+
+    table = {**TABLE, torch.ops.aten.silu.default: broken}
+    parts = parts_of(run(functional.silu, (8, 8)), frozenset(), table).parts
+    assert parts[0].kind is PartKind.OPAQUE
+    assert "aten.silu.default is not fused" in caplog.text
+
+
+# What is stored, and which kernels there are
+
+
+def test_a_layer_has_the_kernels_that_are_to_be() -> None:
+    case = stack(layers=3)
+    found = Counter(operators(proposed(recorded(case), False, TABLE, frozenset())))
+    of_kernels = sorted(n for op, n in found.items() if is_kernel(op))
+    assert found["aten.mm.default"] == 3 * 9 + 2 and found["aten.addmm.default"] == 1
+    # Once a layer: norm, gated product, their gradients; once: the first, the last and the head.
+    assert of_kernels.count(3) >= 3 and sum(of_kernels) <= 3 * 5 + 4
+
+
+def test_values_between_matrix_products_are_not_stored() -> None:
+    """Of a gated product and its gradient only what matrix products read is made."""
+
+    def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return (functional.silu(x @ gate) * (x @ up)) @ up.t()
+
+    proposal = proposed(run(gated, (64, 32), (32, 48), (32, 48)), False, TABLE, frozenset())
+    made = [len(one.results) for one in proposal.fused if one.group.phase is Phase.BACKWARD]
+    assert [len(one.results) for one in proposal.fused][0] == 1 and 2 in made
+
+
+def test_statistics_are_stored_once() -> None:
+    """The norm in forward makes its statistic, which the norm in backward reads."""
+    proposal = proposed(recorded(stack(layers=1)), False, TABLE, frozenset())
+    norm = proposal.fused[0]
+    sizes = [proposal.flow.sizes[t] for t in norm.group.targets]
+    assert min(sizes) * 8 <= max(sizes)
+    statistic = norm.group.targets[sizes.index(min(sizes))]
+    readers = [one for one in proposal.fused if statistic in one.group.reads]
+    assert readers and all(one.group.phase is Phase.BACKWARD for one in readers)
+
+
+def test_kernels_read_what_is_made_before_and_make_what_is_read_later() -> None:
+    for case in (stack(2, dropout=0.1), gpt2(attention="eager"), llama()):
+        made = proposed(recorded(case), False, TABLE, frozenset()).rewritten()
+        values = made.values
+        whole = {v.storage for v in values}
+        results = [{values[r].storage for r in c.call.results if r is not None} for c in made.calls]
+        reads = [{values[v].storage for v in c.reads} for c in made.calls]
+        for found, read in zip(results, reads, strict=True):
+            whole -= found - read
+        for found, read in zip(results, reads, strict=True):
+            assert read <= whole
+            whole |= found
+
+
+def test_kinds_do_not_depend_on_the_number_of_layers() -> None:
+    def names(layers: int) -> set[str]:
+        proposal = proposed(recorded(stack(layers)), False, TABLE, frozenset())
+        return {one.kernel.op for one in proposal.fused}
+
+    assert names(3) == names(8)
+
+
+def test_kernels_are_told_apart_by_all_that_they_compute() -> None:
+    def name(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> str:
+        proposal = proposed(run(function, *shapes), False, TABLE, frozenset())
+        return proposal.fused[0].kernel.op
+
+    base = name(lambda x: (x * 2).exp().sin(), (8, 8))
+    assert base == name(lambda x: (x * 2).exp().sin(), (8, 8))
+    assert base != name(lambda x: (x * 2.0).exp().sin(), (8, 8))
+    assert base != name(lambda x: (x * 3).exp().sin(), (8, 8))
+    assert base != name(lambda x: (x * 2).exp().sin(), (8, 9))
+    assert base != name(lambda x: (x.t() * 2).exp().sin(), (8, 8))
+
+
+def test_a_kernel_says_what_it_computes() -> None:
+    kernel = proposed(run(lambda x: (x * 2).exp(), (8,)), False, TABLE, frozenset()).fused[0].kernel
+    first, *lines = str(kernel).split("\n")
+    assert first == f"{kernel.name}(float32[8]) -> %2"
+    assert lines == [
+        "  %1 = aten.mul.Tensor(%0, 2)",
+        "  %2 = aten.exp.default(%1)",
+    ]
+
+
+def test_what_the_forward_makes_for_the_backward_alone_runs_there() -> None:
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward((x.sin() * 2).exp())
+            return x.cos() + 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (saved,) = ctx.saved_tensors
+            return gradient @ saved
+
+    made = proposed(run(Late.apply, (8, 8)), False, TABLE, frozenset())
+    assert [one.group.phase for one in made.fused] == [Phase.FORWARD, Phase.BACKWARD]
+
+
+# Plans of kernels
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    yield interpret(monkeypatch)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "stack": lambda: stack(3, dropout=0.1),
+    "gpt2": lambda: gpt2(attention="eager"),
+    "llama": llama,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_compute_what_the_module_does(name: str, interpreted: list[str]) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    expected = gradients(case, case.model)
+    state = torch.get_rng_state()
+    kept = rockplan.solve(
+        case.model, case.args, "100%", sample_kwargs=case.kwargs, options=COMPILED
+    )
+    assert distance(gradients(case, kept), expected) < 1e-5
+    assert torch.equal(torch.get_rng_state(), state)
+    half = rockplan.solve(case.model, case.args, "70%", sample_kwargs=case.kwargs, options=COMPILED)
+    for one, other in zip(gradients(case, half), gradients(case, kept), strict=True):
+        assert torch.equal(one, other)
+    assert interpreted and len(interpreted) == len(set(interpreted))
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan is that without kernels, and each kind is named once."""
+    case = stack(2)
+    interpret(monkeypatch, fails=lambda kernel: True)
+    plan = rockplan.plan(case.model, case.args, "70%", options=COMPILED)
+    plain = rockplan.plan(case.model, case.args, "70%", options=Options(cache=False))
+    assert plan.graph_digest == plain.graph_digest and plan.compiled == ""
+    assert "cannot be compiled (a test says so); its operators run one by one" in caplog.text
+
+
+def test_some_that_cannot_be_compiled_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = stack(2)
+    interpret(monkeypatch, fails=lambda kernel: "rsqrt" in kernel.name)
+    planned = rockplan.solve(case.model, case.args, "min", options=COMPILED)
+    names = [kernel.name for kernel in rockplan.plan_of(planned).graph.kernels]
+    assert names and not any("rsqrt" in name for name in names)
+    assert distance(gradients(case, planned), gradients(case, case.model)) < 1e-5
+
+
+def test_a_plan_in_a_file_is_compiled_again(interpreted: list[str], tmp_path: Path) -> None:
+    case = stack(2)
+    planned = rockplan.solve(case.model, case.args, "70%", options=COMPILED)
+    rockplan.save_plan(planned, tmp_path / "plan.json")
+    assert "aten" not in (tmp_path / "plan.json").read_text()
+    (stored,) = rockplan.read_plans(tmp_path / "plan.json")
+    assert stored.compiled == "yes" and "compiled kernels" in str(stored)
+    loaded = rockplan.load(case.model, case.args, tmp_path / "plan.json")
+    assert rockplan.plan_of(loaded).graph == rockplan.plan_of(planned).graph
+    with pytest.raises(rockplan.PlanMismatch):
+        other = stack(2, width=48)
+        rockplan.load(other.model, other.args, tmp_path / "plan.json")
+
+
+def test_plans_are_copied_and_pickled(interpreted: list[str]) -> None:
+    case = stack(2)
+    planned = rockplan.solve(case.model, case.args, "70%", options=COMPILED)
+    expected = case.loss(planned(*case.args))
+    for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        assert torch.equal(case.loss(other(*case.args)), expected)
+    buffer = io.BytesIO()
+    torch.save(planned.state_dict(), buffer)
+
+
+def test_check_compares_with_the_same_kernels_and_states_the_distance(
+    interpreted: list[str],
+) -> None:
+    case = stack(2, dropout=0.1)
+    options = Options(compile=True, cache=False, check=True)
+    checked = rockplan.plan_of(
+        rockplan.solve(case.model, case.args, "70%", options=options)
+    ).checked
+    start = "equal to the same kernels where nothing runs again bit for bit on the sample; "
+    assert checked.startswith(f"{start}gradients differ from eager's by ")
+    assert float(checked.split(" by ")[1].split()[0]) < 1e-5
+
+
+def test_several_backward_patterns(interpreted: list[str]) -> None:
+    """Another result is differentiated than was planned for: what then runs is compiled, too."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = functional.gelu(self.a(x)).sin()
+            return h.exp(), functional.silu(self.b(h))
+
+    model, x = Two(), torch.randn(8, 16)
+    options = Options(compile=True, cache=False, differentiated=(0, 1))
+    planned = rockplan.solve(model, x, "min", options=options)
+    for which in ((0, 1), (0,), (1,)):
+        found = []
+        for module in (model, planned):
+            model.zero_grad()
+            results = module(x)
+            sum(results[i].square().sum() for i in which).backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+        assert distance(found[1], found[0]) < 1e-5
+
+
+def test_the_code_calls_kernels_by_their_operators(interpreted: list[str]) -> None:
+    case = stack(1)
+    planned = rockplan.solve(case.model, case.args, "100%", options=COMPILED)
+    code = rockplan.code_of(planned)
+    (norm,) = [k.name for k in rockplan.plan_of(planned).graph.kernels if "rsqrt" in k.name][:1]
+    assert f"= rockplan_{norm}([" in code and "# layers.0.norm" in code
+
+
+def test_compiled_plans_are_not_exported(interpreted: list[str]) -> None:
+    case = stack(2)
+    planned = rockplan.solve(case.model, case.args, "min", options=COMPILED)
+    with pytest.raises(InvalidInput, match="compiled kernels"):
+        rockplan.as_checkpoint_code(planned)
+
+
+# Errors
+
+
+def test_options() -> None:
+    assert Options(compile="near").compile == "near"
+    with pytest.raises(InvalidInput, match="compile is 'far'"):
+        Options(compile="far")  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_the_error_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def none() -> str:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    case = stack(1)
+    with pytest.raises(MissingLibrary, match=r"install g\+\+"):
+        rockplan.plan(case.model, case.args, "min", options=COMPILED)
+
+
+def test_without_triton_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import _triton
+
+    monkeypatch.setattr(_triton, "has_triton_package", lambda: False)
+    with pytest.raises(MissingLibrary, match="pip install triton"):
+        inductor.check_compiler("cuda")
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="not for mps"):
+        inductor.check_compiler("mps")
+
+
+def test_a_compiler_that_is_interrupted_leaves_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+    from torch._inductor.async_compile import AsyncCompile
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    case = stack(1)
+    monkeypatch.setattr(kernels, "_functions", {})  # as in a process that has compiled nothing
+    wait = AsyncCompile.wait
+    before = copy.deepcopy(case.model.state_dict())
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fused(recorded(case), keeps_roundings=False)
+    assert AsyncCompile.wait is wait
+    after = case.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert type(case.model.layers) is nn.ModuleList and case.model.training
+
+
+def test_what_nothing_needs_is_not_computed() -> None:
+    parts = parts_of(run(lambda x: (x.sin().exp(), x.cos())[1], (8,)), frozenset(), TABLE)
+    (root,) = [p.makes[0] for p in parts.parts if p.call.op == "aten.cos.default"]
+    flow = dataflow_of(parts, [root], frozenset())
+    assert len(flow.made) == 1
