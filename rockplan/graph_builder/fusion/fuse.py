@@ -18,6 +18,7 @@ from rockplan.graph_builder.fusion.kinds import Fused, fused_group
 from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of, refs
 from rockplan.graph_builder.fusion.stored import stored
 from rockplan.graph_builder.lowering import gradient_sums
+from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
 from rockplan.values.graph import Call, ValueRef
@@ -34,14 +35,15 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     inductor.check_compiler(device_type_of(capture))
     table = inductor.decompositions()
     opaque: set[int] = set()
+    changed = with_versions(capture, everywhere=True)
     while True:
-        found = proposed(capture, keeps_roundings, table, frozenset(opaque))
+        found = proposed(changed, keeps_roundings, table, frozenset(opaque))
         failed = kernels.made({f.kernel.op: f.kernel for f in found.fused}.values())
         if not failed:
-            return found.rewritten()
+            return found.rewritten() if found.fused else capture
         for one in found.fused:
             if one.kernel.op in failed:
-                _say(capture, one, failed[one.kernel.op], opaque)
+                _say(changed, one, failed[one.kernel.op], opaque)
                 opaque.update(one.owners)
 
 
@@ -63,7 +65,7 @@ class Proposal:
 
     def rewritten(self) -> Capture:
         """The run in which kernels are called."""
-        return _Rewriting(self).capture() if self.fused else self.capture
+        return _KernelRun(self).capture()
 
 
 def proposed(
@@ -103,7 +105,7 @@ def _is_one_operator(capture: Capture, one: Fused) -> bool:
     return set(one.results) == {result for result in made if result is not None}
 
 
-class _Rewriting:
+class _KernelRun:
     """Calls in the order in which they run; views come before what reads them."""
 
     def __init__(self, proposal: Proposal) -> None:

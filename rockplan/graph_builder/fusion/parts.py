@@ -154,7 +154,7 @@ class _Expansion:
         """True if nothing that the call reads or makes is written to later, and none of what it
         reads is changed outside: a kernel may read it at any time."""
         made = (r for r in recorded.call.results if r is not None)
-        touched = {self.values[v].storage for v in (*recorded.reads, *made)}
+        touched = {self.values[v].storage for v in (*_looked_at(recorded.call), *made)}
         late = any(self._written.get(storage, -1) >= position for storage in touched)
         return not late and not touched & self._changed_outside
 
@@ -197,6 +197,13 @@ class _Expansion:
 
 def _given(call: Call) -> list[int]:
     return list(dict.fromkeys(r.index for r in refs(call)))
+
+
+def _looked_at(call: Call) -> list[int]:
+    """The arguments without those of which nothing is read, such as running statistics."""
+    ignored = facts.unread_arguments(call.op, call.args)
+    args = tuple(a for i, a in enumerate(call.args) if i not in ignored)
+    return _given(Call(call.op, args, call.kwargs, call.results))
 
 
 def _typed(argument: Any) -> Hashable:

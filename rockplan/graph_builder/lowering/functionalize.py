@@ -30,9 +30,10 @@ from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue,
 from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
 
 
-def with_versions(capture: Capture) -> Capture:
-    """`capture`, in which changes that cannot run with what they change make new storages."""
-    rewriting = _Rewriting(capture)
+def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
+    """`capture`, in which changes that cannot run with what they change make new storages.
+    everywhere: in which all changes do that can."""
+    rewriting = _Rewriting(capture, everywhere)
     for recorded in capture.calls:
         rewriting.add(recorded)
     return rewriting.capture()
@@ -60,8 +61,9 @@ class _Rewriting:
     """One walk over the calls. Storages are named as recorded; `_versions` has the last of each
     that the run makes, `_written` the position of the last call that makes or changes it."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, everywhere: bool) -> None:
         self._capture = capture
+        self._everywhere = everywhere
         self._recorded = capture.values
         self._owned = _owned(capture)
         self._unchangeable = _unchangeable(capture)
@@ -120,9 +122,8 @@ class _Rewriting:
             return None
         if value.storage in self._unchangeable or not _is_whole(value):
             return None
-        if not (
-            version.is_read or version.inputs and self._is_late(version, read - {value.storage})
-        ):
+        is_late = version.inputs and self._is_late(version, read - {value.storage})
+        if not (self._everywhere or version.is_read or is_late):
             return None
         made = replace(call, op=op)
         return made if self._made_by(made) == value.spec else None

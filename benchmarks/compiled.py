@@ -1,0 +1,188 @@
+"""Plans of compiled kernels beside torch.compile: peak, time, seconds to compile, and how far the
+gradients are from those of eager.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.compiled [--models llama gpt2] [--rounds 5]
+
+For each model: eager, `torch.utils.checkpoint` of each block, torch.compile, torch.compile of
+checkpointed blocks, rockplan as eager calls operators, and rockplan with compiled kernels: with
+everything kept, within the peak of torch.compile of checkpointed blocks, within half of the peak of
+torch.compile, and as small as can be. Steps are timed in turns, on as many threads as PyTorch is
+given. Seconds to compile are those of the first plan of a process, with empty caches of Inductor on
+disk, without planning. Writes benchmarks/results/compiled.{jsonl,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import rockplan
+from benchmarks import models
+from benchmarks.models import Case
+from benchmarks.timing import interleaved_seconds, mebibytes, where
+from rockplan.checkpointing.wrap import per_block, sharing_copy
+from rockplan.graph_builder.fusion.fuse import fused
+from rockplan.graph_builder.tracing.capture import capture
+from rockplan.options import Options
+
+RESULTS = Path(__file__).parent / "results"
+ROWS = RESULTS / "compiled.jsonl"
+TABLE = RESULTS / "compiled.md"
+
+CASES: dict[str, Callable[[], Case]] = {
+    "llama": partial(
+        models.llama, layers=6, width=192, heads=6, vocabulary=1024, batch=4, length=256
+    ),
+    "gpt2": partial(
+        models.gpt2,
+        layers=6,
+        width=192,
+        heads=6,
+        vocabulary=1024,
+        batch=4,
+        length=192,
+        attention="eager",
+    ),
+    "bert": partial(models.bert, layers=6, width=192, heads=6, batch=4, length=192),
+    "vit": partial(models.vit, layers=6, width=192, heads=3, batch=10, size=96),
+}
+
+Row = dict[str, str | float | int | None]
+
+
+def rows_of(name: str, rounds: int) -> list[Row]:
+    """The ways of one model."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    made: dict[str, tuple[nn.Module, float, int | None]] = {"eager": (case.model, 0.0, None)}
+    made["checkpoint"] = (per_block(case.model), 0.0, None)
+    with _no_cache():
+        begin = time.perf_counter()
+        whole = torch.compile(sharing_copy(case.model))
+        case.step(whole)
+        made["torch.compile"] = (whole, time.perf_counter() - begin, None)
+    with _no_cache():
+        begin = time.perf_counter()
+        both = torch.compile(per_block(case.model))
+        case.step(both)
+        made["torch.compile + checkpoint"] = (both, time.perf_counter() - begin, None)
+    peaks = {way: _peak(case, module) for way, (module, _, _) in made.items()}
+    budgets = {
+        "all kept": "100%",
+        "peak of torch.compile + checkpoint": peaks["torch.compile + checkpoint"],
+        "half of torch.compile's peak": peaks["torch.compile"] // 2,
+        "smallest": "min",
+    }
+    with _no_cache():
+        begin = time.perf_counter()
+        fused(capture(case.model, case.args, case.kwargs), keeps_roundings=False)
+        seconds = time.perf_counter() - begin
+    for is_compiled in (False, True):
+        for asked, budget in budgets.items():
+            way = f"rockplan{' compiled' if is_compiled else ''}, {asked}"
+            options = Options(compile=is_compiled)
+            with contextlib.suppress(rockplan.InfeasibleBudget):
+                planned = rockplan.solve(
+                    case.model, case.args, budget, sample_kwargs=case.kwargs, options=options
+                )
+                predicted = rockplan.plan_of(planned).peak_bytes
+                made[way] = (planned, seconds if is_compiled else 0.0, predicted)
+    exact = _gradients(case, case.model)
+    steps = {way: partial(case.step, module) for way, (module, _, _) in made.items()}
+    times = interleaved_seconds(steps, rounds)
+    return [
+        {
+            "model": name,
+            "way": way,
+            "peak_bytes": _peak(case, module),
+            "predicted_bytes": predicted,
+            "milliseconds": round(1e3 * statistics.median(times[way]), 1),
+            "compile_s": round(compile_s, 1),
+            "difference": _distance(_gradients(case, module), exact),
+        }
+        for way, (module, compile_s, predicted) in made.items()
+    ]
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """Inductor finds nothing on disk."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    torch._dynamo.reset()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            if before is not None:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def _peak(case: Case, module: nn.Module) -> int:
+    return rockplan.peak_live_bytes(partial(case.step, module)).peak_bytes
+
+
+def _gradients(case: Case, module: nn.Module) -> list[torch.Tensor]:
+    """Of a step from the same generator state."""
+    torch.manual_seed(1)
+    module.zero_grad()
+    case.step(module)
+    return [p.grad.double() for p in module.parameters() if p.grad is not None]
+
+
+def _distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """As a share of the norm of all."""
+    error = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
+    return float((error / sum(float(b.square().sum()) for b in exact)) ** 0.5)
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        f"{where()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "",
+        "| model | way | peak MiB | predicted MiB | ms | compile s | difference to eager |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        predicted = row["predicted_bytes"]
+        cells = (
+            row["model"],
+            row["way"],
+            mebibytes(int(row["peak_bytes"] or 0)),
+            "" if predicted is None else mebibytes(int(predicted)),
+            row["milliseconds"],
+            row["compile_s"] or "",
+            f"{row['difference']:.1e}" if row["difference"] else "none",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    known = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    for name in arguments.models:
+        rows = [row for row in known if row["model"] != name]
+        known = rows + rows_of(name, arguments.rounds)
+        ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in known))
+        TABLE.write_text(table(known))
+        print(table([row for row in known if row["model"] == name]))
+
+
+if __name__ == "__main__":
+    main()
