@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rockplan.graph_builder.fusion.parts import Part, PartKind, Parts
+from rockplan.graph_builder.fusion.parts import OperatorPart, PartKind, Parts
 from rockplan.graph_builder.tracing.recorder import RecordedValue
 from rockplan.values.graph import Phase
 
@@ -149,7 +149,7 @@ def _memory_of_opaque(
     return whole, {s: tuple(found) for s, found in readers.items()}
 
 
-def _views(parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
     for position, part in enumerate(parts):
         if part.kind is PartKind.VIEW:
             yield from ((value, position) for value in part.makes)

@@ -39,7 +39,7 @@ class PartKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OperatorPart:
     """One operator of a run. call: in recorded values, and in further ones for what lies between
     the parts of one call; owner: position of the recorded call; is_trigonometric: a sine or a
     cosine, which take long; writes: values that it changes in place."""
@@ -67,7 +67,7 @@ class Part:
 class Parts:
     """parts: in execution order; values: those of the capture, then those between parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[OperatorPart, ...]
     values: tuple[RecordedValue, ...]
 
 
@@ -107,7 +107,7 @@ class _Expansion:
     """One walk over the calls; those that look the same have the same parts."""
 
     def __init__(self, capture: Capture, table: Table) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[OperatorPart] = []
         self.values = list(capture.values)
         self._table = table
         self._fakes = FakeTensorMode()
@@ -120,7 +120,7 @@ class _Expansion:
         template = None if is_opaque else self._template(position, recorded)
         if template is None:
             kind, phase, writes = PartKind.OPAQUE, recorded.phase, recorded.writes
-            self.parts.append(Part(recorded.call, kind, position, phase, writes=writes))
+            self.parts.append(OperatorPart(recorded.call, kind, position, phase, writes=writes))
             return
         names = dict(enumerate(_given(recorded.call)))
         leaves = zip(template.leaves, recorded.call.results, strict=True)
@@ -138,7 +138,9 @@ class _Expansion:
         for part in template.parts:
             call = renamed(part.call, names.__getitem__)
             kind = PartKind(part.kind)
-            self.parts.append(Part(call, kind, position, recorded.phase, part.is_trigonometric))
+            self.parts.append(
+                OperatorPart(call, kind, position, recorded.phase, part.is_trigonometric)
+            )
 
     def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
         if recorded.random or recorded.writes or not self._is_settled(position, recorded):
