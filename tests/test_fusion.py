@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 import rockplan
-from benchmarks.models import Case, gpt2, llama
+from benchmarks.models import Case, gpt2, llama, resnet18, t5
+from benchmarks.random_networks import network
+from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.dataflow import dataflow_of
@@ -256,6 +259,40 @@ def test_plans_compute_what_the_module_does(name: str, interpreted: list[str]) -
     for one, other in zip(gradients(case, half), gradients(case, kept), strict=True):
         assert torch.equal(one, other)
     assert interpreted and len(interpreted) == len(set(interpreted))
+
+
+@pytest.mark.parametrize("make", [resnet18, t5])
+def test_kinds_of_networks(make: Callable[[], Case], interpreted: list[str]) -> None:
+    """Convolutions with changes in place and running statistics; encoders beside decoders."""
+    torch.manual_seed(0)
+    case = make()
+    state = copy.deepcopy(case.model.state_dict())
+    expected = gradients(case, case.model)
+    buffers = [b.clone() for b in case.model.buffers()]
+    case.model.load_state_dict(state)
+    planned = rockplan.solve(
+        case.model, case.args, "100%", sample_kwargs=case.kwargs, options=COMPILED
+    )
+    assert distance(gradients(case, planned), expected) < 1e-5
+    assert all(map(torch.equal, case.model.buffers(), buffers))
+    assert any("threshold" in op or "where" in op or "mul" in op for op in interpreted)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 7])
+def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
+    torch.manual_seed(seed)
+    model, inputs = network(random.Random(seed))
+    state = copy.deepcopy(model.state_dict())
+    found = []
+    for planned in (False, True):
+        model.load_state_dict(state)
+        module = rockplan.solve(model, inputs, "100%", options=COMPILED) if planned else model
+        model.zero_grad()
+        torch.manual_seed(1)
+        results = module(*(x.detach().requires_grad_(x.requires_grad) for x in inputs))
+        loss_of(results).backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert distance(found[1], found[0]) < 1e-4
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(
