@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Operators that Inductor wants to be given as simpler ones."""
     from torch._inductor.decomposition import select_decomp_table
 
+    importlib.import_module("torch._inductor.lowering")  # some of them take it for imported
     return select_decomp_table()
 
 
