@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rockplan.codegen.planned_module import code_of, plan_of
     from rockplan.comparison import Comparison, compare
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+    from rockplan.graph_builder.tracing.opaque import opaque
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
@@ -61,6 +62,7 @@ _LATE = {
     "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
     "measured_timeline": "rockplan.graph_builder.costs.ruler",
+    "opaque": "rockplan.graph_builder.tracing.opaque",
     "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.costs.ruler",
     "plan": "rockplan.api",
@@ -110,6 +112,7 @@ __all__ = [
     "html_report",
     "load",
     "measured_timeline",
+    "opaque",
     "pareto",
     "peak_live_bytes",
     "plan",

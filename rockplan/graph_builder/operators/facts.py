@@ -23,6 +23,7 @@ from rockplan.errors import InvalidInput
 from rockplan.graph_builder.operators.rows import (
     HIGHER_ORDER,
     OF_UNKNOWN_SIZES,
+    OPAQUE,
     PAD,
     PARTS,
     ROWS,
@@ -72,6 +73,8 @@ def facts_of(operator: Any) -> OperatorFacts:
 
 
 _ROWS = {row.name: row for row in ROWS}
+# Arguments of operators that may draw: they do if it is not zero or False.
+_DRAWS_IF = ("dropout_p", "dropout", "draws")
 
 
 def _merged(found: OperatorFacts, *names: str) -> OperatorFacts:
@@ -85,10 +88,11 @@ def _merged(found: OperatorFacts, *names: str) -> OperatorFacts:
 def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
     """What the schema and the tags of an operator say."""
     name, arguments = str(operator), operator._schema.arguments
+    namespace = operator.namespace
     packet = operator._schema.name.split("::")[-1]
     names = [argument.name for argument in arguments]
     draws = torch.Tag.nondeterministic_seeded in operator.tags
-    new = operator.namespace == "aten" and (packet.endswith("_like") or packet.startswith("new_"))
+    new = namespace == "aten" and (packet.endswith("_like") or packet.startswith("new_"))
     view = _out_of_place_view(operator)
     aliased = any(r.alias_info is not None for r in operator._schema.returns)
     because = instead = ""
@@ -102,11 +106,12 @@ def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
         instead=instead,
         writes=tuple(names[position] for position in _declared_writes(operator)),
         draws=draws,
-        draws_if=next((n for n in ("dropout_p", "dropout") if draws and n in names), ""),
+        draws_if=next((n for n in _DRAWS_IF if draws and n in names), ""),
         reads_no_element_of=tuple(names[:1]) if new else (),
         view=ViewKind.PLAIN if aliased and not operator._schema.is_mutable else ViewKind.NONE,
         changes_shape_as="" if view is None else operator_name(view),
         shape_by_values=torch.Tag.dynamic_output_shape in operator.tags,
+        shape_rule=ShapeRule.OF_A_RUN if namespace == OPAQUE else ShapeRule.OF_PYTORCH,
         composite=_is_composite(operator.name()),
     )
 
@@ -365,6 +370,8 @@ class Layouts:
         given = list(tensors((args, kwargs)))
         made = list(tensors(result))
         if any(t.layout is not torch.strided for t in made):
+            return result
+        if facts_of(operator).shape_rule is ShapeRule.OF_A_RUN:
             return result
         storages = {t.untyped_storage()._cdata for t in given}
         shared = {t.untyped_storage()._cdata in storages for t in made}

@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+OPAQUE = "rockplan_opaque"
+"""The library of operators that stand for functions given to `rockplan.opaque`."""
+
 OPERAND = "an operand"
 OPERAND_ON_CPU = "an operand on CPU"
 
@@ -31,6 +34,7 @@ class ShapeRule(StrEnum):
     OF_PYTORCH = ""
     STORAGE_AS_LARGE = "a storage as large as that of the first argument"
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
+    OF_A_RUN = "what a run has made"
 
 
 @dataclass(frozen=True, slots=True)

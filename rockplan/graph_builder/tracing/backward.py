@@ -20,7 +20,7 @@ from rockplan.graph_builder.tracing.outputs import (
     leaves_reached,
     sources_of,
 )
-from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
@@ -100,10 +100,10 @@ def recorded_backward(
 
     with contextlib.ExitStack() as without_autocast:
         try:
-            under_autocast: list[str] | None = None
+            under_autocast: list[object] | None = None
             if kinds:
                 run(retain=True)
-                under_autocast = [c.call.op for c in recorder.calls[forward_calls:]]
+                under_autocast = _named(recorder.calls[forward_calls:])
                 del recorder.calls[forward_calls:]
             for kind in kinds:
                 without_autocast.enter_context(torch.autocast(kind, enabled=False))
@@ -126,5 +126,10 @@ def recorded_backward(
         gradients=gradients,
         tangents={i: recorder.value(t) for i, t in zip(starts, tangents, strict=True)},
         sources=sources,
-        ignores_autocast=under_autocast == [c.call.op for c in recorder.calls[forward_calls:]],
+        ignores_autocast=under_autocast == _named(recorder.calls[forward_calls:]),
     )
+
+
+def _named(calls: Sequence[RecordedCall]) -> list[object]:
+    """What is called: operators, and functions that are arguments by name."""
+    return [(c.call.op, [a for a in c.call.args if isinstance(a, str)]) for c in calls]

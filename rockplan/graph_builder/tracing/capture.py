@@ -31,6 +31,7 @@ from rockplan.graph_builder.tracing.forward_call import (
     as_in_eager,
     refuse_here,
 )
+from rockplan.graph_builder.tracing.opaque_calls import Unknown
 from rockplan.graph_builder.tracing.outputs import backward_starts, output_leaves
 from rockplan.graph_builder.tracing.recorder import (
     RecordedCall,
@@ -118,6 +119,14 @@ def capture(
     eager_paths.refuse_compiling()
     refuse(When.MODULE, module)
     call = _Sample(module, forward or module.forward, args, kwargs, incoming)
+    while True:
+        try:
+            return _without_leftovers(call)
+        except Unknown as unknown:
+            unknown.find_out()
+
+
+def _without_leftovers(call: _Sample) -> Capture:
     leftovers = Leftovers()
     try:
         with frames_forgotten():

@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import InvalidInput
+from rockplan.errors import CaptureError, InvalidInput
 from rockplan.graph_builder.tracing import foreign_kernels
 from rockplan.graph_builder.tracing.recorder import is_same_memory
 from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
@@ -34,7 +34,7 @@ _COMPILED = (
 )
 
 
-def _nobody(message: str) -> NoReturn:
+def _nobody(message: object) -> NoReturn:
     raise AssertionError(message)
 
 
@@ -42,11 +42,14 @@ def _nobody(message: str) -> NoReturn:
 class RecordingAccess:
     """What a replacement asks of the recording that it is there for. refuse: raises, with the place
     in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
-    operator be recorded now?"""
+    operator be recorded now? stop: raises an error that ends the recording; place: path of the
+    module that runs, and line of the user's."""
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
     is_active: Callable[[], bool] = lambda: False
+    stop: Callable[[CaptureError], NoReturn] = _nobody
+    place: Callable[[], tuple[str, str]] = lambda: ("", "")
 
 
 @dataclass(frozen=True, slots=True)

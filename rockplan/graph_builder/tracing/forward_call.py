@@ -22,7 +22,12 @@ from rockplan.errors import (
     RockplanError,
     UnsupportedModel,
 )
-from rockplan.graph_builder.tracing import eager_paths, foreign_kernels, host_random
+from rockplan.graph_builder.tracing import (
+    eager_paths,
+    foreign_kernels,
+    host_random,
+    opaque_calls,
+)
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
@@ -155,7 +160,9 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         return reader.read_all(recorder, tensor) if recorder.is_active() else None
 
     refuse = functools.partial(refuse_here, recorder)
-    recording = eager_paths.RecordingAccess(refuse, read_all, recorder.is_active)
+    recording = eager_paths.RecordingAccess(
+        refuse, read_all, recorder.is_active, recorder.refuse, recorder.place
+    )
     torch.clear_autocast_cache()
     with (
         torch.enable_grad(),
@@ -163,7 +170,7 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         eager_paths.without_hooks_on_all_modules(),
         eager_paths.without_saved_tensor_hooks(),
         eager_paths.without_logs_of_fake_tensors(),
-        eager_paths.patched(eager_paths.PATCHES, recording),
+        eager_paths.patched((*eager_paths.PATCHES, *opaque_calls.patches()), recording),
     ):
         try:
             yield

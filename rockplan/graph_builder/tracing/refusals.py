@@ -41,8 +41,9 @@ _PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
 
 
 AS_OPERATOR = (
-    "make it an operator (torch.library.custom_op with register_fake and register_autograd; for "
-    "Triton torch.library.triton_op), or leave it outside of the planned module"
+    "give the autograd.Function around it to rockplan.opaque, make it an operator "
+    "(torch.library.custom_op with register_fake and register_autograd; for Triton "
+    "torch.library.triton_op), or leave it outside of the planned module"
 )
 """What to do about a kernel."""
 
@@ -415,6 +416,46 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward gives the memory of a tensor to {kernel}",
         AS_OPERATOR,
         "test_refusals.test_addresses_that_no_code_of_the_user_asks_for",
+    ),
+    Refusal(
+        "argument of an opaque function",
+        When.FORWARD,
+        "{function}, an opaque function, is given a {kind}, of which a plan cannot tell whether it "
+        "is the same at the next call",
+        "pass tensors, and of other things numbers, text and functions",
+        "test_opaque.test_refused_by_name",
+    ),
+    Refusal(
+        "run of an opaque function",
+        When.FORWARD,
+        "{function}, an opaque function, does not run on made-up arguments (numbers in [0, 1), "
+        "zeros where they are integers), by which a plan learns what it returns: {error}",
+        "Declare that: rockplan.opaque(..., fake=function(ctx, *arguments))",
+        "test_opaque.test_refused_by_name",
+    ),
+    Refusal(
+        "write of an opaque function",
+        When.FORWARD,
+        "{function}, an opaque function, writes into '{argument}', which a plan does not know",
+        "declare it: rockplan.opaque(..., {how}=('{argument}',))",
+        "test_opaque.test_refused_by_name",
+    ),
+    Refusal(
+        "draws of an opaque function",
+        When.FORWARD,
+        "{function}, an opaque function, draws random numbers from a generator of Python, of "
+        "numpy, or of another device than that of its first result, where a plan could not repeat "
+        "them",
+        "draw before it, and pass in what was drawn",
+        "test_opaque.test_refused_by_name",
+    ),
+    Refusal(
+        "view by an opaque function",
+        When.FORWARD,
+        "{function}, an opaque function, returns or saves memory as another kind of numbers, which "
+        "a plan does not follow",
+        "return a copy",
+        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "kept argument",

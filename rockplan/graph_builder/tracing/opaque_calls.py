@@ -1,0 +1,508 @@
+"""Opaque calls: what a recording does at an opaque function, and how what is not known of a call is
+found out.
+
+A recording that meets a call of which nothing is known ends with `Unknown`; the call runs once,
+outside of the recording and of the module, on made-up numbers, and the forward is recorded again.
+So an opaque function may do whatever it does to Python's state, which no plan takes part in.
+guarantees: afterwards generators are what they were; what the run writes into and was not declared,
+and draws that a plan could not repeat, are refused by name.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.errors import CaptureError, InvalidInput, RockplanError
+from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.opaque import (
+    KNOWN,
+    REGISTERED,
+    BackwardCall,
+    ForwardCall,
+    Known,
+    Opaque,
+    Outcome,
+    Ref,
+    Run,
+    Surroundings,
+    Tensors,
+    dtype_of,
+    generator_states,
+    with_refs,
+)
+from rockplan.graph_builder.tracing.recorder import tensor_spec
+from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.values.graph import TensorSpec
+
+_WHY = "it runs as a whole, on tensors that have memory, when the plan runs"
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, type),
+)
+
+
+class Unknown(CaptureError):
+    """A recording has come to a call of which nothing is known yet."""
+
+    def __init__(self, call: ForwardCall | BackwardCall, module: str, source: str) -> None:
+        super().__init__(f"{call.called} is opaque", module_path=module, source=source)
+        self.call = call
+
+    def find_out(self) -> None:
+        """Run it. Raises CaptureError where that cannot be, or a plan could not do what it does."""
+        place = self.module_path or "", self.source or ""
+        with torch.inference_mode(False), _disable_current_modes():
+            run = _found(self.call, place)
+            if isinstance(self.call, ForwardCall) and any(self.call.needs):
+                # Most backward passes have these gradients: one recording less.
+                likely = _likely_backward(self.call, run)
+                if likely is not None and key_of(likely) not in KNOWN:
+                    try:
+                        _found(likely, place)
+                    except RockplanError:
+                        return
+
+
+# While a forward is recorded
+
+
+def patches() -> Iterator[Patch]:
+    """In place of the members of opaque functions."""
+    for kind, function in REGISTERED.items():
+        recorded = _Recorded(function)
+        yield Patch(kind, "forward", recorded.forward, _WHY)
+        yield Patch(kind, function.backward_name, recorded.backward, _WHY)
+        if function.setup_context is not None:
+            yield Patch(kind, "setup_context", recorded.setup_context, _WHY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a call has made in a recording. tensors: those given and those made."""
+
+    known: Known
+    tensors: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What autograd's context keeps of a call for its backward. attributes: place -> tensor of the
+    attributes; what is saved is autograd's to keep, and results would keep themselves alive."""
+
+    known: Known
+    attributes: dict[int, torch.Tensor]
+
+
+class _Recorded:
+    """The members of an opaque function while a forward is recorded."""
+
+    def __init__(self, function: Opaque) -> None:
+        self._function = function
+        self._last: list[_Made] = []
+
+    def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+        def forward(*given: Any) -> Any:
+            if not access.is_active():
+                return original(*given)
+            if self._function.setup_context is not None:
+                self._last = [self._call(given, access)]
+                return _result(self._last[0])
+            ctx, *args = given
+            made = self._call(args, access)
+            _tell(ctx, made)
+            return _result(made)
+
+        return forward
+
+    def setup_context(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            if not access.is_active():
+                original(ctx, inputs, output)
+                return
+            _tell(ctx, self._last.pop())
+
+        return setup_context
+
+    def _call(self, args: Sequence[Any], access: RecordingAccess) -> _Made:
+        try:
+            call, tensors = _forward_call(self._function, args)
+        except CaptureError as error:
+            access.stop(error)
+        known = _known(call, access)
+        read = [t for i, t in enumerate(tensors) if i not in call.changed]
+        changed = [tensors[i] for i in call.changed]
+        operator = self._function.forward_operator
+        fresh = operator(read, changed, key_of(call), known.draws)
+        return _Made(known, rebuilt(known.outcome, tensors, fresh))
+
+    def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if not access.is_active():
+                return original(ctx, *gradients)
+            kept: _Kept = ctx._rockplan_kept
+            refs = zip(kept.known.outcome.saved, ctx.saved_tensors, strict=True)
+            saved = {ref.place: tensor for ref, tensor in refs if isinstance(ref, Ref)}
+            call, given = _backward_call(kept.known, kept.attributes | saved, gradients)
+            known = _known(call, access)
+            operator = self._function.backward_operator
+            fresh = operator(given, key_of(call), known.draws)
+            return _result(_Made(known, rebuilt(known.outcome, call.kept(given), fresh)))
+
+        return backward
+
+
+def _known(call: ForwardCall | BackwardCall, access: RecordingAccess) -> Known:
+    known = KNOWN.get(key_of(call))
+    return known or access.stop(Unknown(call, *access.place()))
+
+
+def _result(made: _Made) -> Any:
+    leaves = tuple(made.tensors[r.place] if isinstance(r, Ref) else r for r in made.known.results)
+    return leaves[0] if made.known.outcome.is_one else leaves
+
+
+def _tell(ctx: Any, made: _Made) -> None:
+    """Tell autograd's context what the function has told its own."""
+    outcome = made.known.outcome
+    places = {
+        ref.place for _, leaves, _ in outcome.attributes for ref in leaves if isinstance(ref, Ref)
+    }
+    ctx._rockplan_kept = _Kept(made.known, {p: made.tensors[p].detach() for p in sorted(places)})
+    if outcome.saved:
+        refs = (made.tensors[r.place] if isinstance(r, Ref) else None for r in outcome.saved)
+        ctx.save_for_backward(*refs)
+    if outcome.dirty:
+        ctx.mark_dirty(*(made.tensors[place] for place in sorted(outcome.dirty)))
+    if outcome.constant:
+        ctx.mark_non_differentiable(*(made.tensors[place] for place in sorted(outcome.constant)))
+    ctx.set_materialize_grads(outcome.materializes)
+
+
+def rebuilt(
+    outcome: Outcome, given: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The given tensors and those made, of the ones in new memory."""
+    tensors, waiting = list(given), iter(fresh)
+    for made in outcome.made:
+        if made.base is None:
+            tensors.append(next(waiting))
+        else:
+            tensors.append(_sharing(tensors[made.base], made.spec))
+    return tensors
+
+
+def _sharing(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tensor_spec(base) == spec:
+        return base.detach()
+    return base.detach().as_strided(spec.shape, spec.stride, spec.offset)
+
+
+# Calls
+
+
+def _forward_call(function: Opaque, args: Sequence[Any]) -> tuple[ForwardCall, list[torch.Tensor]]:
+    """The call, and its tensors."""
+    leaves, structure = pytree.tree_flatten(tuple(args))
+    for leaf in leaves:
+        if not (isinstance(leaf, torch.Tensor) or _is_plain(leaf)):
+            raise NAMED["argument of an opaque function"].error(
+                function=f"{function.called}.forward", kind=type(leaf).__name__
+            )
+    refs, tensors = with_refs(leaves)
+    needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    names = _argument_names(function, len(args))
+    written = [
+        leaf
+        for name, argument in zip(names, args, strict=True)
+        for leaf in pytree.tree_leaves(argument)
+        if name in function.mutates and isinstance(leaf, torch.Tensor)
+    ]
+    changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
+    call = ForwardCall(
+        function, refs, structure, Tensors.of(tensors), needs, changed, Surroundings.here()
+    )
+    return call, tensors
+
+
+def _argument_names(function: Opaque, count: int) -> list[str]:
+    parameters = list(inspect.signature(function.forward).parameters.values())
+    parameters = parameters[function.setup_context is None :]
+    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "")
+    return (names + [rest] * count)[:count]
+
+
+def _is_plain(leaf: Any) -> bool:
+    is_function = callable(leaf) and not isinstance(leaf, nn.Module)
+    return isinstance(leaf, _PLAIN) or is_function
+
+
+def _backward_call(
+    forward: Known,
+    tensors: Mapping[int, torch.Tensor],
+    gradients: Sequence[Any],
+) -> tuple[BackwardCall, list[torch.Tensor]]:
+    """The call, and its tensors. tensors: those of the forward that it saves, by place."""
+    call = forward.call
+    assert isinstance(call, ForwardCall)
+    outcome, function = forward.outcome, call.function
+
+    def real(leaf: Any) -> Any:
+        return tensors[leaf.place] if isinstance(leaf, Ref) else leaf
+
+    kept = [real(ref) if isinstance(ref, Ref) else None for ref in outcome.saved]
+    flat = [leaf for _, leaves, _ in forward.attributes for leaf in map(real, leaves)]
+    refs, given = with_refs([*kept, *flat, *gradients])
+    waiting = iter(refs)
+    saved_refs = tuple(next(waiting) for _ in kept)
+    attributes = tuple(
+        (name, tuple(next(waiting) for _ in leaves), tree)
+        for name, leaves, tree in forward.attributes
+    )
+    gradient_refs = tuple(waiting)
+    needing = _needing(call)
+    named = _backward_names(function, saved_refs, attributes, gradient_refs)
+    unknown = [n for n in function.backward_mutates if n not in named]
+    if unknown:
+        raise InvalidInput(
+            f"{function.called}.{function.backward_name} has no tensor '{unknown[0]}' to write "
+            f"into: backward_mutates takes of {', '.join(named)}"
+        )
+    copied = {p for name in function.backward_mutates for p in named[name]}
+    found = BackwardCall(
+        forward=call,
+        saved=saved_refs,
+        attributes=attributes,
+        gradients=gradient_refs,
+        tensors=Tensors.of(given),
+        need=tuple(
+            sorted(
+                {
+                    to.place
+                    for to, ref in zip(saved_refs, outcome.saved, strict=True)
+                    if isinstance(ref, Ref) and ref.place in needing
+                }
+            )
+        ),
+        copied=tuple(sorted(copied)),
+        surroundings=Surroundings.here(),
+    )
+    return found, given
+
+
+def _needing(call: ForwardCall) -> set[int]:
+    """Places of arguments that need a gradient."""
+    args = pytree.tree_unflatten(list(call.leaves), call.structure)
+    return {a.place for a, needs in zip(args, call.needs, strict=True) if needs}
+
+
+def _backward_names(
+    function: Opaque,
+    saved: Sequence[Any],
+    attributes: Sequence[tuple[str, tuple[Any, ...], Any]],
+    gradients: Sequence[Any],
+) -> dict[str, tuple[int, ...]]:
+    """What can be named in `backward_mutates` -> places of its tensors."""
+    named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
+    named += [(name, leaves) for name, leaves, _ in attributes]
+    parameters = list(inspect.signature(function.backward).parameters.values())[1:]
+    for i, ref in enumerate(gradients):
+        p = parameters[min(i, len(parameters) - 1)]
+        is_rest = p.kind is inspect.Parameter.VAR_POSITIONAL
+        rest = f"{p.name}[{i - len(parameters) + 1}]"
+        named.append((rest if is_rest else p.name, (ref,)))
+    return {n: tuple(r.place for r in refs if isinstance(r, Ref)) for n, refs in named}
+
+
+_NAMED_OBJECTS: dict[str, list[Any]] = {}
+
+
+def _text(leaf: Any) -> str:
+    """What tells it from others, the same in every process as far as that can be."""
+    if callable(leaf):
+        name = f"{getattr(leaf, '__module__', '')}.{getattr(leaf, '__qualname__', type(leaf))}"
+        known = _NAMED_OBJECTS.setdefault(name, [])
+        if not any(leaf is k for k in known):
+            known.append(leaf)
+        return f"{name}#{next(i for i, k in enumerate(known) if k is leaf)}"
+    return f"{type(leaf).__name__} {leaf!r}"
+
+
+def key_of(call: ForwardCall | BackwardCall) -> str:
+    """Names a call: equal for those that do the same."""
+    function = call.function
+    if isinstance(call, ForwardCall):
+        said: list[Any] = ["forward", function.packet, _text(function.fake)]
+        said += [*map(_text, call.leaves), str(call.structure), call.needs, call.changed]
+    else:
+        said = ["backward", key_of(call.forward), _text(function.fake_backward)]
+        said += [call.saved, call.gradients, call.need, call.copied]
+        said += [(n, *map(_text, leaves), str(tree)) for n, leaves, tree in call.attributes]
+    said += [call.tensors, call.surroundings]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+# Made-up runs
+
+
+def _found(call: ForwardCall | BackwardCall, place: tuple[str, str]) -> Run:
+    """Run `call`, and remember its outcome."""
+    is_fake = call.function.fake is not None
+    if is_fake:
+        with FakeTensorMode():
+            run, draws = _run(call, _tensors_for(call, place), True, place), False
+    else:
+        devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
+        python, arrays = random.getstate(), numpy.random.get_state()
+        with torch.random.fork_rng(devices=sorted(devices)):
+            try:
+                tensors = _tensors_for(call, place)
+                run, draws = _real_run(call, tensors, place)
+            finally:
+                random.setstate(python)
+                numpy.random.set_state(arrays)
+    for made in run.outcome.made:
+        base = None if made.base is None else tensor_spec(run.tensors[made.base])
+        is_plain = not (made.spec.is_conj or made.spec.is_neg)
+        if not is_plain or (base is not None and base.dtype != made.spec.dtype):
+            raise NAMED["view by an opaque function"].at(*place, function=call.called)
+    KNOWN[key_of(call)] = Known(call, run.outcome, run.results, run.attributes, draws)
+    return run
+
+
+def _real_run(
+    call: ForwardCall | BackwardCall, tensors: list[torch.Tensor], place: tuple[str, str]
+) -> tuple[Run, bool]:
+    """What it makes; does it draw?"""
+    declared = call.changed if isinstance(call, ForwardCall) else ()
+    before = [_bytes(t).clone() for t in tensors]
+    states = generator_states(tensors)
+    of_python = random.getstate(), numpy.random.get_state(legacy=False)
+    run = _run(call, tensors, False, place)
+    storages = {call.tensors.storages[i] for i in declared}
+    for i, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
+        if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content):
+            _refuse_write(call, i, place)
+    moved = [d for d, state in generator_states(tensors).items() if state != states[d]]
+    is_python = random.getstate() != of_python[0]
+    is_numpy = str(numpy.random.get_state(legacy=False)) != str(of_python[1])
+    fresh = {str(t.device) for t in run.fresh()[:1]}
+    if is_python or is_numpy or (moved and set(moved) != fresh):
+        raise NAMED["draws of an opaque function"].at(*place, function=call.called)
+    return run, bool(moved)
+
+
+def _run(
+    call: ForwardCall | BackwardCall,
+    tensors: list[torch.Tensor],
+    is_fake: bool,
+    place: tuple[str, str],
+) -> Run:
+    try:
+        return call.run(tensors, is_fake)
+    except RockplanError:
+        raise
+    except Exception as error:
+        raise NAMED["run of an opaque function"].at(
+            *place, function=call.called, error=f"{type(error).__name__}: {error}".rstrip(".")
+        ) from error
+
+
+def _refuse_write(call: ForwardCall | BackwardCall, place: int, source: tuple[str, str]) -> None:
+    if isinstance(call, ForwardCall):
+        args = pytree.tree_unflatten(list(call.leaves), call.structure)
+        names = _argument_names(call.function, len(args))
+        pairs = zip(names, args, strict=True)
+        found = [n for n, a in pairs if Ref(place) in pytree.tree_leaves(a)]
+        how = "mutates"
+    else:
+        named = _backward_names(call.function, call.saved, call.attributes, call.gradients)
+        found = [n for n, places in named.items() if place in places]
+        how = "backward_mutates"
+    raise NAMED["write of an opaque function"].at(
+        *source, function=call.called, argument=found[0], how=how
+    )
+
+
+def _tensors_for(call: ForwardCall | BackwardCall, place: tuple[str, str]) -> list[torch.Tensor]:
+    """Made-up ones; of a backward those that a run of the forward saves, and gradients."""
+    if isinstance(call, ForwardCall):
+        return _made_up(call.tensors)
+    is_fake = call.function.fake is not None
+    forward = call.forward
+    run = _run(forward, _made_up(forward.tensors), is_fake, place)
+    tensors: list[Any] = [None] * len(call.tensors.specs)
+    refs = [*call.saved, *(leaf for _, leaves, _ in call.attributes for leaf in leaves)]
+    made = [*run.outcome.saved, *(leaf for _, leaves, _ in run.attributes for leaf in leaves)]
+    for to, ref in zip(refs, made, strict=True):
+        if isinstance(to, Ref) and isinstance(ref, Ref):
+            tensors[to.place] = run.tensors[ref.place].detach()
+    waiting = [i for i, tensor in enumerate(tensors) if tensor is None]
+    specs = tuple(call.tensors.specs[i] for i in waiting)
+    sizes = tuple(call.tensors.sizes[i] for i in waiting)
+    alone = Tensors(specs, tuple(range(len(specs))), sizes)
+    for i, tensor in zip(waiting, _made_up(alone), strict=True):
+        tensors[i] = tensor
+    return tensors
+
+
+def _likely_backward(call: ForwardCall, run: Run) -> BackwardCall | None:
+    """That all results get a gradient in new memory."""
+    known = KNOWN[key_of(call)]
+    if known.call.function.fake is not None:
+        return None
+    gradients: list[Any] = []
+    for ref in known.results:
+        tensor = run.tensors[ref.place] if isinstance(ref, Ref) else None
+        if tensor is None:
+            gradients.append(None)
+            continue
+        gradients.append(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+    try:
+        return _backward_call(known, dict(enumerate(run.tensors)), gradients)[0]
+    except InvalidInput:
+        return None
+
+
+def _made_up(tensors: Tensors) -> list[torch.Tensor]:
+    """Tensors of these specs, that share memory as they do: numbers in [0, 1), zeros where they are
+    integers."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    made: list[torch.Tensor] = []
+    for spec, storage, size_bytes in zip(
+        tensors.specs, tensors.storages, tensors.sizes, strict=True
+    ):
+        dtype, device = dtype_of(spec), torch.device(spec.device)
+        if storage not in storages:
+            elements = -(-size_bytes // dtype.itemsize)
+            if dtype.is_floating_point or dtype.is_complex:
+                flat = torch.rand(elements, device=device).to(dtype)
+            else:
+                flat = torch.zeros(elements, dtype=dtype, device=device)
+            storages[storage] = flat.untyped_storage()
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        tensor.set_(storages[storage], spec.offset, spec.shape, spec.stride)
+        if spec.is_conj:
+            tensor = tensor.conj()
+        made.append(torch._neg_view(tensor) if spec.is_neg else tensor)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its storage."""
+    storage = tensor.untyped_storage()
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))
