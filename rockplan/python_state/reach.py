@@ -50,6 +50,9 @@ _MOST = 200_000
 _UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
 
 
+NOT_FOLLOWED: set[Any] = set()
+"""Classes and functions that a recording does not run: what they come to is theirs."""
+
 # Keys by which an element is found at another time.
 _FOUND_AGAIN = (*_SIMPLE, tuple, torch.dtype, torch.device, type)
 
@@ -229,6 +232,8 @@ class _Walk:
             self.meet(value.__self__, place.inside(place.text, None, ""))
             return
         if isinstance(value, _UNSEEN):
+            return
+        if isinstance(value, type | types.FunctionType) and value in NOT_FOLLOWED:
             return
         if isinstance(value, type):
             self._class(value)

@@ -24,6 +24,7 @@ from rockplan.graph_builder.costs.execution import Execution, Inputs, flat_resul
 from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled, profiler_events
 from rockplan.graph_builder.costs.specs import CUDA_GRANULE_BYTES, allocated_bytes
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.values.graph import Call, CDGraph, Phase, value_refs
 from rockplan.values.progress import report
 
@@ -88,7 +89,11 @@ def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
     """What raises inside is left out. Raises CaptureError where eager would fail as well."""
     try:
         yield
-    except (RuntimeError, IndexError, ValueError) as error:
+    except Exception as error:
+        # Kernels raise these; a function of the user's whatever it likes.
+        by_kernel = isinstance(error, RuntimeError | IndexError | ValueError)
+        if not by_kernel and not call.op.startswith(f"{OPAQUE}."):
+            raise
         if _OF_DTYPES.search(str(error)) and _has_real_dtypes(inputs, call):
             _refuse_as_eager(inputs.graph, call, error)
 

@@ -119,23 +119,27 @@ def capture(
     eager_paths.refuse_compiling()
     refuse(When.MODULE, module)
     call = _Sample(module, forward or module.forward, args, kwargs, incoming)
-    while True:
-        try:
-            return _without_leftovers(call)
-        except Unknown as unknown:
-            unknown.find_out()
+    while isinstance(recorded := _without_leftovers(call), Unknown):
+        recorded.find_out()
+    return recorded
 
 
-def _without_leftovers(call: _Sample) -> Capture:
+def _without_leftovers(call: _Sample) -> Capture | Unknown:
+    """The recording, or the call of an opaque function that has to be found out about before."""
     leftovers = Leftovers()
     try:
         with frames_forgotten():
-            recorded = _with_tables(call, leftovers)
+            recorded: Capture | Unknown = _with_tables(call, leftovers)
+    except Unknown as unknown:
+        # Its frames hold functions that hold the recording.
+        unknown.__traceback__ = unknown.__context__ = None
+        recorded = unknown
     except BaseException:
         leftovers.remove()
         raise
-    for place in leftovers.remove():
-        raise NAMED["leftover"].error(place=place)
+    places = leftovers.remove()
+    if isinstance(recorded, Capture) and places:
+        raise NAMED["leftover"].error(place=places[0])
     return recorded
 
 

@@ -31,6 +31,7 @@ from rockplan.errors import InvalidInput, StalePlan, UnsupportedModel
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.tracing.recorder import tensor_spec
 from rockplan.python_state.contents import described
+from rockplan.python_state.reach import NOT_FOLLOWED
 from rockplan.values.graph import TensorSpec
 
 _LIBRARY = torch.library.Library(OPAQUE, "DEF")
@@ -148,6 +149,7 @@ def _with_backward(
             raise InvalidInput(f"{_name(function)} has arguments that can be given by name alone")
         return kind.apply(*bound.args)
 
+    NOT_FOLLOWED.add(apply)
     return apply
 
 
@@ -174,13 +176,16 @@ def _register(
     if fake_backward is not None and fake is None:
         raise InvalidInput(f"{called}: fake_backward needs fake, which saves what it takes")
     has_setup = _is_setup_context_defined(kind.setup_context)
-    names = list(inspect.signature(kind.forward).parameters)[not has_setup :]
+    parameters = list(inspect.signature(kind.forward).parameters.values())[not has_setup :]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    names = [p.name for p in parameters]
     for name in mutates:
-        if name not in names:
+        if name not in names and not takes_any:
             raise InvalidInput(
                 f"{called} has no argument '{name}' to write into: mutates takes of "
                 f"{', '.join(names)}"
             )
+    NOT_FOLLOWED.add(kind)
     before = REGISTERED.get(kind)
     backward_name = "vjp" if kind.vjp is not Function.vjp else "backward"
     REGISTERED[kind] = Opaque(
@@ -254,7 +259,7 @@ def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeByRun:
     """A tensor of an outcome. base: that it shares memory with, among the given ones and those of
     the outcome before it; None: it has new memory, of `size_bytes`."""
 
@@ -273,7 +278,7 @@ class Outcome:
     given ones, which come first. results, saved, attributes: places of tensors, and what else
     there is, described; dirty, constant: places of tensors that the context was told of."""
 
-    made: tuple[Made, ...]
+    made: tuple[MadeByRun, ...]
     results: tuple[Any, ...]
     is_one: bool
     saved: tuple[Any, ...] = ()
@@ -311,7 +316,7 @@ _OF_AUTOGRAD = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class OpaqueRun:
     """What one run has made. tensors: those given and those made; results, attributes: as in the
     outcome, with the things themselves in place of their descriptions."""
 
@@ -332,7 +337,7 @@ class _Finder:
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.tensors = list(given)
-        self.made: list[Made] = []
+        self.made: list[MadeByRun] = []
 
     def place(self, leaf: Any) -> Any:
         """A Ref; or what else it is, described."""
@@ -345,7 +350,7 @@ class _Finder:
         shared = [t.untyped_storage()._cdata == storage._cdata for t in self.tensors]
         base = shared.index(True) if any(shared) else None
         size_bytes = 0 if base is not None else int(storage.nbytes())
-        self.made.append(Made(tensor_spec(leaf), base, size_bytes))
+        self.made.append(MadeByRun(tensor_spec(leaf), base, size_bytes))
         self.tensors.append(leaf)
         return Ref(len(self.tensors) - 1)
 
@@ -354,7 +359,7 @@ class _Finder:
         return frozenset(ref.place for ref in refs)
 
 
-def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> Run:
+def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> OpaqueRun:
     """What a call has made. ctx: that of a forward."""
     finder = _Finder(given)
     is_one = not isinstance(result, tuple)
@@ -375,7 +380,7 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> R
         constant=constant,
         materializes=bool(told.get("materialize_grads", True)),
     )
-    return Run(
+    return OpaqueRun(
         outcome,
         tuple(finder.tensors),
         _themselves(results, leaves),
@@ -423,7 +428,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardCall:
+class OpaqueForward:
     """A call of a forward. leaves, structure: of its arguments; needs: which of them need a
     gradient; changed: places of tensors that it writes into."""
 
@@ -439,7 +444,7 @@ class ForwardCall:
     def called(self) -> str:
         return f"{self.function.called}.forward"
 
-    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> Run:
+    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
         given = self._as_given(tensors)
         leaves = [given[x.place] if isinstance(x, Ref) else x for x in self.leaves]
         args = pytree.tree_unflatten(leaves, self.structure)
@@ -465,12 +470,12 @@ class ForwardCall:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardCall:
+class OpaqueBackward:
     """A call of a backward. saved, attributes, gradients: places of tensors among the given ones,
     and what else there is; need: places of saved ones that require a gradient; copied: places of
     those that it writes into, of which it gets copies."""
 
-    forward: ForwardCall
+    forward: OpaqueForward
     saved: tuple[Any, ...]
     attributes: Attributes
     gradients: tuple[Any, ...]
@@ -487,7 +492,7 @@ class BackwardCall:
     def called(self) -> str:
         return f"{self.function.called}.{self.function.backward_name}"
 
-    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> Run:
+    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
         given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             given[place].requires_grad_()
@@ -508,7 +513,14 @@ class BackwardCall:
                 result = function.fake_backward(ctx, *gradients)
             else:
                 result = self._like_arguments()
-        return run_of(result, kept, None)
+        return run_of(self._needed(result), kept, None)
+
+    def _needed(self, result: Any) -> Any:
+        """Without gradients that nobody asks for, of which autograd makes nothing."""
+        needs = self.forward.needs
+        if not isinstance(result, tuple):
+            return result if needs[:1] == (True,) else None
+        return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(result))
 
     def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the given ones that it has itself, which the outcome refers to."""
@@ -537,10 +549,10 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A call that was found out about. results, attributes: as in `Run`; draws: numbers from a
+    """A call that was found out about. results, attributes: as in `OpaqueRun`; draws: numbers from a
     generator."""
 
-    call: ForwardCall | BackwardCall
+    call: OpaqueForward | OpaqueBackward
     outcome: Outcome
     results: tuple[Any, ...]
     attributes: Attributes
@@ -565,7 +577,7 @@ def _made_as_known(*args: Any) -> list[torch.Tensor]:
     return [_new(made) for made in KNOWN[args[-2]].outcome.made if made.base is None]
 
 
-def _new(made: Made) -> torch.Tensor:
+def _new(made: MadeByRun) -> torch.Tensor:
     spec, dtype = made.spec, dtype_of(made.spec)
     elements = -(-made.size_bytes // dtype.itemsize)
     flat = torch.empty(elements, dtype=dtype, device=spec.device)
@@ -576,7 +588,7 @@ def _run_forward(
     given: list[torch.Tensor], changed: list[torch.Tensor], call: str, draws: bool
 ) -> list[torch.Tensor]:
     known = _known(call)
-    assert isinstance(known.call, ForwardCall)
+    assert isinstance(known.call, OpaqueForward)
     read, written = iter(given), iter(changed)
     places = range(len(given) + len(changed))
     tensors = [next(written if i in known.call.changed else read) for i in places]

@@ -30,13 +30,13 @@ from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.opaque import (
     KNOWN,
     REGISTERED,
-    BackwardCall,
-    ForwardCall,
     Known,
     Opaque,
+    OpaqueBackward,
+    OpaqueForward,
+    OpaqueRun,
     Outcome,
     Ref,
-    Run,
     Surroundings,
     Tensors,
     dtype_of,
@@ -57,16 +57,16 @@ _PLAIN = (
 class Unknown(CaptureError):
     """A recording has come to a call of which nothing is known yet."""
 
-    def __init__(self, call: ForwardCall | BackwardCall, module: str, source: str) -> None:
+    def __init__(self, call: OpaqueForward | OpaqueBackward, module: str, source: str) -> None:
         super().__init__(f"{call.called} is opaque", module_path=module, source=source)
         self.call = call
 
     def find_out(self) -> None:
-        """Run it. Raises CaptureError where that cannot be, or a plan could not do what it does."""
+        """OpaqueRun it. Raises CaptureError where that cannot be, or a plan could not do what it does."""
         place = self.module_path or "", self.source or ""
         with torch.inference_mode(False), _disable_current_modes():
             run = _found(self.call, place)
-            if isinstance(self.call, ForwardCall) and any(self.call.needs):
+            if isinstance(self.call, OpaqueForward) and any(self.call.needs):
                 # Most backward passes have these gradients: one recording less.
                 likely = _likely_backward(self.call, run)
                 if likely is not None and key_of(likely) not in KNOWN:
@@ -90,7 +90,7 @@ def patches() -> Iterator[Patch]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _MadeByCall:
     """What a call has made in a recording. tensors: those given and those made."""
 
     known: Known
@@ -111,14 +111,17 @@ class _Recorded:
 
     def __init__(self, function: Opaque) -> None:
         self._function = function
-        self._last: list[_Made] = []
+        self._last: list[_MadeByCall] = []
 
     def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
         def forward(*given: Any) -> Any:
             if not access.is_active():
                 return original(*given)
             if self._function.setup_context is not None:
-                self._last = [self._call(given, access)]
+                # What autograd does, which sees the signature of this function here.
+                bound = inspect.signature(self._function.forward).bind(*given)
+                bound.apply_defaults()
+                self._last = [self._call(bound.args, access)]
                 return _result(self._last[0])
             ctx, *args = given
             made = self._call(args, access)
@@ -136,17 +139,18 @@ class _Recorded:
 
         return setup_context
 
-    def _call(self, args: Sequence[Any], access: RecordingAccess) -> _Made:
-        try:
-            call, tensors = _forward_call(self._function, args)
-        except CaptureError as error:
-            access.stop(error)
+    def _call(self, args: Sequence[Any], access: RecordingAccess) -> _MadeByCall:
+        for leaf in pytree.tree_leaves(tuple(args)):
+            if not (isinstance(leaf, torch.Tensor) or _is_plain(leaf)):
+                what = {"function": f"{self._function.called}.forward", "kind": type(leaf).__name__}
+                access.refuse(NAMED["argument of an opaque function"].text(**what))
+        call, tensors = _forward_call(self._function, args)
         known = _known(call, access)
         read = [t for i, t in enumerate(tensors) if i not in call.changed]
         changed = [tensors[i] for i in call.changed]
         operator = self._function.forward_operator
         fresh = operator(read, changed, key_of(call), known.draws)
-        return _Made(known, rebuilt(known.outcome, tensors, fresh))
+        return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -159,22 +163,22 @@ class _Recorded:
             known = _known(call, access)
             operator = self._function.backward_operator
             fresh = operator(given, key_of(call), known.draws)
-            return _result(_Made(known, rebuilt(known.outcome, call.kept(given), fresh)))
+            return _result(_MadeByCall(known, rebuilt(known.outcome, call.kept(given), fresh)))
 
         return backward
 
 
-def _known(call: ForwardCall | BackwardCall, access: RecordingAccess) -> Known:
+def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
     known = KNOWN.get(key_of(call))
     return known or access.stop(Unknown(call, *access.place()))
 
 
-def _result(made: _Made) -> Any:
+def _result(made: _MadeByCall) -> Any:
     leaves = tuple(made.tensors[r.place] if isinstance(r, Ref) else r for r in made.known.results)
     return leaves[0] if made.known.outcome.is_one else leaves
 
 
-def _tell(ctx: Any, made: _Made) -> None:
+def _tell(ctx: Any, made: _MadeByCall) -> None:
     """Tell autograd's context what the function has told its own."""
     outcome = made.known.outcome
     places = {
@@ -213,14 +217,11 @@ def _sharing(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 # Calls
 
 
-def _forward_call(function: Opaque, args: Sequence[Any]) -> tuple[ForwardCall, list[torch.Tensor]]:
+def _forward_call(
+    function: Opaque, args: Sequence[Any]
+) -> tuple[OpaqueForward, list[torch.Tensor]]:
     """The call, and its tensors."""
     leaves, structure = pytree.tree_flatten(tuple(args))
-    for leaf in leaves:
-        if not (isinstance(leaf, torch.Tensor) or _is_plain(leaf)):
-            raise NAMED["argument of an opaque function"].error(
-                function=f"{function.called}.forward", kind=type(leaf).__name__
-            )
     refs, tensors = with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     names = _argument_names(function, len(args))
@@ -231,18 +232,23 @@ def _forward_call(function: Opaque, args: Sequence[Any]) -> tuple[ForwardCall, l
         if name in function.mutates and isinstance(leaf, torch.Tensor)
     ]
     changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
-    call = ForwardCall(
+    call = OpaqueForward(
         function, refs, structure, Tensors.of(tensors), needs, changed, Surroundings.here()
     )
     return call, tensors
 
 
 def _argument_names(function: Opaque, count: int) -> list[str]:
-    parameters = list(inspect.signature(function.forward).parameters.values())
-    parameters = parameters[function.setup_context is None :]
-    names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
-    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "")
-    return (names + [rest] * count)[:count]
+    has_context = function.setup_context is None
+    return _positional(function.forward, count + has_context)[has_context:]
+
+
+def _positional(function: Callable[..., Any], count: int) -> list[str]:
+    """What its first arguments are called; 'args[0]' where it takes any number of them."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arguments")
+    return [*names, *(f"{rest}[{i}]" for i in range(count))][:count]
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -254,10 +260,10 @@ def _backward_call(
     forward: Known,
     tensors: Mapping[int, torch.Tensor],
     gradients: Sequence[Any],
-) -> tuple[BackwardCall, list[torch.Tensor]]:
+) -> tuple[OpaqueBackward, list[torch.Tensor]]:
     """The call, and its tensors. tensors: those of the forward that it saves, by place."""
     call = forward.call
-    assert isinstance(call, ForwardCall)
+    assert isinstance(call, OpaqueForward)
     outcome, function = forward.outcome, call.function
 
     def real(leaf: Any) -> Any:
@@ -282,7 +288,7 @@ def _backward_call(
             f"into: backward_mutates takes of {', '.join(named)}"
         )
     copied = {p for name in function.backward_mutates for p in named[name]}
-    found = BackwardCall(
+    found = OpaqueBackward(
         forward=call,
         saved=saved_refs,
         attributes=attributes,
@@ -303,7 +309,7 @@ def _backward_call(
     return found, given
 
 
-def _needing(call: ForwardCall) -> set[int]:
+def _needing(call: OpaqueForward) -> set[int]:
     """Places of arguments that need a gradient."""
     args = pytree.tree_unflatten(list(call.leaves), call.structure)
     return {a.place for a, needs in zip(args, call.needs, strict=True) if needs}
@@ -318,12 +324,8 @@ def _backward_names(
     """What can be named in `backward_mutates` -> places of its tensors."""
     named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
     named += [(name, leaves) for name, leaves, _ in attributes]
-    parameters = list(inspect.signature(function.backward).parameters.values())[1:]
-    for i, ref in enumerate(gradients):
-        p = parameters[min(i, len(parameters) - 1)]
-        is_rest = p.kind is inspect.Parameter.VAR_POSITIONAL
-        rest = f"{p.name}[{i - len(parameters) + 1}]"
-        named.append((rest if is_rest else p.name, (ref,)))
+    names = _positional(function.backward, 1 + len(gradients))[1:]
+    named += [(name, (ref,)) for name, ref in zip(names, gradients, strict=True)]
     return {n: tuple(r.place for r in refs if isinstance(r, Ref)) for n, refs in named}
 
 
@@ -341,10 +343,10 @@ def _text(leaf: Any) -> str:
     return f"{type(leaf).__name__} {leaf!r}"
 
 
-def key_of(call: ForwardCall | BackwardCall) -> str:
+def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     """Names a call: equal for those that do the same."""
     function = call.function
-    if isinstance(call, ForwardCall):
+    if isinstance(call, OpaqueForward):
         said: list[Any] = ["forward", function.packet, _text(function.fake)]
         said += [*map(_text, call.leaves), str(call.structure), call.needs, call.changed]
     else:
@@ -355,11 +357,11 @@ def key_of(call: ForwardCall | BackwardCall) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
-# Made-up runs
+# MadeByRun-up runs
 
 
-def _found(call: ForwardCall | BackwardCall, place: tuple[str, str]) -> Run:
-    """Run `call`, and remember its outcome."""
+def _found(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
+    """OpaqueRun `call`, and remember its outcome."""
     is_fake = call.function.fake is not None
     if is_fake:
         with FakeTensorMode():
@@ -384,10 +386,10 @@ def _found(call: ForwardCall | BackwardCall, place: tuple[str, str]) -> Run:
 
 
 def _real_run(
-    call: ForwardCall | BackwardCall, tensors: list[torch.Tensor], place: tuple[str, str]
-) -> tuple[Run, bool]:
+    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: tuple[str, str]
+) -> tuple[OpaqueRun, bool]:
     """What it makes; does it draw?"""
-    declared = call.changed if isinstance(call, ForwardCall) else ()
+    declared = call.changed if isinstance(call, OpaqueForward) else ()
     before = [_bytes(t).clone() for t in tensors]
     states = generator_states(tensors)
     of_python = random.getstate(), numpy.random.get_state(legacy=False)
@@ -406,11 +408,11 @@ def _real_run(
 
 
 def _run(
-    call: ForwardCall | BackwardCall,
+    call: OpaqueForward | OpaqueBackward,
     tensors: list[torch.Tensor],
     is_fake: bool,
     place: tuple[str, str],
-) -> Run:
+) -> OpaqueRun:
     try:
         return call.run(tensors, is_fake)
     except RockplanError:
@@ -421,8 +423,10 @@ def _run(
         ) from error
 
 
-def _refuse_write(call: ForwardCall | BackwardCall, place: int, source: tuple[str, str]) -> None:
-    if isinstance(call, ForwardCall):
+def _refuse_write(
+    call: OpaqueForward | OpaqueBackward, place: int, source: tuple[str, str]
+) -> None:
+    if isinstance(call, OpaqueForward):
         args = pytree.tree_unflatten(list(call.leaves), call.structure)
         names = _argument_names(call.function, len(args))
         pairs = zip(names, args, strict=True)
@@ -437,9 +441,11 @@ def _refuse_write(call: ForwardCall | BackwardCall, place: int, source: tuple[st
     )
 
 
-def _tensors_for(call: ForwardCall | BackwardCall, place: tuple[str, str]) -> list[torch.Tensor]:
-    """Made-up ones; of a backward those that a run of the forward saves, and gradients."""
-    if isinstance(call, ForwardCall):
+def _tensors_for(
+    call: OpaqueForward | OpaqueBackward, place: tuple[str, str]
+) -> list[torch.Tensor]:
+    """MadeByRun-up ones; of a backward those that a run of the forward saves, and gradients."""
+    if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
     is_fake = call.function.fake is not None
     forward = call.forward
@@ -459,7 +465,7 @@ def _tensors_for(call: ForwardCall | BackwardCall, place: tuple[str, str]) -> li
     return tensors
 
 
-def _likely_backward(call: ForwardCall, run: Run) -> BackwardCall | None:
+def _likely_backward(call: OpaqueForward, run: OpaqueRun) -> OpaqueBackward | None:
     """That all results get a gradient in new memory."""
     known = KNOWN[key_of(call)]
     if known.call.function.fake is not None:
