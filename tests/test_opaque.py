@@ -478,6 +478,15 @@ def test_what_cannot_run_on_made_up_numbers_is_declared() -> None:
     train(lambda h: Ordered.apply(h, h + 1).tanh())
 
 
+class Applied:
+    """A function that can be pickled."""
+
+    function: Any
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.function.apply(x)
+
+
 def test_copies_and_pickles_of_a_planned_module() -> None:
     planned = train(silu)
     x = torch.randn(ROWS, WIDTH)
@@ -486,8 +495,13 @@ def test_copies_and_pickles_of_a_planned_module() -> None:
         net.zero_grad()
         net(x).sum().backward()
     assert_same_state(copied, planned, "a copy")
-    planned.use = None
-    assert pickle.loads(pickle.dumps(planned)) is not None
+    planned.use = opened = Applied()
+    opened.function = Silu
+    loaded = pickle.loads(pickle.dumps(planned))
+    loaded.zero_grad()
+    loaded(x).sum().backward()
+    assert_same_state(loaded, planned, "a pickle")
+    assert loaded.plan.peak_bytes <= planned.plan.budget_bytes
 
 
 def function_of(

@@ -184,10 +184,12 @@ class Planned:
             (picklable(key), bound.program)
             for key, bounds in state.programs.items()
             for bound in bounds
-            if signature_holds(bound.signature)
+            if signature_holds(bound.signature) and not bound.program.is_of_this_process
         ]
-        settings = _settings(state)
-        return _rebuild, (state.original, attributes, settings, programs, state.latest, state.count)
+        settings, latest = _settings(state), state.latest
+        if latest is not None and latest.is_of_this_process:
+            latest = None
+        return _rebuild, (state.original, attributes, settings, programs, latest, state.count)
 
     def __copy__(self) -> Any:
         """As of any module: one of its own over the same parameters, buffers, submodules and hooks.

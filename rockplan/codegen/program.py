@@ -16,6 +16,7 @@ from torch import nn
 
 from rockplan.codegen.differences import NOTHING_SAID, DescribedCall
 from rockplan.codegen.executable import Executable, build
+from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
 from rockplan.values.columns import aligned
 from rockplan.values.interface import Incoming, Interface
@@ -41,6 +42,12 @@ class PlannedProgram:
     hooked: frozenset[str]
     call: DescribedCall = NOTHING_SAID
     adapted_from: str = ""
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Does it call functions given to `rockplan.opaque`, which are found out about in each
+        process?"""
+        return any(op.startswith(f"{OPAQUE}.") for _, op in self.executable.code.operators)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedProgram:
         return replace(self, constants=copy.deepcopy(self.constants, memo))

@@ -31,7 +31,7 @@ from rockplan.graph_builder.tracing.forward_call import (
     as_in_eager,
     refuse_here,
 )
-from rockplan.graph_builder.tracing.opaque_calls import Unknown
+from rockplan.graph_builder.tracing.opaque_calls import UnknownCall
 from rockplan.graph_builder.tracing.outputs import backward_starts, output_leaves
 from rockplan.graph_builder.tracing.recorder import (
     RecordedCall,
@@ -119,18 +119,18 @@ def capture(
     eager_paths.refuse_compiling()
     refuse(When.MODULE, module)
     call = _Sample(module, forward or module.forward, args, kwargs, incoming)
-    while isinstance(recorded := _without_leftovers(call), Unknown):
+    while isinstance(recorded := _without_leftovers(call), UnknownCall):
         recorded.find_out()
     return recorded
 
 
-def _without_leftovers(call: _Sample) -> Capture | Unknown:
+def _without_leftovers(call: _Sample) -> Capture | UnknownCall:
     """The recording, or the call of an opaque function that has to be found out about before."""
     leftovers = Leftovers()
     try:
         with frames_forgotten():
-            recorded: Capture | Unknown = _with_tables(call, leftovers)
-    except Unknown as unknown:
+            recorded: Capture | UnknownCall = _with_tables(call, leftovers)
+    except UnknownCall as unknown:
         # Its frames hold functions that hold the recording.
         unknown.__traceback__ = unknown.__context__ = None
         recorded = unknown

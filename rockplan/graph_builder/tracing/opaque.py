@@ -398,13 +398,13 @@ def _themselves(places: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class AutocastThere:
     """Autocast as it is around a call: for each kind of device that has it, its dtype."""
 
     autocast: tuple[tuple[str, torch.dtype], ...]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> AutocastThere:
         kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
         return cls(tuple((k, torch.get_autocast_dtype(k)) for k in kinds))
 
@@ -438,7 +438,7 @@ class OpaqueForward:
     tensors: Tensors
     needs: tuple[bool, ...]
     changed: tuple[int, ...]
-    surroundings: Surroundings
+    surroundings: AutocastThere
 
     @property
     def called(self) -> str:
@@ -482,7 +482,7 @@ class OpaqueBackward:
     tensors: Tensors
     need: tuple[int, ...]
     copied: tuple[int, ...]
-    surroundings: Surroundings
+    surroundings: AutocastThere
 
     @property
     def function(self) -> Opaque:
@@ -549,7 +549,7 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A call that was found out about. results, attributes: as in `OpaqueRun`; draws: numbers from a
+    """A call that was found out about. results, attributes: as in `OpaqueRun`; draws: from a
     generator."""
 
     call: OpaqueForward | OpaqueBackward

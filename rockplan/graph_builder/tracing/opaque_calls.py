@@ -1,7 +1,7 @@
 """Opaque calls: what a recording does at an opaque function, and how what is not known of a call is
 found out.
 
-A recording that meets a call of which nothing is known ends with `Unknown`; the call runs once,
+A recording that meets a call of which nothing is known ends with `UnknownCall`; the call runs once,
 outside of the recording and of the module, on made-up numbers, and the forward is recorded again.
 So an opaque function may do whatever it does to Python's state, which no plan takes part in.
 guarantees: afterwards generators are what they were; what the run writes into and was not declared,
@@ -30,6 +30,7 @@ from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.opaque import (
     KNOWN,
     REGISTERED,
+    AutocastThere,
     Known,
     Opaque,
     OpaqueBackward,
@@ -37,7 +38,6 @@ from rockplan.graph_builder.tracing.opaque import (
     OpaqueRun,
     Outcome,
     Ref,
-    Surroundings,
     Tensors,
     dtype_of,
     generator_states,
@@ -54,7 +54,7 @@ _PLAIN = (
 )
 
 
-class Unknown(CaptureError):
+class UnknownCall(CaptureError):
     """A recording has come to a call of which nothing is known yet."""
 
     def __init__(self, call: OpaqueForward | OpaqueBackward, module: str, source: str) -> None:
@@ -62,7 +62,7 @@ class Unknown(CaptureError):
         self.call = call
 
     def find_out(self) -> None:
-        """OpaqueRun it. Raises CaptureError where that cannot be, or a plan could not do what it does."""
+        """Run it. Raises CaptureError where it fails, or does what a plan could not do."""
         place = self.module_path or "", self.source or ""
         with torch.inference_mode(False), _disable_current_modes():
             run = _found(self.call, place)
@@ -170,7 +170,7 @@ class _Recorded:
 
 def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
     known = KNOWN.get(key_of(call))
-    return known or access.stop(Unknown(call, *access.place()))
+    return known or access.stop(UnknownCall(call, *access.place()))
 
 
 def _result(made: _MadeByCall) -> Any:
@@ -233,7 +233,7 @@ def _forward_call(
     ]
     changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
     call = OpaqueForward(
-        function, refs, structure, Tensors.of(tensors), needs, changed, Surroundings.here()
+        function, refs, structure, Tensors.of(tensors), needs, changed, AutocastThere.here()
     )
     return call, tensors
 
@@ -304,7 +304,7 @@ def _backward_call(
             )
         ),
         copied=tuple(sorted(copied)),
-        surroundings=Surroundings.here(),
+        surroundings=AutocastThere.here(),
     )
     return found, given
 
@@ -357,11 +357,11 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
-# MadeByRun-up runs
+# Made-up runs
 
 
 def _found(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
-    """OpaqueRun `call`, and remember its outcome."""
+    """Run `call`, and remember its outcome."""
     is_fake = call.function.fake is not None
     if is_fake:
         with FakeTensorMode():
@@ -444,7 +444,7 @@ def _refuse_write(
 def _tensors_for(
     call: OpaqueForward | OpaqueBackward, place: tuple[str, str]
 ) -> list[torch.Tensor]:
-    """MadeByRun-up ones; of a backward those that a run of the forward saves, and gradients."""
+    """Made-up ones; of a backward those that a run of the forward saves, and gradients."""
     if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
     is_fake = call.function.fake is not None
