@@ -83,7 +83,7 @@ def _base(owner: Any) -> Any:
 
 
 def _items(owner: Any) -> list[Element]:
-    return [*_base(owner).items(owner)]
+    return [*owner.items()] if type(owner) is dict else [*_base(owner).items(owner)]
 
 
 def _write_items(owner: Any, elements: list[Element]) -> None:
@@ -358,39 +358,49 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
     """(owner, kind) of what `value` holds and can hold others of; none for what never changes.
 
     Of an object with attributes that is no class, function or module of Python's."""
-    found: list[tuple[Any, Kind]] = []
-    if isinstance(value, dict):
-        found.append((value, ITEMS))
-    elif isinstance(value, list):
-        found.append((value, LIST))
-    elif isinstance(value, deque):
-        found.append((value, DEQUE))
-    elif isinstance(value, set):
-        found.append((value, SET))
-    elif isinstance(value, types.CellType):
-        return [(value, CELL)]
-    elif isinstance(value, contextvars.ContextVar):
-        return [(value, CONTEXT)]
-    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+    plain = _PLAIN.get(type(value))
+    if plain is not None:
+        return [(value, plain)]
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return [(value, ARRAY)] if value.dtype == object else []
-    elif isinstance(value, _ARRAYS):
+    if isinstance(value, _ARRAYS):
         return [(value, CONTENT)] if _is_small(value) else []
-    if isinstance(value, types.FunctionType):
-        found.append((value, DEFAULTS))
-    if isinstance(value, BaseException):
-        found.append((value, ARGUMENTS))
-    if isinstance(value, queue.SimpleQueue):
-        return [(value, WAITING)]
-    if isinstance(value, io.StringIO | io.BytesIO):
-        return [(value, TEXT)]
-    if isinstance(value, nn.Module):
-        found.append((value, OF_CLASS))
+    kind = _kind(value)
+    found: list[tuple[Any, Kind]] = [(value, own) for own in _own_kinds(kind)]
+    if found and found[0][1] in _ALONE:
+        return found[:1]
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         found.append((attributes, OF_TENSOR if isinstance(value, torch.Tensor) else ATTRIBUTES))
-    if slots(_kind(value)):
+    if slots(kind):
         found.append((value, SLOTS))
     return found
+
+
+_PLAIN = {dict: ITEMS, list: LIST, deque: DEQUE, set: SET, types.CellType: CELL}
+"""Of objects that are of these classes themselves, and so have no attributes."""
+
+_ALONE = (CELL, CONTEXT, WAITING, TEXT)
+"""Objects that hold in this way are not asked for attributes."""
+
+
+@functools.cache
+def _own_kinds(kind: type) -> tuple[Kind, ...]:
+    """How objects of a class hold what is not in attributes."""
+    rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
+        (types.CellType, CELL),
+        (contextvars.ContextVar, CONTEXT),
+        (queue.SimpleQueue, WAITING),
+        ((io.StringIO, io.BytesIO), TEXT),
+        (dict, ITEMS),
+        (list, LIST),
+        (deque, DEQUE),
+        (set, SET),
+        (types.FunctionType, DEFAULTS),
+        (BaseException, ARGUMENTS),
+        (nn.Module, OF_CLASS),
+    )
+    return tuple(row for kinds, row in rows if issubclass(kind, kinds))
 
 
 def is_function_cache(value: object) -> bool:
@@ -400,7 +410,12 @@ def is_function_cache(value: object) -> bool:
 
 def is_keeper(value: object) -> bool:
     """Is it of a class of a library whose objects are the user's state?"""
-    return isinstance(value, _KEEPERS)
+    return _is_of_keepers(_kind(value))
+
+
+@functools.cache
+def _is_of_keepers(kind: type) -> bool:
+    return issubclass(kind, _KEEPERS)
 
 
 def is_opaque_keeper(value: object) -> bool:
@@ -438,10 +453,14 @@ def same_elements(one: list[Element], other: list[Element]) -> bool:
 
 def _is_same(one: Element, other: Element) -> bool:
     (key, value), (other_key, other_value) = one, other
-    is_content = isinstance(value, _Bytes | str | bytes | int)
-    is_content = is_content and type(value) is type(other_value)
-    is_same = value is other_value or (is_content and value == other_value)
-    return is_same and (key is other_key or (type(key) in (int, str) and key == other_key))
+    if value is not other_value:
+        is_content = type(value) is type(other_value) and isinstance(value, _CONTENT)
+        if not (is_content and value == other_value):
+            return False
+    return key is other_key or (type(key) in (int, str) and bool(key == other_key))
+
+
+_CONTENT = (_Bytes, str, bytes, int)
 
 
 def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:

@@ -22,7 +22,8 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ from rockplan.values.interface import Address
 # Their classes, functions and global variables are not looked into.
 _CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "rockplan", "builtins"}
 _CLOSED |= set(sys.stdlib_module_names) - {"__main__"}
-_SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Classes of what holds nothing."""
+
 _FIRST_NAMES = ("forward", "__call__")
 # Objects: a module of 12 layers reaches 4,000; a table of a million strings is not gone through.
 _MOST = 200_000
@@ -54,7 +57,7 @@ NOT_FOLLOWED: set[Any] = set()
 """Classes and functions that a recording does not run: what they come to is theirs."""
 
 # Keys by which an element is found at another time.
-_FOUND_AGAIN = (*_SIMPLE, tuple, torch.dtype, torch.device, type)
+_FOUND_AGAIN = (*PLAIN, tuple, torch.dtype, torch.device, type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,14 @@ class Place:
             address = (kind, root, (*steps, (str(step), key))) if is_found else None
         return Place(text, self.module, self.is_callers, address, self.is_guarded)
 
+    def unaddressed(self, text: str, is_guarded: bool) -> Place:
+        """Where something is that is found by no steps."""
+        return Place(text, self.module, self.is_callers, None, is_guarded)
+
     def guarded(self) -> Place:
-        return self if self.is_callers else replace(self, is_guarded=True)
+        if self.is_callers or self.is_guarded:
+            return self
+        return Place(self.text, self.module, self.is_callers, self.address, is_guarded=True)
 
 
 Identity = tuple[int, int]
@@ -197,10 +206,10 @@ class _Walk:
     shared: list[Place] = field(default_factory=list)
 
     def meet(self, value: Any, place: Place) -> None:
-        if type(value) in _SIMPLE:
+        if type(value) in PLAIN:
             return
         if id(value) in self.seen:
-            if id(value) in self.of_arguments and isinstance(value, _CONTAINERS):
+            if self._is_shared(value):
                 self.shared.append(place)
             return
         self.seen.add(id(value))
@@ -228,37 +237,47 @@ class _Walk:
 
     def _look_into(self, value: Any, place: Place) -> None:
         kind: Any = type(value)
-        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
-            self.meet(value.__self__, place.inside(place.text, None, ""))
-            return
-        if isinstance(value, _UNSEEN):
-            return
         if isinstance(value, type | types.FunctionType) and value in NOT_FOLLOWED:
             return
-        if isinstance(value, type):
-            self._class(value)
-            return
-        if isinstance(value, torch.Tensor):
-            self._hold(self.real.get(id(value), value), place.guarded())
-            return
-        if isinstance(value, nn.Module):
-            self._module(value, place)
-            return
-        if isinstance(value, _FUNCTIONS):
-            self._function(value, place)
-            return
-        if isinstance(value, types.MappingProxyType):
-            for inner in gc.get_referents(value):
-                self.meet(inner, place.inside(place.text, None, ""))
-        elif isinstance(value, tuple | frozenset):
-            self._elements(enumerate(value), place)
-        elif isinstance(value, weakref.ref):
-            self.meet(value(), place.inside(place.text, None, ""))
-        elif _is_closed(kind) and not is_keeper(value) and not _is_container(value):
-            return
-        else:
-            self.meet(kind, place)
+        # Of a proxy, what it stands for.
+        sort = _sort(kind if value.__class__ is kind else value.__class__)
+        match sort:
+            case _Sort.UNSEEN:
+                return
+            case _Sort.BUILTIN:
+                self.meet(value.__self__, place.inside(place.text, None, ""))
+                return
+            case _Sort.CLASS:
+                self._class(value)
+                return
+            case _Sort.TENSOR:
+                self._hold(self.real.get(id(value), value), place.guarded())
+                return
+            case _Sort.MODULE:
+                self._module(value, place)
+                return
+            case _Sort.FUNCTION:
+                self._function(value, place)
+                return
+            case _Sort.PROXY:
+                for inner in gc.get_referents(value):
+                    self.meet(inner, place.inside(place.text, None, ""))
+            case _Sort.TUPLE:
+                self._elements(enumerate(value), place)
+            case _Sort.WEAK:
+                self.meet(value(), place.inside(place.text, None, ""))
+            case _:
+                if _is_closed(kind) and not is_keeper(value) and not _is_container(value):
+                    return
+                self.meet(kind, place)
         self._hold(value, place.guarded() if is_opaque_keeper(value) else place)
+
+    def _is_old(self, value: Any) -> bool:
+        """Is there nothing to note of it? Names of places take longer to make than all else."""
+        return type(value) in PLAIN or (id(value) in self.seen and not self._is_shared(value))
+
+    def _is_shared(self, value: Any) -> bool:
+        return id(value) in self.of_arguments and isinstance(value, _CONTAINERS)
 
     def _hold(self, value: Any, place: Place) -> None:
         for owner, kind in kinds_of(value):
@@ -268,14 +287,14 @@ class _Walk:
                 self.alive.append(owner)
             self.holders.append(held)
             for key, element in kind.elements(owner):
-                if type(element) not in _SIMPLE:
+                if not self._is_old(element):
                     self.meet(element, held.element(key))
-                if type(key) not in _SIMPLE:
+                if type(key) not in PLAIN:
                     self.meet(key, place.inside(place.text, None, ""))
 
     def _elements(self, elements: Iterable[tuple[Any, Any]], place: Place) -> None:
         for key, element in elements:
-            if type(element) not in _SIMPLE:
+            if not self._is_old(element):
                 self.meet(element, place.inside(f"{place.text}[{key}]", None, key))
 
     def _module(self, module: nn.Module, place: Place) -> None:
@@ -291,7 +310,7 @@ class _Walk:
             for name, element in kind.elements(owner):
                 if name in _REGISTRIES:
                     self._registry(element, kind, place)
-                elif type(element) not in _SIMPLE:
+                elif not self._is_old(element):
                     self.meet(element, held.element(name))
 
     def _registry(self, registry: Any, kind: Kind, place: Place) -> None:
@@ -301,7 +320,7 @@ class _Walk:
         held = Held(registry, kind, place, is_registry=True)
         self.holders.append(held)
         for name, element in registry.items():
-            if element is not None:
+            if not self._is_old(element):
                 self.meet(element, held.element(name))
 
     def _class(self, kind: type) -> None:
@@ -320,7 +339,7 @@ class _Walk:
             self.meet(base, Place(base.__qualname__))
         self.holders.append(held)
         for name, member in vars(kind).items():
-            if type(member) in _SIMPLE:
+            if self._is_old(member):
                 continue
             if not isinstance(member, _MEMBERS) or name in self.names:
                 self.meet(member, held.element(name))
@@ -332,9 +351,10 @@ class _Walk:
             self.meet(inner, place.inside(place.text, None, ""))
         if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
             return
-        text = place.text if place.text.startswith("self.") else function.__qualname__
+        is_named = place.text.startswith("self.")
+        text = place.text if is_named else function.__qualname__
         is_users = not (is_library(function.__module__) or place.is_callers)
-        self._hold(function, replace(place.inside(text, None, ""), is_guarded=is_users))
+        self._hold(function, place.unaddressed(text, is_users))
         names = _names_in(function.__code__)
         self.compares_objects = self.compares_objects or _compares_objects(function.__code__)
         for name in names - self.names:
@@ -344,22 +364,23 @@ class _Walk:
         self._global_variables(function.__globals__, names)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            is_named = place.text.startswith("self.")
             text = place.text if is_named else f"the variable '{name}' of {function.__qualname__}"
-            self.meet(cell, replace(place.inside(text, None, ""), is_guarded=is_users))
+            self.meet(cell, place.unaddressed(text, is_users))
 
     def _global_variables(self, variables: dict[str, Any], names: frozenset[str]) -> None:
         if str(variables.get("__name__", "?")).partition(".")[0] in _CLOSED:
             return
         _, known = self.variables.setdefault(id(variables), (variables, set()))
         new = names - known
+        if not new:
+            return
         known |= new
         place = _file(variables)
         for name in sorted(new & variables.keys()):
             value = variables[name]
             if isinstance(value, types.ModuleType):
                 self._global_variables(vars(value), names)
-            else:
+            elif not self._is_old(value):
                 self.meet(value, place.inside(name, "attribute", name))
 
 
@@ -385,6 +406,39 @@ _FUNCTIONS = (
     *(staticmethod, classmethod, property, functools.cached_property),
     functools._lru_cache_wrapper,
 )
+
+
+class _Sort(Enum):
+    """What is looked for in an object, by its class."""
+
+    UNSEEN = auto()
+    BUILTIN = auto()
+    CLASS = auto()
+    TENSOR = auto()
+    MODULE = auto()
+    FUNCTION = auto()
+    PROXY = auto()
+    TUPLE = auto()
+    WEAK = auto()
+    OTHER = auto()
+
+
+@functools.cache
+def _sort(kind: type) -> _Sort:
+    rows: tuple[tuple[_Sort, tuple[type, ...]], ...] = (
+        (_Sort.BUILTIN, (types.BuiltinFunctionType, types.MethodWrapperType)),
+        (_Sort.UNSEEN, _UNSEEN),
+        (_Sort.CLASS, (type,)),
+        (_Sort.TENSOR, (torch.Tensor,)),
+        (_Sort.MODULE, (nn.Module,)),
+        (_Sort.FUNCTION, _FUNCTIONS),
+        (_Sort.PROXY, (types.MappingProxyType,)),
+        (_Sort.TUPLE, (tuple, frozenset)),
+        (_Sort.WEAK, (weakref.ref,)),
+    )
+    return next((sort for sort, kinds in rows if issubclass(kind, kinds)), _Sort.OTHER)
+
+
 _MEMBERS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _DESCRIPTORS = (*_MEMBERS, types.GetSetDescriptorType, types.MemberDescriptorType)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")

@@ -25,7 +25,7 @@ from rockplan.python_state.holders import (
     same_elements,
     tensors_in,
 )
-from rockplan.python_state.reach import Held, Identity, Place, Reached, is_library, reached
+from rockplan.python_state.reach import PLAIN, Held, Identity, Place, Reached, is_library, reached
 from rockplan.values.interface import ABSENT
 
 Changes = dict[tuple[Identity, Any], Any]
@@ -114,6 +114,10 @@ class Snapshot:
             now = held.kind.elements(held.owner)
             if not same_elements(now, start):
                 yield held, _by_key(start), _by_key(now)
+
+    def is_as_begun(self) -> bool:
+        """Does every holder hold what it held at the start? Then nothing has come in reach."""
+        return next(self.changed(), None) is None
 
     def changes(self) -> Changes:
         """What is other data than at the start. Tensors and what cannot be looked into count as
@@ -240,8 +244,10 @@ def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
         id(tensor) in registered
         for held in holders
         if not held.is_registry and "._flat_weight" not in held.place.text  # of recurrent layers
-        for key, value in held.kind.elements(held.owner)
-        for tensor in (*tensors_in(value), *tensors_in(key))
+        for element in held.kind.elements(held.owner)
+        for part in element
+        if type(part) not in PLAIN
+        for tensor in tensors_in(part)
     )
 
 

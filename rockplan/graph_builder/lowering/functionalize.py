@@ -33,6 +33,8 @@ from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
 def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
     """`capture`, in which changes that cannot run with what they change make new storages.
     everywhere: in which all changes do that can."""
+    if not any(recorded.writes for recorded in capture.calls):
+        return capture
     rewriting = _Rewriting(capture, everywhere)
     for recorded in capture.calls:
         rewriting.add(recorded)

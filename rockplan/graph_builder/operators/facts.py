@@ -297,6 +297,25 @@ def follows_shapes(operator: OpOverload) -> bool:
     return operator.namespace == "aten" and not (by_values or others)
 
 
+@functools.cache
+def is_plain_view(operator: OpOverload) -> bool:
+    """Is the result the same elements as the first argument, which is the only tensor?"""
+    found = facts_of(operator)
+    tensors_taken = sum("Tensor" in str(a.type) for a in operator._schema.arguments)
+    is_view = found.view not in (ViewKind.NONE, ViewKind.OTHER_NUMBERS)
+    is_view = is_view and not operator._schema.is_mutable
+    return is_view and tensors_taken == 1
+
+
+@functools.cache
+def is_pointwise(operator: OpOverload) -> bool:
+    """Does the result, a new tensor, have an element for each of the arguments'?"""
+    found = facts_of(operator)
+    returned = [r.alias_info for r in operator._schema.returns]
+    is_new = returned == [None] and not (operator._schema.is_mutable or found.draws)
+    return is_new and torch.Tag.pointwise in operator.tags and not found.shape_rule
+
+
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a call on fake tensors.
 

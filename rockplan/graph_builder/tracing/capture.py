@@ -52,6 +52,7 @@ from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
 from rockplan.graph_builder.tracing.stored_state import (
     Tables,
     assignments_of,
+    no_tables,
     refuse_kept_arguments,
     tables_of,
 )
@@ -194,10 +195,14 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
             snapshot.begin()
             first = exchanged.forward.run(recorder)
             backward = _with_backward(recording, exchanged, first)
-            tables = _made_tables(recording, exchanged.forward, first, before)
+            is_as_begun = snapshot.is_as_begun()
+            if before is None and is_as_begun:
+                tables = no_tables(snapshot, recorder, recording.reader, stand_ins.real)
+            else:
+                tables = _made_tables(recording, exchanged.forward, first, before)
             if tables:
                 return tables
-            assignments = _assignments(recording, exchanged.forward, first)
+            assignments = _assignments(recording, exchanged.forward, first, is_as_begun)
     _refuse_other_variants(recorder)
     return Capture(
         values=tuple(recorder.values),
@@ -343,13 +348,15 @@ def _made_tables(
 
 
 def _assignments(
-    recording: _Recording, forward: ForwardCall, first: ForwardRun
+    recording: _Recording, forward: ForwardCall, first: ForwardRun, is_as_begun: bool
 ) -> tuple[Assignment, ...]:
-    """What each call leaves in Python. Where something is left, or constants are written to, the
-    forward runs again: only that tells whether the next call would do the same."""
+    """What each call leaves in Python: nothing, where everything is as it began. Where something
+    is left, or constants are written to, the forward runs again: only that tells whether the next
+    call would do the same."""
     snapshot = recording.snapshot
-    _refuse_callers_changes(snapshot)
-    refuse_changes(snapshot, first.changes, snapshot.changes())
+    if not is_as_begun:
+        _refuse_callers_changes(snapshot)
+    refuse_changes(snapshot, first.changes, {} if is_as_begun else snapshot.changes())
     written = written_constants(recording.recorder)
     if first.changes:
         refuse_cached_changes(snapshot, first.changes)

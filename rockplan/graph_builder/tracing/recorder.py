@@ -74,15 +74,19 @@ class RecordedCall:
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
-    """The static description of `tensor`; sparse and nested layouts have no strides."""
+    """The static description of `tensor`; sparse and nested layouts have no strides.
+
+    By the functions of the base class: what a fake tensor is asked for itself goes through Python
+    while it is recorded (`tensor_questions`)."""
+    of = torch._C.TensorBase
     return TensorSpec(
-        shape=tuple(int(s) for s in tensor.shape),
-        stride=tuple(int(s) for s in tensor.stride()),
-        offset=int(tensor.storage_offset()),
-        dtype=str(tensor.dtype),
+        shape=tuple(map(int, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
+        stride=tuple(map(int, of.stride(tensor))),
+        offset=int(of.storage_offset(tensor)),
+        dtype=str(of.dtype.__get__(tensor)),  # type: ignore[attr-defined]
         device=str(tensor.device),
-        is_conj=tensor.is_conj(),
-        is_neg=tensor.is_neg(),
+        is_conj=of.is_conj(tensor),
+        is_neg=of.is_neg(tensor),
     )
 
 
@@ -256,6 +260,8 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks more than it computes
+            return args[0].fake_device
         try:
             return self._record(func, args, kwargs)
         except CaptureError as error:

@@ -139,6 +139,18 @@ def tables_of(
     return tables
 
 
+def no_tables(
+    snapshot: Snapshot,
+    recorder: Recorder,
+    reader: ValueReader,
+    stand_ins: Mapping[int, torch.Tensor],
+) -> Tables:
+    """As `tables_of` a run after which every holder holds what it did: what can be reached is what
+    could be."""
+    _refuse_cached(snapshot.reached, _RunTensors(recorder, reader, stand_ins))
+    return Tables()
+
+
 def _refuse_cached(found: Reached, made: _RunTensors) -> None:
     """Raise where a cache of a function has a tensor that is no table: eager would find it at the
     next call, a plan would make it anew."""
