@@ -38,7 +38,7 @@ from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.python_state import key_value_cache
 from rockplan.search import planning
-from rockplan.search.adapt import adapted
+from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of
 from rockplan.search.problem import Problem, measured
 from rockplan.store.plan_file import fit, outline, read_plans
@@ -434,21 +434,29 @@ def _program(
     options: Options,
 ) -> PlannedProgram:
     source = captured_call(module, args, kwargs, options, incoming)
-    known = tuple(
-        program.plan
-        for program in planned_modules.programs_of(module)
-        if program.hooked == source.hooked
-    )
+    known = _known(module, source)
     if (same := _same(known, source)) is not None:
         return built_program(module, same, source, args, kwargs, options)
-    problem = _problem(source, options)
-    if (found := adapted(known, problem, budget)) is not None:
-        made, before = found
-        program = built_program(module, made, source, args, kwargs, options)
-        return replace(program, adapted_from=before.graph_digest)
+    if (found := _adapted(known, source, budget, options)) is not None:
+        program = built_program(module, found.plan, source, args, kwargs, options)
+        digest = "" if found.has_other_sizes else found.known.graph_digest
+        return replace(program, adapted_from=digest)
     with _advised(source.lowered, options):
-        made = _planned(problem, budget, options, incoming is not None)
+        made = _planned(_problem(source, options), budget, options, incoming is not None)
     return built_program(module, made, source, args, kwargs, options)
+
+
+def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
+    """The plans of a planned module for calls whose gradients have the same hooks."""
+    programs = planned_modules.programs_of(module)
+    return tuple(p.plan for p in programs if p.hooked == source.hooked)
+
+
+def _adapted(
+    known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
+) -> Adapted | None:
+    with planned_modules.PLANNING:
+        return adapted(known, source.lowered, source.waits, budget, options)
 
 
 def _advise(program: PlannedProgram, options: Options) -> None:
@@ -475,6 +483,8 @@ def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     """Of plans of the module, that for the same graph: trainers change attributes, and what is in
     configurations, that its forward does not read."""
     graph = source.lowered.graph
+    # A digest takes as long as a pass of lowering.
+    known = [p for p in known if p.graph.values == graph.values]
     digest = graph_digest(graph) if known else ""
     found = next((p for p in known if p.graph_digest == digest), None)
     if found is None:
@@ -515,7 +525,11 @@ def _stored_program(
     except PlanMismatch:
         if budget is None:
             raise
-        made = _planned(_problem(source, options), budget, options, incoming is not None)
+        found = _adapted(_known(module, source), source, budget, options)
+        if found is None:
+            made = _planned(_problem(source, options), budget, options, incoming is not None)
+        else:
+            made = found.plan
     return built_program(module, made, source, args, kwargs, options)
 
 

@@ -57,6 +57,7 @@ from rockplan.codegen.watch import Watch
 from rockplan.errors import BackwardError, InfeasibleBudget, InvalidInput, StalePlan
 from rockplan.python_state import trees
 from rockplan.python_state.snapshot import Surroundings
+from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Assignment, Incoming
 from rockplan.values.literals import picklable
 from rockplan.values.plan import Plan
@@ -242,7 +243,7 @@ class Planned:
         with without_default_device():
             bound = matching(state.programs.get(key, ()), leaves)
         if bound is None:
-            with PLANNING:
+            with PLANNING, paused_collection():
                 bound = self._bound_program(key, leaves, args, kwargs)
         if bound is None:
             return _run_original(self, args, kwargs)
@@ -363,15 +364,18 @@ def _changes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Differences:
-    """What of a call, or of the module, is not as in the most similar kind of call that is planned
-    for."""
+    """What of a call, or of the module, is not as in the most similar of the latest kinds of call
+    that are planned for."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     now = described_call(original_forward(planned), args, kwargs)
     alike = state.programs.get(key) or [b for bounds in state.programs.values() for b in bounds]
-    differences = [bound.differences(now, leaves) for bound in reversed(alike)]
+    differences = [bound.differences(now, leaves) for bound in reversed(alike[-_COMPARED:])]
     return Differences(min(filter(None, differences), key=len, default=(Difference(_UNNAMED),)))
 
+
+_COMPARED = 4
+"""Of a hundred lengths all differ alike, and to compare a module takes half a millisecond."""
 
 _UNNAMED = (
     "what is in an argument that is no tensor, whether arguments come by position or by name, or "
@@ -401,7 +405,7 @@ class _Situation:
 
         It is planned with the parameters and buffers that the call had, which eager's graph keeps:
         `functional_call` has put the module's own back when backward begins."""
-        with PLANNING, with_tensors_of(self.bound.signature):
+        with PLANNING, paused_collection(), with_tensors_of(self.bound.signature):
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:

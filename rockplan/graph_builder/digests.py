@@ -115,10 +115,14 @@ def canonical_literal(literal: object) -> object:
     raise TypeError(f"argument of type {type(literal).__name__} has no canonical form: {literal!r}")
 
 
-def spec_fields(spec: TensorSpec) -> list[object]:
-    """Shape, strides, offset, dtype and device of `spec`, for JSON; 'conj' and 'neg' if it is."""
+def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
+    """Shape, strides, offset, dtype and device of `spec`, for JSON; 'conj' and 'neg' if it is.
+
+    offset: in place of its own."""
+    if offset is None:
+        offset = spec.offset
     marks = [name for name, is_so in (("conj", spec.is_conj), ("neg", spec.is_neg)) if is_so]
-    return [list(spec.shape), list(spec.stride), spec.offset, spec.dtype, spec.device, *marks]
+    return [list(spec.shape), list(spec.stride), offset, spec.dtype, spec.device, *marks]
 
 
 def _node_costs(node: ComputeNode) -> list[object]:

@@ -60,11 +60,15 @@ def measured(lowered: Lowered, options: Options, waits: Waits = ()) -> Problem:
     return replace(made, waits=waits)
 
 
-@paused_collection()
 def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
     """The problem of a graph under a profile of its calls."""
+    return problem_of_priced(price(graph, profile), profile, options)
+
+
+@paused_collection()
+def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Problem:
+    """The problem of a graph that has its prices; profile: where they come from."""
     report("finding blocks")
-    priced = price(graph, profile)
     eager = as_eager(priced)
     unplanned = simulate(eager, keep_all(eager))
     constrained = constrain(priced, options.keep, options.recompute)

@@ -79,7 +79,8 @@ class Plan:
     compiled: '' for a plan of the operators of eager execution; 'yes' for one of compiled kernels,
     'near' where these round as eager does.
     origin: where a plan that was read from a file was made, '' for one that was made here.
-    trace: of the stages of the search, none where the plan comes from the cache or a file.
+    trace: of the stages of the search, none where the plan comes from the cache or a file, or was
+    replayed.
     """
 
     graph: CDGraph

@@ -25,7 +25,8 @@ class OpCost:
 class Profile:
     """Costs by call digest.
 
-    source: 'measured' or 'roofline'; device, torch_version, threads: where the costs hold.
+    source: 'measured', 'roofline', or 'sizes measured, times scaled' from those of another graph;
+    device, torch_version, threads: where the costs hold.
     """
 
     source: str

@@ -6,7 +6,8 @@ takes: a CDGraph, rates of a machine. returns: OpCost of a call (`estimate`), a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,11 +54,8 @@ def fallback_rates(graph: CDGraph) -> tuple[float, float]:
 
 def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
     """Cost of a call from the specs of its arguments and named results."""
-    given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
-    named = [v for v in call.results if v is not None]
-    moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *named)))
-    seconds = max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s)
-    seen = {graph.values[v].data for v in given}
+    given = value_refs((call.args, [a for _, a in call.kwargs]))
+    seen = {graph.values[ref.index].data for ref in given}
     sizes: list[int] = []
     for value in call.results:
         if value is None or graph.values[value].data in seen:
@@ -66,7 +64,20 @@ def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float)
         seen.add(graph.values[value].data)
         spec = graph.values[value].spec
         sizes.append(needed_bytes(spec))
-    return OpCost(round(seconds * 1e9), 0, 0, tuple(sizes), 0)
+    return OpCost(_estimated_ns(graph, call, bytes_per_s, flops_per_s), 0, 0, tuple(sizes), 0)
+
+
+def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
+    """The times of the nodes on a machine of ordinary speed, from the specs of their calls."""
+    rates = fallback_rates(graph)
+    return tuple(sum(_estimated_ns(graph, c, *rates) for c in n.calls) for n in graph.nodes)
+
+
+def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> int:
+    given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
+    named = [v for v in call.results if v is not None]
+    moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *named)))
+    return round(1e9 * max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s))
 
 
 def _larger(a: OpCost, b: OpCost) -> OpCost:
@@ -77,11 +88,10 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 
 def flops_of(graph: CDGraph, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
-    known = facts.facts_of(call.op)
-    like = facts.resolve(f"{known.flops_like}.default") if known.flops_like else None
-    formula = flop_registry.get((like or facts.resolve(call.op)).overloadpacket)
+    formula = _flops_formula(call.op)
     if formula is None:
         return 0
+    known = facts.facts_of(call.op)
 
     def shape(index: int) -> Any:
         return torch.Size(graph.values[index].spec.shape)
@@ -95,6 +105,15 @@ def flops_of(graph: CDGraph, call: Call) -> int:
             out_val=results[0] if len(results) == 1 else results,
         )
     )
+
+
+@functools.cache
+def _flops_formula(op: str) -> Callable[..., int] | None:
+    known = facts.facts_of(op)
+    like = facts.resolve(f"{known.flops_like}.default") if known.flops_like else None
+    found: Callable[..., int] | None
+    found = flop_registry.get((like or facts.resolve(op)).overloadpacket)
+    return found
 
 
 def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:

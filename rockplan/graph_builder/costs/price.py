@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.errors import InvalidInput, PlanFormatError
-from rockplan.graph_builder.costs.call_key import call_key, device_of
+from rockplan.graph_builder.costs.call_key import Keys, call_keys, calls_by_key, device_of
 from rockplan.graph_builder.costs.call_memory import measure_memory
 from rockplan.graph_builder.costs.call_time import (
     SCRATCH_BYTES,
@@ -55,7 +55,7 @@ def measure(
         raise InvalidInput(
             f"operators on {device_of(graph)} cannot be measured; move the model to CPU or CUDA"
         )
-    equal = _calls_by_key(graph)
+    equal = calls_by_key(graph, call_keys(graph))
     calls = {key: same[0] for key, same in equal.items()}
     found = _still_valid(known, device_of(graph))
     found = _possible(graph, calls, found)
@@ -70,21 +70,11 @@ def measure(
             found[key] = cost_of(times[key], memory[key])
         else:
             found[key] = estimate(graph, call, *fallback_rates(graph))
-    return _profile("measured", device_of(graph), {key: found[key] for key in calls})
-
-
-@paused_collection()
-def _calls_by_key(graph: CDGraph) -> dict[str, list[Call]]:
-    """The calls that cost the same, in order of their first."""
-    calls: dict[str, list[Call]] = {}
-    for node in graph.nodes:
-        for call in node.calls:
-            calls.setdefault(call_key(graph, call), []).append(call)
-    return calls
+    return profile_of("measured", device_of(graph), {key: found[key] for key in calls})
 
 
 def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
-    here = _profile("measured", device, {})
+    here = profile_of("measured", device, {})
     if known is None or not known.source.startswith("measured"):
         return {}
     if (known.device, known.torch_version, known.threads) != (
@@ -126,7 +116,7 @@ def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
     )
 
 
-def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
+def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
     estimated = sum(cost.repeats == 0 for cost in costs.values())
     return Profile(
         source=f"{source} ({estimated} calls estimated)" if estimated else source,
@@ -139,7 +129,7 @@ def _profile(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
 
 def profile_key(graph: CDGraph) -> str:
     """Names what measured costs depend on besides the call: device, torch, threads."""
-    here = _profile("measured", device_of(graph), {})
+    here = profile_of("measured", device_of(graph), {})
     return f"{here.device}, torch {here.torch_version}, {here.threads} threads"
 
 
@@ -154,19 +144,21 @@ def _device_name(device: str) -> str:
 
 
 @paused_collection()
-def price(graph: CDGraph, profile: Profile) -> CDGraph:
+def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph:
     """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
 
     A node of several calls takes the sum of their times; its workspace is found by replaying
     them, intermediate results freed at once. Where an operator turned out to return (a view of)
-    what it was given, nothing takes over its result. Raises PlanFormatError if a cost is missing.
+    what it was given, nothing takes over its result. keys: of `graph`, where they are known.
+    Raises PlanFormatError if a cost is missing.
     """
     costs = dict(profile.costs)
     sizes: dict[int, int] = {}
     peaks: dict[int, int] = {}
     times: dict[int, int] = {}
-    for node in graph.nodes:
-        steps = [_step(graph, call, costs) for call in node.calls]
+    for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
+        found = zip(node.calls, own_keys, strict=True)
+        steps = [_step(graph, call, costs.get(key)) for call, key in found]
         times[node.index] = sum(s.cost.time_ns for s in steps)
         peaks[node.index] = _replay(node, steps)
         for step in steps:
@@ -198,8 +190,7 @@ class _CallReplay:
     touched: frozenset[int]
 
 
-def _step(graph: CDGraph, call: Call, costs: Mapping[str, OpCost]) -> _CallReplay:
-    cost = costs.get(call_key(graph, call))
+def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
     if cost is None or len(cost.result_bytes) != len(call.results):
         raise PlanFormatError(
             f"the profile has no cost for {call.op} with these arguments: it belongs to another "

@@ -5,6 +5,7 @@ takes: a TensorSpec. returns: bytes, dtypes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from math import prod
 
@@ -14,6 +15,9 @@ from rockplan.values.graph import TensorSpec
 
 # The caching allocator of CUDA hands out multiples of this.
 CUDA_GRANULE_BYTES = 512
+
+# Of which something is remembered; a large model has a thousand.
+_SPECS = 1 << 14
 
 
 def is_floating(spec: TensorSpec) -> bool:
@@ -33,12 +37,14 @@ def span(spec: TensorSpec) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True))
 
 
+@functools.lru_cache(_SPECS)
 def needed_bytes(spec: TensorSpec) -> int:
     """Of the smallest storage that holds the tensor where it is."""
     size_bytes = _item_bytes(spec) * (spec.offset + span(spec))
     return allocated_bytes(size_bytes, torch.device(spec.device).type)
 
 
+@functools.lru_cache(_SPECS)
 def distinct_bytes(spec: TensorSpec) -> int:
     """Bytes of the elements that the tensor holds, those repeated by expansion once."""
     pairs: Iterable[tuple[int, int]] = zip(spec.shape, spec.stride, strict=True)

@@ -130,10 +130,31 @@ def annealed(
     may_move = movable(graph) if seed and limits.moves else frozenset()
     draft = Draft(graph, *schedule.phases, may_move)
     search = _ExchangeSearch(graph, budget_bytes, draft, deadline, limits, seed)
+    return _checked(graph, _annealed(search, limits.hotter if seed else limits.hot))
+
+
+def repaired(
+    graph: CDGraph,
+    schedule: Schedule,
+    budget_bytes: int,
+    *,
+    limits: ExchangeLimits = DEFAULT,
+) -> Schedule | None:
+    """`schedule`, which needs more than the budget, with room made and one round of exchanges; None
+    if no room is found."""
+    search = _ExchangeSearch(graph, budget_bytes, Draft(graph, *schedule.phases), NEVER, limits)
+    if not search.makes_room(limits.longest * graph.time_ns):
+        return None
+    return _checked(graph, _annealed(search, limits.hot))
+
+
+def _annealed(search: _ExchangeSearch, hot: float) -> tuple[Sequence[int], Sequence[int]]:
+    """The orders of the fastest schedule of one round. hot: temperature at its start."""
+    graph, limits, deadline = search.graph, search.limits, search.deadline
+    effort = limits.effort
     search.prune()
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
-    hot, effort = limits.hotter if seed else limits.hot, limits.effort
     without_gain = 0
     while search.spent < effort and time.monotonic() < deadline:
         if without_gain >= limits.patience * len(search.draft.reruns()):
@@ -142,7 +163,7 @@ def annealed(
         without_gain += 1
         if search.draft.time_ns < best_ns:
             best_ns, best, without_gain = search.draft.time_ns, search.draft.orders, 0
-    return _checked(graph, best)
+    return best
 
 
 def fitted(

@@ -1,0 +1,109 @@
+"""Scaled: the prices of a graph from those of a graph like it, without measuring times.
+
+takes: a captured graph, a priced one, and which of their nodes do the same. returns: the graph with
+its prices, and their profile. guarantees: bytes are those of the graph itself, as `measure` finds
+them. Times are those of the other graph, scaled by what the same operators read, write and compute
+here: good enough to rank schedules by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from rockplan.graph_builder.costs.call_key import (
+    Keys,
+    call_keys,
+    calls_by_key,
+    copies_storages,
+    device_of,
+)
+from rockplan.graph_builder.costs.call_memory import measure_memory
+from rockplan.graph_builder.costs.estimate import estimate, estimated_ns, fallback_rates
+from rockplan.graph_builder.costs.execution import as_executed, inputs_of
+from rockplan.graph_builder.costs.price import price, profile_of
+from rockplan.graph_builder.operators import facts
+from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
+from rockplan.values.profile import OpCost, Profile
+
+CALL_NS = 5_000
+"""What a call takes whatever its size, on a machine of ordinary speed: operators of small tensors
+take as long on smaller ones."""
+
+
+# Products of matrices, which the CPU writes straight into the result.
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+
+
+# The tensor that a number becomes, and its copy in the dtype of the others.
+_NUMBER_BYTES = 24
+
+
+def scaled(
+    graph: CDGraph,
+    values: Mapping[int, torch.Tensor],
+    known: CDGraph,
+    alike: Mapping[int, int],
+) -> tuple[CDGraph, Profile]:
+    """values: as of `measure`; alike: nodes of `graph` -> those of `known` that do the same."""
+    keys = call_keys(graph)
+    profile = sized(graph, values, keys)
+    priced = price(graph, profile, keys)
+    before_ns = [*map(_with_calls, known.nodes, estimated_ns(known))]
+    usual = known.time_ns / max(sum(before_ns), 1)
+    nodes = []
+    for node in priced.nodes:
+        same = alike.get(node.index)
+        rate = usual if same is None else known.nodes[same].time_ns / before_ns[same]
+        # What `sized` says of times are estimates.
+        nodes.append(replace(node, time_ns=round(rate * _with_calls(node, node.time_ns))))
+    return replace(priced, nodes=tuple(nodes)), profile
+
+
+def _with_calls(node: ComputeNode, estimated_ns: int) -> int:
+    return max(CALL_NS * len(node.calls), 1) + estimated_ns
+
+
+def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Profile:
+    """Costs whose bytes are those that `measure` finds, and whose times are estimates: a call runs
+    only where its bytes do not follow from the specs of what it is given. keys: of `graph`."""
+    rates = fallback_rates(graph)
+    costs: dict[str, OpCost] = {}
+    waiting: dict[str, Call] = {}
+    for key, (call, *_) in calls_by_key(graph, keys).items():
+        workspace_bytes = _plain_workspace_bytes(graph, call)
+        if workspace_bytes is None:
+            waiting[key] = call
+        cost = estimate(graph, call, *rates)
+        costs[key] = replace(cost, workspace_bytes=workspace_bytes or 0)
+    with as_executed(graph):
+        for key, memory in measure_memory(inputs_of(graph, values), waiting).items():
+            costs[key] = replace(
+                costs[key],
+                workspace_bytes=memory.workspace_bytes,
+                result_bytes=memory.result_bytes,
+            )
+    return replace(profile_of("", device_of(graph), costs), source="sizes measured, times scaled")
+
+
+def _plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
+    """Workspace of a call on the CPU whose results hold their elements and no more: of what works
+    element by element, and of products of matrices. None for all others: operands of several
+    dtypes are converted first, those of products copied where neither rows nor columns lie side by
+    side."""
+    operands = [graph.values[r.index] for r in value_refs((call.args, [a for _, a in call.kwargs]))]
+    if any(o.spec.device != "cpu" for o in operands) or len({o.spec.dtype for o in operands}) != 1:
+        return None
+    operator = facts.resolve(call.op)
+    if operator._schema.is_mutable or copies_storages(graph, call):
+        return None
+    if call.op in _PRODUCTS:
+        is_plain = operands[0].spec.dtype in ("torch.float32", "torch.float64") and all(
+            1 in m.spec.stride[-2:] and 0 not in m.spec.stride for m in operands[-2:]
+        )
+        return 0 if is_plain else None
+    if torch.Tag.pointwise not in operator.tags:
+        return None
+    return _NUMBER_BYTES * sum(isinstance(a, int | float | complex) for a in call.args)
