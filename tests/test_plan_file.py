@@ -78,7 +78,7 @@ def forbidden(*args: Any, **kwargs: Any) -> Any:
 @pytest.fixture
 def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rockplan.search.problem.measure", forbidden)
-    monkeypatch.setattr("rockplan.search.block_families.ChainSolver", forbidden)
+    monkeypatch.setattr("rockplan.search.stages.ChainSolver", forbidden)
     monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
     monkeypatch.setattr("rockplan.search.problem.Cache", forbidden)
 
