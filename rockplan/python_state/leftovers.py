@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rockplan.python_state.holders import kinds_of
+from rockplan.python_state.holders import Element, Kind, kinds_of
 
 _DEEPEST = 5
 """Tuples, views and the like between a tensor and what can be changed."""
@@ -41,15 +41,15 @@ class Leftovers:
     def alive(self) -> list[torch.Tensor]:
         return [tensor for ref in self.made if (tensor := ref()) is not None]
 
-    def remove(self) -> list[str]:
-        """Where some were still held, which do not hold them any more; caches of functions are
-        emptied, and not named: they fill again."""
+    def remove(self) -> str | None:
+        """Where some were still held, which do not hold them any more: the first such place. Caches
+        of functions are emptied, and not named: they fill again."""
         if not self.alive():
-            return []
+            return None
         gc.collect()
         if self.alive():
             self._empty_function_caches()
-        return self._remove_others() if self.alive() else []
+        return self._remove_others() if self.alive() else None
 
     def _empty_function_caches(self) -> None:
         identities = frozenset(map(id, self.alive()))
@@ -58,21 +58,19 @@ class Leftovers:
                 cache.cache_clear()
         gc.collect()
 
-    def _remove_others(self) -> list[str]:
-        places: list[str] = []
+    def _remove_others(self) -> str | None:
+        first: str | None = None
         for _ in range(_DEEPEST):
             alive = self.alive()
             if not alive:
                 break
-            before = len(places)
-            for position in range(len(alive)):
-                places += _taken_from_holders(alive[position], alive)
+            place = _taken_from_holders(alive)
+            first = first or place
             del alive
             gc.collect()
-            if len(places) == before:
-                places.append("an object that cannot be looked into")
-                break
-        return [*dict.fromkeys(places)]
+            if place is None:
+                return first or "an object that cannot be looked into"
+        return first
 
 
 @contextlib.contextmanager
@@ -88,9 +86,18 @@ def frames_forgotten() -> Iterator[None]:
 def _forget(error: BaseException | None, seen: set[int]) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            _clear(frame)
         _forget(error.__cause__, seen)
         error = error.__context__
+
+
+def _clear(frame: types.FrameType) -> None:
+    with contextlib.suppress(RuntimeError):  # it runs
+        frame.clear()
+        # Up to Python 3.12 a frame keeps the dictionary of its variables that somebody has looked
+        # at (a debugger, pytest), as it was; whoever looks again brings it up to date.
+        _ = frame.f_locals
 
 
 def _function_caches() -> Iterator[Any]:
@@ -116,38 +123,53 @@ def _keeps(cache: Any, identities: frozenset[int]) -> bool:
     return False
 
 
-def _taken_from_holders(tensor: torch.Tensor, ours: list[torch.Tensor]) -> list[str]:
-    """Names of what held it, and does no more."""
-    found: list[str] = []
-    pending: list[tuple[object, int]] = [(tensor, 0)]
-    seen = {id(tensor), id(ours), id(pending)}
-    while pending:
-        value, depth = pending.pop()
-        for referrer in gc.get_referrers(value):
+def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
+    """What held one of them is called; nothing that is found holds any of them any more.
+
+    All of a level are asked for at once: each question takes a look at every object there is."""
+    taken: list[tuple[Any, Kind, Any]] = []
+    level: list[object] = [*ours]
+    seen = {id(ours), id(taken), *map(id, ours)}
+    for _ in range(_DEEPEST + 1):
+        seen.add(id(level))
+        above: list[object] = []
+        identities = frozenset(map(id, level))
+        for referrer in gc.get_referrers(*level):
             if id(referrer) in seen or isinstance(referrer, types.FrameType):
                 continue
             seen.add(id(referrer))
-            name = _drop(referrer, value)
-            if name is not None:
-                found.append(name)
-            elif depth < _DEEPEST:
-                pending.append((referrer, depth + 1))
-    return found
-
-
-def _drop(referrer: Any, value: object) -> str | None:
-    """Take `value` out of what refers to it; what a message calls it, None if it cannot be."""
-    if isinstance(referrer, torch.Tensor | tuple | frozenset):
+            dropped = _drop(referrer, identities)
+            taken += dropped
+            if not dropped:
+                above.append(referrer)
+        if not above:
+            break
+        level = above
+    if not taken:
         return None
-    name = None
+    owner, kind, key = taken[0]
+    return kind.named(_described(owner), key)
+
+
+def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, Any]]:
+    """Take these objects out of what refers to them: (what it is, how it holds them, the key of the
+    first) where that can be done."""
+    if isinstance(referrer, torch.Tensor | tuple | frozenset):
+        return []
+    dropped = []
     for owner, kind in kinds_of(referrer):
         elements = kind.elements(owner)
-        kept = [(k, v) for k, v in elements if v is not value and k is not value]
+        kept = [e for e in elements if not _is_one(e, identities)]
         if len(kept) < len(elements):
-            key = next(k for k, v in elements if v is value or k is value)
+            key = next(e[0] for e in elements if _is_one(e, identities))
             kind.write(owner, kept)
-            name = kind.named(_described(referrer), key)
-    return name
+            dropped.append((referrer, kind, key))
+    return dropped
+
+
+def _is_one(element: Element, identities: frozenset[int]) -> bool:
+    """Is the element one of these, or its key?"""
+    return not identities.isdisjoint(map(id, element))
 
 
 def _described(owner: Any) -> str:

@@ -138,9 +138,9 @@ def _without_leftovers(call: _Sample) -> Capture | UnknownCall:
     except BaseException:
         leftovers.remove()
         raise
-    places = leftovers.remove()
-    if isinstance(recorded, Capture) and places:
-        raise NAMED["leftover"].error(place=places[0])
+    place = leftovers.remove()
+    if isinstance(recorded, Capture) and place is not None:
+        raise NAMED["leftover"].error(place=place)
     return recorded
 
 

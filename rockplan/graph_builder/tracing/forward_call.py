@@ -86,7 +86,9 @@ class ForwardCall:
         recorder.refuse_if_refused()
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(result)
-        outputs = [known_output(recorder, *leaf) for leaf in enumerate(leaves)]
+        # The frame of a comprehension would keep the recorder, and so every tensor, in an error.
+        known = functools.partial(known_output, recorder)
+        outputs = [*map(known, range(len(leaves)), leaves)]
         refuse_unwritten(recorder, outputs)
         return ForwardRun.of(recorder, outputs, spec, self.snapshot.changes())
 
