@@ -40,14 +40,16 @@ QUICK = Limits(exchange=ExchangeLimits(effort=5_000), squeeze=ExchangeLimits(eff
 BUDGETS = ("min", "60%")
 
 
-def gpt2() -> Case:
+def mlp() -> Case:
+    """Small, and at 60 % all stages of the search for time run (of larger models, and what each
+    stage is worth there: `benchmarks/ablation.py`)."""
     torch.manual_seed(0)
-    return models.gpt2(1, width=32, heads=2, vocabulary=64, batch=2, length=32)
+    return models.mlp(depth=3)
 
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return prepared_case(gpt2(), OPTIONS)
+    return prepared_case(mlp(), OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def without(some: Sequence[Stage], left_out: int) -> tuple[Stage, ...]:
 def test_names_that_no_stage_has_are_refused(names: tuple[str, ...], problem: Problem) -> None:
     with pytest.raises(InvalidInput, match="the stages are keep-all, relaxation"):
         planning.plan_anew(problem, Budget(is_minimum=True), replace(OPTIONS, without=names))
-    case = gpt2()
+    case = mlp()
     with pytest.raises(InvalidInput, match="the stages are"):
         rockplan.plan(
             case.model, case.args, "min", sample_kwargs=case.kwargs, options=Options(without=names)

@@ -474,9 +474,13 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
-        """They have lost it again on exit."""
+        """They have lost it again on exit; the recorder of a run that failed, which what is in
+        the traceback may refer to, keeps no tensors."""
         try:
             yield
+        except BaseException:
+            self._alive.clear()
+            raise
         finally:
             with _disable_current_modes(), torch.no_grad():
                 for tensor in self.constants_with_history():
