@@ -74,7 +74,7 @@ def test_random_schedules(name: str) -> None:
     planned = solve_case(case, "100%", options=OPTIONS)
     assert isinstance(planned, Planned) and isinstance(planned, nn.Module)
     graph = planned.plan.graph
-    for seed in range(12):
+    for seed in range(4):
         schedule = random_schedule(random.Random(seed), graph)
         exchange_schedule(planned, schedule)
         case.model.zero_grad()

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import rockplan
-from benchmarks.models import Case, encoder, mlp, resnet
+from benchmarks.models import Case, mlp, resnet
 from rockplan.api import plan_each
 
 CASES: list[Callable[[], Case]] = [
-    lambda: encoder(layers=1),
     lambda: resnet((1, 1), batch=2, size=32),
-    lambda: mlp(depth=3),
+    lambda: mlp(depth=2),
 ]
 Found = tuple[Case, rockplan.Curve]
 OPTIONS = rockplan.Options(bound_time_limit_s=0.1, time_limit_s=60.0)
@@ -23,7 +22,7 @@ OTHER_OPTIONS = replace(OPTIONS, bound_time_limit_s=0.05)
 """Of plans that are not those that the curve was made from: they are cached as others."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["encoder", "resnet", "mlp"])
+@pytest.fixture(scope="module", params=CASES, ids=["resnet", "mlp"])
 def found(request: pytest.FixtureRequest) -> Found:
     """A case with its curve; the cache of the test run holds the profile for its plans."""
     torch.manual_seed(0)
