@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
+from tests.training import QUICK
 
 
 class Unused(nn.Module):
@@ -54,7 +55,7 @@ def compare(unused: bool) -> None:
     model = Unused(network()) if unused else network()
     batch = torch.randn(64, 32) + dist.get_rank()
     eager = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=unused)
-    planned_module = rockplan.solve(model, batch, "min")
+    planned_module = rockplan.solve(model, batch, "min", options=QUICK)
     assert planned_module.plan.overhead > 0
     planned = DistributedDataParallel(planned_module, find_unused_parameters=unused)
     for round_ in range(2):
@@ -72,7 +73,9 @@ def check_overlap() -> None:
     model = network()
     batch = torch.randn(64, 32)
     planned = DistributedDataParallel(
-        rockplan.solve(model, batch, "min"), bucket_cap_mb=0.004, gradient_as_bucket_view=True
+        rockplan.solve(model, batch, "min", options=QUICK),
+        bucket_cap_mb=0.004,
+        gradient_as_bucket_view=True,
     )
     for _ in range(2):  # DDP rebuilds its buckets after the first iteration
         step(planned, batch)
@@ -101,7 +104,10 @@ def compare_sharded() -> None:
     one, they are refused by what they are."""
     model, mesh = network(), init_device_mesh("cpu", (dist.get_world_size(),))
     batch = torch.randn(64, 32) + dist.get_rank()
-    planned, eager = rockplan.solve(copy.deepcopy(model), batch, "min"), copy.deepcopy(model)
+    planned, eager = (
+        rockplan.solve(copy.deepcopy(model), batch, "min", options=QUICK),
+        copy.deepcopy(model),
+    )
     fully_shard([planned], mesh=mesh)
     fully_shard([eager], mesh=mesh)
     refused(eager, batch, "'0.0.weight' is a DTensor")
@@ -116,7 +122,9 @@ def compare_sharded() -> None:
     refused(part, batch, "submodule '0' is a DistributedDataParallel")
     cpu = torch.device("cpu")
     refused(FullyShardedDataParallel(copy.deepcopy(model), device_id=cpu), batch, "fully_shard")
-    wrapped = FullyShardedDataParallel(rockplan.solve(model, batch, "min"), device_id=cpu)
+    wrapped = FullyShardedDataParallel(
+        rockplan.solve(model, batch, "min", options=QUICK), device_id=cpu
+    )
     with contextlib.suppress(rockplan.UnsupportedModel):
         wrapped(batch)
         raise AssertionError("a planned module inside")
@@ -144,10 +152,10 @@ def compare_sharded_losses() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     batch = torch.randn(64, 32) + dist.get_rank()
     eager, whole, parts = Classifier().train(), Classifier().train(), Classifier().train()
-    whole = rockplan.solve(whole, batch, "min")
+    whole = rockplan.solve(whole, batch, "min", options=QUICK)
     for i, block in enumerate(parts.blocks):
         sample = batch.clone().requires_grad_(i > 0)
-        parts.blocks[i] = rockplan.solve(block, sample, "min")
+        parts.blocks[i] = rockplan.solve(block, sample, "min", options=QUICK)
     modules = {"eager": eager, "whole": whole, "parts": parts}
     for name, module in modules.items():
         for block in module.blocks if name != "whole" else ():
@@ -167,7 +175,7 @@ def compare_sharded_losses() -> None:
 
 def refused(module: nn.Module, batch: torch.Tensor, words: str) -> None:
     try:
-        rockplan.solve(module, batch, "min")
+        rockplan.solve(module, batch, "min", options=QUICK)
     except rockplan.RockplanError as error:
         assert words in str(error), error
     else:
@@ -188,5 +196,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Not by Python's own end, see `tests.test_distributed.LEAVE`.
+    # Not by Python's own end, see `tests.processes.LEAVE`.
     os._exit(0)

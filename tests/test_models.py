@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import CASES, Case
+from benchmarks.models import CASES, Case, gpt2, mlp, resnet
 from rockplan.values.graph import caller_bytes
 from tests.training import QUICK, solve_case, train_side_by_side, twin
 
@@ -66,10 +68,19 @@ def test_equal_within_budget_and_as_predicted(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+SMALL: dict[str, Callable[[], Case]] = {
+    "gpt2": lambda: gpt2(1, width=16, heads=1, vocabulary=16, batch=1, length=8),
+    "resnet": lambda: resnet((1,), batch=2, size=16),
+    "mlp": lambda: mlp(depth=3),
+}
+"""Of which the whole search for the smallest budget takes seconds."""
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_minimum_is_feasible_and_much_less_is_not(name: str) -> None:
     """A little less may be found to fit: the search for the minimum is no proof."""
-    case = make(name)
+    torch.manual_seed(0)
+    case = SMALL[name]()
     # What is found is kept in the cache for the calls that follow.
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
         solve_case(case, 1, options=rockplan.Options(time_limit_s=300))
@@ -84,7 +95,7 @@ def test_minimum_is_feasible_and_much_less_is_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_enough_budget_means_no_recomputation(name: str) -> None:
-    planned = solve_case(make(name), "100%")
+    planned = solve_case(make(name), "100%", options=QUICK)
     executed = planned.plan.schedule.computes
     assert len(executed) == len(set(executed)) == len(planned.plan.graph.nodes)
     assert planned.plan.overhead == 0
@@ -98,7 +109,7 @@ def test_gpt2_blocks_are_attention_and_mlp_halves() -> None:
 
 
 def test_plan_and_code_are_readable() -> None:
-    planned = solve_case(make("gpt2"), "40%")
+    planned = solve_case(make("gpt2"), "40%", options=QUICK)
     text = str(planned.plan)
     for word in ("budget", "predicted peak", "overhead", "gap", "profile", "keeps", "recomputes"):
         assert word in text

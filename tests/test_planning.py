@@ -43,6 +43,12 @@ def problem() -> Problem:
     return prepared("gpt2-sdpa", NO_CACHE)
 
 
+@pytest.fixture(scope="module")
+def small() -> Problem:
+    """Of which the whole search for the smallest budget takes seconds."""
+    return prepared_case(models.mlp(depth=4), NO_CACHE)
+
+
 def plan(problem: Problem, options: Options = NO_CACHE, budget: str = "60%") -> Plan:
     return planning.plan_anew(problem, parse_budget(budget), options)
 
@@ -164,24 +170,24 @@ def test_plans_of_one_problem_look_for_the_smallest_peak_once() -> None:
 
 
 def test_the_smallest_budget_is_looked_for_within_the_time_limit(
-    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best so far is taken, which is never called the smallest, and not kept for it."""
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
     with pytest.raises(InfeasibleBudget, match="that this model needs") as patient:
-        planning.plan_anew(problem, Budget(size_bytes=1), NO_CACHE)
+        planning.plan_anew(small, Budget(size_bytes=1), NO_CACHE)
     assert patient.value.is_complete
     hurry = Options(time_limit_s=0.0)
-    least = planning.plan_anew(problem, Budget(is_minimum=True), hurry)
+    least = planning.plan_anew(small, Budget(is_minimum=True), hurry)
     assert least.certificate.status is Status.TIME_LIMIT
     assert patient.value.minimum_bytes < least.peak_bytes <= least.budget_bytes
     with pytest.raises(InfeasibleBudget, match="found within the time limit") as caught:
-        planning.plan_anew(problem, Budget(size_bytes=1), hurry)
+        planning.plan_anew(small, Budget(size_bytes=1), hurry)
     assert not caught.value.is_complete
     assert least.peak_bytes <= caught.value.minimum_bytes <= least.budget_bytes
     assert not pickle.loads(pickle.dumps(caught.value)).is_complete
     with pytest.raises(InfeasibleBudget) as later:
-        planning.plan_anew(problem, Budget(size_bytes=1), replace(NO_CACHE, cache=True))
+        planning.plan_anew(small, Budget(size_bytes=1), replace(NO_CACHE, cache=True))
     assert later.value.minimum_bytes == patient.value.minimum_bytes
 
 

@@ -31,7 +31,7 @@ from rockplan.store.plan_file import write_whole
 from rockplan.values.curve import Curve
 from rockplan.values.plan import Plan
 
-EXAMPLE = "Example: rockplan solve rockplan.examples:transformer -b 40% -b min"
+EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
 
 def solve(
