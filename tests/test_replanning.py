@@ -22,7 +22,7 @@ import rockplan
 from rockplan.values import progress
 from tests.training import assert_same_state, assert_same_tensor
 
-QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5}
+QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5, "without": ("exchange", "descent")}
 OPTIONS = rockplan.Options(**QUICK)
 STRICT = rockplan.Options(**QUICK, on_mismatch="error")
 
