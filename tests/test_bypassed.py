@@ -9,6 +9,7 @@ import pickle
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
-from tests.training import assert_same_state
+from tests.training import QUICK, assert_same_state
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-OPTIONS = rockplan.Options(cache=False, time_limit_s=5)
+OPTIONS = replace(QUICK, cache=False)
 Step = Callable[[Any], Tensor]
 
 
@@ -350,7 +351,7 @@ def test_right_uses_say_nothing(use: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_calls_that_run_the_original_as_the_options_say_are_right(replaced: bool) -> None:
-    planned, eager = pair(rockplan.Options(cache=False, time_limit_s=5, on_mismatch="original"))
+    planned, eager = pair(replace(OPTIONS, on_mismatch="original"))
     if replaced:
         around_closure(planned)
         around_closure(eager)

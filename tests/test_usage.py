@@ -34,6 +34,7 @@ from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
 from rockplan.codegen import planned_module as planned_modules
 from tests.training import (
+    QUICK,
     assert_equal_trees,
     assert_same_state,
     assert_same_tensor,
@@ -54,6 +55,8 @@ from tests.usage import (
     net_case,
     pair,
 )
+
+CHECKED = replace(QUICK, check=True)
 
 
 def test_it_recomputes() -> None:
@@ -177,7 +180,7 @@ def test_state_dict_keys_and_loading_in_both_directions() -> None:
 
 def test_planned_module_is_an_instance_of_the_original_class() -> None:
     case = net_case()
-    planned = solve_case(case, BUDGET)
+    planned = solve_case(case, BUDGET, options=QUICK)
     assert isinstance(planned, Net)
     assert type(planned).__name__ == "Net"
     assert all(a is b for a, b in zip(planned.parameters(), case.model.parameters(), strict=True))
@@ -373,7 +376,7 @@ def test_autocast(outside: bool) -> None:
 
     eager = twin(case)
     with torch.autocast("cpu", torch.bfloat16, enabled=outside):
-        planned = solve_case(case, BUDGET)
+        planned = solve_case(case, BUDGET, options=QUICK)
     assert planned.plan.overhead > 0
     both(planned, eager, use, "autocast")
     both(planned, eager, case.step, "autocast changed between calls")
@@ -389,7 +392,7 @@ def test_backward_inside_autocast() -> None:
             case.step(module)
 
     with torch.autocast("cpu", torch.bfloat16):
-        planned = solve_case(case, BUDGET)
+        planned = solve_case(case, BUDGET, options=QUICK)
     both(planned, eager, use, "backward inside autocast")
 
 
@@ -536,7 +539,7 @@ def test_norms_by_hook_in_training_and_evaluation(monkeypatch: pytest.MonkeyPatc
     eager = NormsByHook().train()
     torch.manual_seed(0)
     case = Case("norms", NormsByHook().train(), (vectors(),), {}, mean_square)
-    planned = solve_case(case, BUDGET)
+    planned = solve_case(case, BUDGET, options=QUICK)
     for step in range(3):
         both(planned, eager, case.step, f"step {step}")
         for module in (planned, eager):
@@ -567,7 +570,7 @@ def test_cached_parametrizations(planned_inside: bool, monkeypatch: pytest.Monke
     made = count_programs(monkeypatch)
     case, eager = recurs_case()
     with parametrize.cached() if planned_inside else contextlib.nullcontext():
-        planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        planned = solve_case(case, BUDGET, options=CHECKED)
         assert not parametrize._cache
 
     def use(module: nn.Module) -> None:
@@ -583,7 +586,7 @@ def test_cached_parametrizations(planned_inside: bool, monkeypatch: pytest.Monke
 
 def test_what_a_block_keeps_of_parametrizations_is_refused() -> None:
     case, _ = recurs_case()
-    planned = solve_case(case, BUDGET)
+    planned = solve_case(case, BUDGET, options=QUICK)
     for first in (lambda: planned(*case.args), lambda: case.model(*case.args)):
         with parametrize.cached():
             first()
@@ -623,7 +626,7 @@ def test_pruned_layers(make: Callable[[], nn.Module], monkeypatch: pytest.Monkey
     eager = make().train()
     torch.manual_seed(0)
     case = Case("pruned", make().train(), (vectors(),), {}, mean_square)
-    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    planned = solve_case(case, BUDGET, options=CHECKED)
     for step in range(2):
         both(planned, eager, case.step, f"step {step}")
         with torch.no_grad():
@@ -871,7 +874,7 @@ def test_modules(kind: str) -> None:
 
     case = Case(kind, make_again(), (sample(),), {}, mean_square)
     eager = make_again()
-    planned = solve_case(case, BUDGET)
+    planned = solve_case(case, BUDGET, options=QUICK)
     train_side_by_side(case, planned, eager, steps=3)
 
 
@@ -916,7 +919,7 @@ def test_structured_results_and_arguments() -> None:
 
 def test_hook_on_a_submodule_after_planning_is_refused() -> None:
     case = net_case()
-    planned = solve_case(case, BUDGET)
+    planned = solve_case(case, BUDGET, options=QUICK)
     planned.head.register_forward_hook(lambda m, a, r: None)
     with pytest.raises(rockplan.UnsupportedModel, match="head"):
         planned(*case.args)
@@ -996,7 +999,7 @@ def test_threads() -> None:
 
 def test_check_before_returning() -> None:
     case = net_case()
-    planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+    planned = solve_case(case, BUDGET, options=CHECKED)
     assert planned.plan.checked
     assert_same_tensor(planned.head.weight.grad, None, "checking leaves no gradients")
 
@@ -1011,7 +1014,7 @@ def test_a_check_under_autocast_goes_backward_without() -> None:
 
     torch.manual_seed(0)
     case = Case("precise", Precise().train(), (SAMPLE,), {}, mean_square)
-    planned, eager = pair(case, "100%", options=rockplan.Options(check=True))
+    planned, eager = pair(case, "100%", options=CHECKED)
 
     def use(module: nn.Module) -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -1026,7 +1029,7 @@ def test_no_hook_sees_the_gradients_of_a_check() -> None:
     seen: list[str] = []
     x = case.args[0].clone().requires_grad_() * 2
     x.register_hook(lambda _: seen.append("input"))
-    planned = solve_case(replace(case, args=(x,)), BUDGET, options=rockplan.Options(check=True))
+    planned = solve_case(replace(case, args=(x,)), BUDGET, options=CHECKED)
     planned.head.weight.register_hook(lambda _: seen.append("weight"))
     mean_square(planned(x[:-1])).backward()  # another kind of call: planned and checked, too
     assert seen == ["weight", "input"]
@@ -1040,7 +1043,7 @@ def test_a_check_in_the_middle_of_a_backward_pass_does_not_disturb_it() -> None:
 
     torch.manual_seed(0)
     case = Case("two", TwoResults().train(), (SAMPLE,), {}, mean_square)
-    planned, eager = pair(case, "100%", options=rockplan.Options(check=True))
+    planned, eager = pair(case, "100%", options=CHECKED)
     # From one output alone: planned and checked in the backward pass, buffers are written.
     both(planned, eager, lambda m: mean_square(m(SAMPLE)[1]).backward(), "from the second")
 
@@ -1127,7 +1130,7 @@ def test_check_says_where_eager_does_not_repeat_itself() -> None:
     torch.manual_seed(0)
     case = Case("noise", WithNoise().train(), (SAMPLE,), {}, mean_square)
     with pytest.warns(UserWarning, match="eager does not repeat itself.*cannot be compared"):
-        planned = solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        planned = solve_case(case, BUDGET, options=CHECKED)
     assert "eager does not repeat itself" in planned.plan.checked
     assert "by up to" in planned.plan.checked
 
@@ -1143,7 +1146,7 @@ def test_check_refuses_what_stands_still_in_the_plan_alone() -> None:
     torch.manual_seed(0)
     case = Case("own generator", DrawsFromItsOwn().train(), (SAMPLE,), {}, mean_square)
     with pytest.raises(rockplan.CheckFailed, match="output 0.*stands still.*draw with torch"):
-        solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        solve_case(case, BUDGET, options=CHECKED)
 
 
 class Follows(Net):
@@ -1193,7 +1196,7 @@ def test_a_check_leaves_the_model_and_the_sample_as_they_were(
     case = Case("follows", Follows(remember).train(), (SAMPLE.clone(),), {}, mean_square)
     before = state_of_follows(case.model, case.args[0])
     if remember is writes_in_place:
-        planned, eager = pair(case, options=rockplan.Options(check=True))
+        planned, eager = pair(case, options=CHECKED)
         assert planned.plan.checked == "equal to eager bit for bit on the sample"
         assert_equal_trees(state_of_follows(case.model, case.args[0]), before, "checked")
         both(planned, eager, lambda m: mean_square(m(SAMPLE.clone())).backward(), "step")
@@ -1201,7 +1204,7 @@ def test_a_check_leaves_the_model_and_the_sample_as_they_were(
         return
     words = "each call changes self.queue" if remember is queues else r"tensor to self\.tables"
     with pytest.raises(rockplan.UnsupportedModel, match=words):
-        solve_case(case, BUDGET, options=rockplan.Options(check=True))
+        solve_case(case, BUDGET, options=CHECKED)
     assert_equal_trees(state_of_follows(case.model, case.args[0]), before, "refused")
 
 
@@ -1226,7 +1229,7 @@ def test_a_check_compares_what_becomes_of_parameters_and_inputs(
     model = Clamps().requires_grad_(False)
     model.norm.eval()
     with pytest.raises(rockplan.CheckFailed, match=r"parameter head\.bias"):
-        rockplan.solve(model, x, BUDGET, options=rockplan.Options(check=True))
+        rockplan.solve(model, x, BUDGET, options=CHECKED)
 
 
 class Passing(Net):
@@ -1663,7 +1666,7 @@ def test_compiled_parts_are_planned_as_they_run_in_eager(
         eager.load_state_dict(dict(zip(eager.state_dict(), values, strict=True)))
         model.zero_grad()
     made = count_programs(monkeypatch)
-    planned = rockplan.solve(model, SAMPLE, BUDGET, options=rockplan.Options(check=True))
+    planned = rockplan.solve(model, SAMPLE, BUDGET, options=CHECKED)
     assert planned.plan.checked == "equal to eager bit for bit on the sample"
     for step in range(2):
         for module in (eager, planned):
@@ -1686,7 +1689,7 @@ def test_a_plan_runs_where_the_whole_module_is_compiled_in_place(before: bool) -
     case = net_case(512)
     if before:
         case.model.compile(backend="eager")
-    planned = solve_case(case, BUDGET)
+    planned = solve_case(case, BUDGET, options=QUICK)
     if not before:
         planned.compile(backend="eager")
     case.step(planned)
