@@ -30,7 +30,7 @@ from rockplan.store.plan_file import write_whole
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan
 
-EXAMPLE = "Example: rockplan plot rockplan.examples:mlp -b 50% --time-limit 2"
+EXAMPLE = "Example: rockplan plot rockplan.examples:mlp -b 50% --time-limit 0.5"
 
 
 class PictureKind(StrEnum):
