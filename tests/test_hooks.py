@@ -152,7 +152,7 @@ def test_a_smallest_budget_in_which_no_faster_plan_waits(monkeypatch: pytest.Mon
 def test_gradients_that_wait_are_within_the_budget_and_measured_as_predicted(budget: str) -> None:
     case = gated_case()
     step_in_backward(case.model)
-    planned = solve_case(case, budget)
+    planned = solve_case(case, budget, options=QUICK)
     peak_bytes, left_bytes = rockplan.peak_live_bytes(lambda: case.step(planned))
     assert left_bytes == 0
     assert 0.99 * planned.plan.peak_bytes <= peak_bytes <= planned.plan.peak_bytes
@@ -311,8 +311,8 @@ def test_a_budget_without_room_for_what_waits() -> None:
 def test_the_smallest_budget_with_hooks_has_the_plan_for_as_many_bytes() -> None:
     case = gated_case()
     step_in_backward(case.model)
-    smallest = rockplan.plan(case.model, case.args, "min")
-    found = rockplan.plan(case.model, case.args, smallest.budget_bytes)
+    smallest = rockplan.plan(case.model, case.args, "min", options=QUICK)
+    found = rockplan.plan(case.model, case.args, smallest.budget_bytes, options=QUICK)
     assert found.schedule == smallest.schedule
 
 

@@ -33,6 +33,7 @@ from rockplan.reports.timeline import (
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan
 from tests.graphs import random_graph, random_recomputations
+from tests.training import QUICK
 
 
 class Body(nn.Module):
@@ -58,7 +59,7 @@ X = torch.randn(128, 16)
 
 @pytest.fixture(scope="module")
 def planned() -> Any:
-    return rockplan.solve(Body(), X, "min")
+    return rockplan.solve(Body(), X, "min", options=QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +354,7 @@ def test_counters_are_balanced(plan: Plan, measured: MeasuredTimeline) -> None:
 
 
 def test_the_curve_of_pareto_is_a_series() -> None:
-    curve = rockplan.pareto(Body(), X)
+    curve = rockplan.pareto(Body(), X, options=QUICK)
     series = curve_series(curve)
     assert series.connected
     assert [p[0] for p in series.points] == [p.peak_bytes for p in curve.points]

@@ -44,6 +44,7 @@ from tests.exhaustive import Exhaustive
 from tests.graphs import random_graph, with_random_takes
 from tests.operators import DTYPES, SHAPE, calls, drawn, execute, same_bits
 from tests.training import (
+    QUICK,
     assert_equal_trees,
     assert_same_state,
     solve_case,
@@ -220,7 +221,7 @@ def test_a_copy_of_what_is_alive_takes_nothing_over() -> None:
 
 # Models
 
-OPTIONS = rockplan.Options(cache=False, time_limit_s=4)
+OPTIONS = replace(QUICK, cache=False)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -300,7 +301,7 @@ def branching() -> tuple[nn.Module, nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("budget", ["100%", "min"])
 def test_retained_graphs_and_forwards_in_flight(budget: str) -> None:
     eager, model, x = branching()
-    options = rockplan.Options(cache=False, differentiated=(0, 1), time_limit_s=2)
+    options = replace(OPTIONS, differentiated=(0, 1))
     planned = rockplan.solve(model, x, budget, options=options)
     assert taken_over(planned.plan.graph, planned.plan.schedule)
     for module in (eager, planned):
@@ -324,7 +325,7 @@ def test_what_the_caller_sees_is_never_written_over() -> None:
     """Inputs, results, buffers and parameters keep their content through backward, and hooks see
     the gradients that eager shows."""
     eager, model, x = branching()
-    options = rockplan.Options(cache=False, differentiated=(0, 1), time_limit_s=2)
+    options = replace(OPTIONS, differentiated=(0, 1))
     planned = rockplan.solve(model, x, "100%", options=options)
     seen: dict[str, dict[str, torch.Tensor]] = {"eager": {}, "planned": {}}
     for name, module in (("eager", eager), ("planned", planned)):
