@@ -497,3 +497,25 @@ def test_a_class_that_says_how_it_is_copied_is_copied_so() -> None:
         nn.init.ones_(copied.b.weight)
     assert_same_tensor(copies[0](x=rows(4)), copies[1](x=rows(4)), "copies")
     assert_same_tensor(planned(x=rows(4)), eager(x=rows(4)), "where they come from")
+
+
+class Reader(nn.Module):
+    """Has an attribute `outcome`, as this file has a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcome = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.outcome(x))).square().mean()
+
+
+def test_a_variable_of_the_script_with_the_name_of_an_attribute_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = rockplan.solve(Reader(), torch.randn(8, 16), "100%")
+    monkeypatch.setattr("rockplan.api.captured_call", lambda *args: pytest.fail("planned again"))
+    for _ in range(3):
+        monkeypatch.setitem(globals(), "outcome", planned(torch.randn(8, 16)))
+        globals()["outcome"].backward()

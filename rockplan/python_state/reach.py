@@ -361,13 +361,18 @@ class _Walk:
             self.names.add(name)
             for member, member_place in self.waiting.pop(name, ()):
                 self.meet(member, member_place)
-        self._global_variables(function.__globals__, names)
+        # Those of libraries are few and stay; in a script another one may have an attribute's name.
+        read = _global_names_in(function.__code__) if is_users else names
+        self._global_variables(function.__globals__, read, names)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             text = place.text if is_named else f"the variable '{name}' of {function.__qualname__}"
             self.meet(cell, place.unaddressed(text, is_users))
 
-    def _global_variables(self, variables: dict[str, Any], names: frozenset[str]) -> None:
+    def _global_variables(
+        self, variables: dict[str, Any], names: frozenset[str], attributes: frozenset[str]
+    ) -> None:
+        """names: of variables; attributes: that are read of modules among these."""
         if str(variables.get("__name__", "?")).partition(".")[0] in _CLOSED:
             return
         _, known = self.variables.setdefault(id(variables), (variables, set()))
@@ -379,7 +384,7 @@ class _Walk:
         for name in sorted(new & variables.keys()):
             value = variables[name]
             if isinstance(value, types.ModuleType):
-                self._global_variables(vars(value), names)
+                self._global_variables(vars(value), attributes, attributes)
             elif not self._is_old(value):
                 self.meet(value, place.inside(name, "attribute", name))
 
@@ -465,6 +470,31 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
     return frozenset(code.co_names).union(texts, *map(_names_in, inner))
+
+
+@functools.cache
+def _global_names_in(code: types.CodeType) -> frozenset[str]:
+    """Of `_names_in`, those of global variables; all where the code may look up any of them."""
+    names = _names_in(code)
+    if names & _BY_TEXT:
+        return names
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+    return frozenset(own).union(*map(_global_names_in, inner))
+
+
+_OF_GLOBALS = frozenset(
+    f"{verb}_{what}" for verb in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME")
+) | {"LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
+
+_BY_TEXT = frozenset(
+    (
+        *("globals", "locals", "vars", "eval", "exec", "modules", "import_module", "__import__"),
+        *("__dict__", "__globals__", "__builtins__", "f_globals", "_getframe", "currentframe"),
+        *("stack", "getmodule", "attrgetter"),
+    )
+)
+"""Names of what gives global variables by their names."""
 
 
 @functools.cache
