@@ -71,10 +71,13 @@ def test_a_remembered_result_is_that_of_the_fake_mode(
             args = arguments()
             given = list(facts.tensors(args))
             result = results.of(operator, args, {})
-            assert type(result) is type(operator(*args))
             found.append(described(result, given))
+            expected = operator(*args)
+            assert type(result) is type(expected)
+            assert found[-1] == described(expected, given)
     assert found[0] == found[1] == found[2]
-    assert len(asked) == 1
+    # Views, and what works element by element, are worked out without the fake mode.
+    assert len(asked) <= 1
 
 
 def test_what_differs_in_anything_that_matters_is_another_call() -> None:
