@@ -1,6 +1,6 @@
-"""Solving blocks: seconds of one corner by formulation, families, and what their effort buys.
+"""Solving blocks: seconds of one corner, families, and what their effort buys.
 
-    python -m benchmarks.ilp_blocks [--full-limit 60] [--layers 12]
+    python -m benchmarks.ilp_blocks [--layers 12]
 
 Blocks of GPT-2 with attention written out, roofline prices (tests/graphs.py). The corner lies at
 15 % of the range of peaks and 30 % of the range of saved bytes. Overhead: iteration time of the
@@ -19,7 +19,6 @@ from typing import ParamSpec, TypeVar
 
 from benchmarks.bounds.prove import lower_bound_ns
 from benchmarks.family_gap import gap_ns
-from benchmarks.full_model import solve_full
 from rockplan.dp.chain_solver import ChainSolver
 from rockplan.ilp.blocks.decode import (
     Solution,
@@ -57,10 +56,9 @@ SETTINGS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full-limit", type=float, default=60.0, help="seconds for the full model")
     parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
-    report_corners(arguments.full_limit)
+    report_corners()
     report_families()
     report_chain(arguments.layers)
 
@@ -81,7 +79,7 @@ def corner(units: Units, family: OptionFamily) -> Corner:
     )
 
 
-def report_corners(full_limit_s: float) -> None:
+def report_corners() -> None:
     print("one corner: seconds, overhead, status")
     for name, problem in BLOCKS.items():
         units = in_units(problem)
@@ -92,10 +90,6 @@ def report_corners(full_limit_s: float) -> None:
         print(f"{name}: {operations}, {len(stages.stages)} stages")
         report_solution("stages", problem, *timed(solve_staged, stages, at))
         report_solution("stages, all may be kept", problem, *timed(solve_staged, kept, at))
-        full = timed(
-            solve_full, units, at.peak_bytes, at.saved_bytes, time_limit_s=full_limit_s, gap=1e-3
-        )
-        report_solution("full model", problem, *full)
 
 
 def solve_staged(stages: Stages, at: Corner) -> Solution:

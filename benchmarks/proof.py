@@ -15,7 +15,7 @@ that operand (`_parts_of` says why no schedule is lost). Second, bounds grow fro
 be spent before each first execution is proven one level after the other, alone and with one more
 storage needed there, by a search that is cut off by what is already proven of the levels below.
 Where that does not reach the end, the relaxation at moments of
-`rockplan.ilp.whole_graph.refine` bounds the rest, for --limit seconds.
+`benchmarks.bounds.prove` bounds the rest, for --limit seconds.
 
 A search of a level that reaches more than --most states is given up; what the last one within that
 many has proven stays. Each line printed is a level: what must have been spent before it.

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 # First of all: lets torchvision be imported beside a CPU build of torch.
 import benchmarks  # noqa: F401
-from rockplan.graph_builder.costs import price
+from rockplan.graph_builder.costs import call_time
 
 # What a loaded machine takes for an example says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -20,7 +20,7 @@ settings.load_profile("untimed")
 
 # No test asks how exactly operators were timed: each runs as few times as the product allows, a
 # third of what it takes to plan a small module otherwise.
-price._TIME_BOX_NS = 0
+call_time._TIME_BOX_NS = 0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -71,8 +71,8 @@ class Exhaustive:
     """Fastest schedule of `graph` within two budgets.
 
     is_free: any legal schedule; with in_order only those whose first executions come in the order
-    of the graph. Else the class of the full model: first executions in the order
-    of the graph, between two of them each node at most once, in order.
+    of the graph. Else first executions in the order of the graph, and between two of them each node
+    at most once, in order.
     """
 
     graph: CDGraph

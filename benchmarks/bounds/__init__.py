@@ -1,1 +1,1 @@
-"""Lower bounds on times and on peaks, offline: what `gap` and `proof` state of plans."""
+"""Lower bounds on times and on peaks, offline: what `gap`, `proof` and `alternatives` state of plans."""

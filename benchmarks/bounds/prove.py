@@ -41,8 +41,7 @@ from rockplan.values.order import Orders
 from rockplan.values.schedule import Compute, keep_all, with_frees
 
 COLUMNS = 4000
-"""Of a program for the least peak, beyond which no moment is added; of integer programs that
-improve a plan twice as many."""
+"""Of a program for the least peak, beyond which no moment is added."""
 
 ITERATIONS = 4000
 """Of the simplex method in one relaxation, after which none with more moments follows: a quarter of

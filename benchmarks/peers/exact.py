@@ -2,8 +2,7 @@
 
 The stage formulation of `rockplan.ilp`: forward nodes run once, in order; before each backward
 node any of them may run again. Backward nodes do not run again, which the T x T program of
-Checkmate allows (`benchmarks.full_model`): on single blocks that one takes tens of times as
-long.
+Checkmate allows.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Run HiGHS on an integer program and say exactly what it proved.
 
-takes: a LinearProgram. returns: a SolveReport whose status, objective and bound are HiGHS' own
+takes: a LinearProgram. returns: a SolveReport whose status and bound are HiGHS' own
 (`getModelStatus`, `getInfo`). A time limit is never called optimal.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -68,12 +68,11 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SolveReport:
-    """objective, values: of the best solution, None without one; values of integer columns are
-    rounded. bound: no solution costs less (infinite if infeasible). iterations: of the simplex
-    method, a measure of work that is the same on every run."""
+    """values: of the best solution, None without one; those of integer columns are rounded. bound:
+    no solution costs less (infinite if infeasible). iterations: of the simplex method, a measure of
+    work that is the same on every run."""
 
     status: SolverStatus
-    objective: float | None
     bound: float
     values: NDArray[np.float64] | None
     iterations: int
@@ -144,27 +143,25 @@ def solve(
     *,
     time_limit_s: float,
     absolute_gap: float,
-    start: Mapping[int, float] | None = None,
     node_limit: int | None = None,
 ) -> SolveReport:
     """Minimise `program`; optimal means within `absolute_gap` of the bound.
 
-    start: integer columns of a solution to begin with. node_limit: of the search tree; None for
-    MAX_NODE_ENTRIES. One HiGHS thread; the Python lock is released while it runs. Where HiGHS goes
-    on beyond the limit it is left to itself, and nothing of it is known. Raises SolverError when
-    HiGHS neither solves nor refutes the program.
+    node_limit: of the search tree; None for MAX_NODE_ENTRIES. One HiGHS thread; the Python lock is
+    released while it runs. Where HiGHS goes on beyond the limit it is left to itself, and nothing
+    of it is known. Raises SolverError when HiGHS neither solves nor refutes the program.
     """
     nodes = MAX_NODE_ENTRIES // max(len(program.columns), 1) if node_limit is None else node_limit
     try:
         return in_own_thread(
-            lambda: _solve(program, time_limit_s, absolute_gap, start or {}, nodes),
+            lambda: _solve(program, time_limit_s, absolute_gap, nodes),
             patience_s=min(max(time_limit_s, 0.0) + PATIENCE_S, threading.TIMEOUT_MAX),
         )
     except TimeoutError:
-        return SolveReport(SolverStatus.STOPPED, None, -INFINITY, None, 0)
+        return SolveReport(SolverStatus.STOPPED, -INFINITY, None, 0)
 
 
-def in_own_thread(run: Callable[[], Result], patience_s: float | None = None) -> Result:
+def in_own_thread(run: Callable[[], Result], patience_s: float) -> Result:
     """What `run`, which uses HiGHS, returns. Raises TimeoutError if it takes longer than
     `patience_s`; the thread then ends when HiGHS does, which the end of the process waits for.
 
@@ -182,7 +179,6 @@ def _solve(
     program: LinearProgram,
     time_limit_s: float,
     absolute_gap: float,
-    start: Mapping[int, float],
     node_limit: int,
 ) -> SolveReport:
     highs = highspy.Highs()
@@ -199,15 +195,12 @@ def _solve(
         highs.setOptionValue(name, value)
     if highs.passModel(_highs_model(program)) == highspy.HighsStatus.kError:
         raise SolverError("HiGHS refused the model")
-    if start:
-        columns = np.fromiter(start.keys(), dtype=np.int32)
-        highs.setSolution(len(start), columns, np.fromiter(start.values(), dtype=np.float64))
     if highs.run() == highspy.HighsStatus.kError:
         raise SolverError(f"HiGHS failed: {highs.modelStatusToString(highs.getModelStatus())}")
-    return report(highs, program.integral)
+    return _report(highs, program.integral)
 
 
-def report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
+def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     """What a HiGHS instance that has run found and proved; integral: its integer columns."""
     model_status = highs.getModelStatus()
     kinds = highspy.HighsModelStatus
@@ -215,7 +208,7 @@ def report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     iterations = max(info.simplex_iteration_count, 0)
     # Every column is bounded, so no program here is unbounded.
     if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
-        return SolveReport(SolverStatus.INFEASIBLE, None, INFINITY, None, iterations)
+        return SolveReport(SolverStatus.INFEASIBLE, INFINITY, None, iterations)
     is_solved = model_status in (kinds.kOptimal, kinds.kModelEmpty)
     if not is_solved and model_status not in (kinds.kTimeLimit, kinds.kSolutionLimit):
         raise SolverError(f"HiGHS stopped with: {highs.modelStatusToString(model_status)}")
@@ -224,11 +217,11 @@ def report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     else:
         bound = info.objective_function_value if is_solved else -INFINITY
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return SolveReport(SolverStatus.STOPPED, None, bound, None, iterations)
+        return SolveReport(SolverStatus.STOPPED, bound, None, iterations)
     values = np.array(highs.getSolution().col_value, dtype=np.float64)
     values[integral] = _rounded(values[integral])
     status = SolverStatus.OPTIMAL if is_solved else SolverStatus.FEASIBLE
-    return SolveReport(status, info.objective_function_value, bound, values, iterations)
+    return SolveReport(status, bound, values, iterations)
 
 
 def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.ilp.blocks.formulate import StageModel
-from rockplan.ilp.highs import INFINITY, TIME_UNIT, SolveReport, SolverStatus, solve
+from rockplan.ilp.highs import INFINITY, TIME_UNIT, SolverStatus, solve
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
@@ -47,11 +47,7 @@ def solve_stages(
     program = model.within(peak_bytes, saved_bytes)
     found = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
     orders = None if found.values is None else read_orders(model, found.values)
-    return solution(model.stages.units.graph, found, orders)
-
-
-def solution(graph: CDGraph, found: SolveReport, orders: Orders | None) -> Solution:
-    """A report on a program that counts the time of re-executions in TIME_UNIT."""
+    graph = model.stages.units.graph
     return Solution(
         status=found.status,
         orders=orders,
