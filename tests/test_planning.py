@@ -21,13 +21,16 @@ from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.blocks import pareto_search
+from rockplan.ilp.blocks.families import option_families
+from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.oracles.constraints import with_room_for_loss
 from rockplan.oracles.simulate import simulate
-from rockplan.search import planning
+from rockplan.search import block_families, planning
 from rockplan.search.limits import Limits
 from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import STAGES, run
 from rockplan.search.problem import Goal, Problem
+from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph, as_eager, caller_bytes
 from rockplan.values.plan import Plan, Status
 from rockplan.values.schedule import keep_all
@@ -253,3 +256,21 @@ def test_a_smallest_budget_that_was_named_without_time_works(problem: Problem) -
 def test_a_budget_too_small_for_the_loss_of_the_caller_is_said_to_be() -> None:
     with pytest.raises(InfeasibleBudget, match="with room for the loss of the caller"):
         rockplan.solve(nn.Linear(16, 512), torch.randn(8, 16), 10)
+
+
+def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
+    case = Case("equal", nn.Sequential(*layers), (torch.randn(4, 16),), {}, mean_square)
+    blocks = prepared_case(case, NO_CACHE).blocks
+    asked: list[CDGraph] = []
+
+    def counted(problems: list[CDGraph], *, settings: Settings) -> list[OptionFamily]:
+        asked.extend(problems)
+        return option_families(problems, settings=settings)
+
+    monkeypatch.setattr(block_families, "option_families", counted)
+    found = block_families.families(blocks, None, Settings(effort=0), 1.0)
+    kinds = {b.digest for b in blocks}
+    assert len(asked) == len(kinds) < len(blocks) == len(found)
+    by_digest = {b.digest: f for b, f in zip(blocks, found, strict=True)}
+    assert all(by_digest[b.digest] == f for b, f in zip(blocks, found, strict=True))
