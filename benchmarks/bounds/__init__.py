@@ -1,1 +1,1 @@
-"""Lower bounds on times and on peaks, offline: what `gap`, `proof` and `alternatives` state of plans."""
+"""Lower bounds on times and peaks, offline: what `gap`, `proof`, `alternatives` state of plans."""

@@ -18,10 +18,10 @@ is a time at which little can be alive besides a few storages, which is somewher
 (`Pinch`): of two ways to make those few, to keep one or to make it again beside another, each may
 leave no room, but half of each leaves half of it in the linear relaxation.
 
-What holds in an interval is said of some unions of intervals too (`_Rows.span`): of those from each
-interval to the end, and of those that were split. It follows from the rows of the parts, but not in
-the linear relaxation, in which half of a re-execution in one interval and half in another need half
-of each input: without these rows every moment makes the relaxation weaker.
+What holds in an interval is said of some unions of intervals too (`ProgramRows.span`): of those
+from each interval to the end, and of those that were split. It follows from the rows of the parts,
+but not in the linear relaxation, in which half of a re-execution in one interval and half in
+another need half of each input: without these rows every moment makes the relaxation weaker.
 
 Columns, for interval s, storage d, node i:
     keep[s, d]    binary: d is alive when interval s starts
@@ -30,34 +30,33 @@ Columns, for interval s, storage d, node i:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
-from rockplan.ilp.whole_graph.program import MAX_UNITS, Facts
+from rockplan.ilp.highs import TIME_UNIT, ProgramBuilder
+from rockplan.ilp.whole_graph import program as moments_alone
+from rockplan.ilp.whole_graph.program import (
+    MAX_UNITS,
+    TURN,
+    BackwardOrder,
+    Facts,
+    ProgramRows,
+    Terms,
+    turn_of,
+)
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders, without_idle
-
-Terms = list[tuple[int, int]]
-Runs = dict[int, int]
-"""Node -> column: it runs again in a span of intervals."""
 
 PEAK_UNITS = 1000
 """In which the least peak is counted: large against the solver's tolerances."""
 
 
-Key = tuple[int, int]
-"""Of an interval: the first execution that it ends with, and 0, or the one after it, and the number
-of the cut that it ends with."""
-
-BEGINNING: Key = (-2, 0)
-"""Of the forward phase, before the first interval."""
-
-TURN: Key = (-1, 0)
-"""Before the first interval, or at the end of one, if moments of the forward phase come before."""
+Key = int | tuple[int, int]
+"""Of an interval: the first execution that it ends with, or TURN; or the one after it, and the
+number of the cut that it ends with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class Moments:
 
     def without(self, moment: int | Mark | Pinch) -> Moments:
         """An end, or a cut."""
-        key = (moment, 0) if isinstance(moment, int) else moment.key
+        key = moment if isinstance(moment, int) else moment.key
         return Moments(
             self.ends - {moment} if isinstance(moment, int) else self.ends,
             tuple(cut for cut in self.cuts if cut != moment),
@@ -157,8 +156,8 @@ class Interval:
     absent: frozenset[int]
 
     @property
-    def key(self) -> Key:
-        return (self.stop - 1, 0) if self.cut is None else self.cut.key
+    def end(self) -> Key:
+        return self.stop - 1 if self.cut is None else self.cut.key
 
 
 class ProofFacts(Facts):
@@ -182,7 +181,7 @@ class ProofFacts(Facts):
     def beside_bytes(self, there: Iterable[int], pinch: Pinch) -> int:
         return sum(self.sizes[d] for d in self.beside(there, pinch))
 
-    def parts(self, moments: Moments) -> list[Interval]:
+    def intervals(self, moments: Moments) -> list[Interval]:
         start = len(self.graph.forward)
         stops = _stops(moments, start)
         firsts = [0 if min(moments.ends) < start else start, *(stop for stop, _, _ in stops)]
@@ -237,25 +236,8 @@ def _oldest(cuts: Sequence[Cut]) -> int:
     return min(range(len(cuts)), key=lambda k: cuts[k].number)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Program:
-    """linear: minimises the time of re-executions, in TIME_UNIT; see the module for its columns."""
-
-    facts: ProofFacts
-    intervals: list[Interval]
-    linear: LinearProgram
-    keep: dict[tuple[int, int], int]
-    reruns: list[Runs]
-
-    @property
-    def relaxed(self) -> LinearProgram:
-        return replace(self.linear, integral=np.zeros_like(self.linear.integral))
-
-    @property
-    def spans(self) -> frozenset[tuple[Key, Key]]:
-        keys = [part.key for part in self.intervals]
-        before = BEGINNING if turn_of(self.intervals) else TURN
-        return frozenset(zip([before, *keys], keys, strict=False))
+class Program(moments_alone.Program):
+    """Of intervals that may end with cuts."""
 
     def places(self, schedule: Orders) -> list[int]:
         """For each computation: its interval; their number where no first execution follows, -1
@@ -306,16 +288,10 @@ class Program:
         ]
 
 
-def turn_of(intervals: Sequence[Interval]) -> int:
-    """The number of the first one in the backward phase."""
-    turns = (s + 1 for s, part in enumerate(intervals) if isinstance(part.cut, Turn))
-    return next(turns, 0)
-
-
 def program(facts: ProofFacts, moments: Moments, budget_bytes: int) -> Program:
     """Sizes are rounded down and the budget up, so that no schedule is lost."""
     unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
-    rows = _Rows(facts, moments, unit_bytes)
+    rows = _ProofRows(facts, moments, unit_bytes)
     for terms, alive_bytes in rows.memory:
         rows.builder.at_most(terms, -(-(budget_bytes - alive_bytes) // unit_bytes))
     for terms, room_bytes in rows.rooms:
@@ -327,7 +303,7 @@ def program(facts: ProofFacts, moments: Moments, budget_bytes: int) -> Program:
 def peak_program(facts: ProofFacts, moments: Moments, most_bytes: int) -> Program:
     """Minimises the peak, in 1/PEAK_UNITS of most_bytes, instead of the time."""
     unit_bytes = max(-(-most_bytes // MAX_UNITS), 1)
-    rows = _Rows(facts, moments, unit_bytes)
+    rows = _ProofRows(facts, moments, unit_bytes)
     rows.builder.costs = [0.0] * len(rows.builder.costs)
     peak = _amount(rows.builder, PEAK_UNITS)
     share = PEAK_UNITS / most_bytes
@@ -344,38 +320,16 @@ def _amount(builder: ProgramBuilder, upper: float) -> int:
     return column
 
 
-class _Rows:
-    """A program while it is written. memory: terms, in units rounded down, and bytes that are alive
-    besides, for each moment at which the budget holds. rooms: terms and bytes, for each pinch; they
-    hold within the budget alone, so a program for the peak has none."""
+class _ProofRows(ProgramRows):
+    """rooms: terms and bytes, for each pinch; they hold within the budget alone, so a program for
+    the peak has none."""
 
     def __init__(self, facts: ProofFacts, moments: Moments, unit_bytes: int) -> None:
-        self.facts = facts
-        self.unit_bytes = unit_bytes
-        self.builder = builder = ProgramBuilder()
-        self.intervals = facts.parts(moments)
-        turn = turn_of(self.intervals)
-        nodes = facts.graph.nodes
-        dropped = set(facts.graph.dropped)
-        unit_ns = max(facts.graph.time_ns, 1) * TIME_UNIT
-        self.keep = {
-            (s, d): builder.binary()
-            for s, part in enumerate(self.intervals)
-            for d in part.wanted
-            if s != turn or d not in dropped
-        }
-        self.reruns: list[Runs] = [
-            {
-                i: builder.binary(nodes[i].time_ns / unit_ns)
-                for i in sorted(
-                    ({facts.producer[d] for d in part.wanted} & facts.again) - part.absent
-                )
-            }
-            for part in self.intervals
-        ]
-        self._spans(moments.spans)
-        self.memory = [self._turn(turn), *map(self._moment, self._moments)]
+        super().__init__(facts, moments, unit_bytes)
         self.rooms = self._rooms()
+
+    def may_run(self, part: Interval) -> set[int]:
+        return super().may_run(part) - part.absent
 
     def spend(self) -> None:
         """Until some ends at least so much is spent: on what the columns say, and on what runs more
@@ -392,82 +346,6 @@ class _Rows:
     def program(self) -> Program:
         return Program(self.facts, self.intervals, self.builder.build(), self.keep, self.reruns)
 
-    @property
-    def _numbers(self) -> range:
-        return range(len(self.intervals))
-
-    @property
-    def _moments(self) -> list[int]:
-        """Those that do not end at the turn."""
-        return [s for s in self._numbers if not isinstance(self.intervals[s].cut, Turn)]
-
-    def _units(self, d: int) -> int:
-        return self.facts.sizes[d] // self.unit_bytes
-
-    def _kept(self, s: int, d: int) -> Terms:
-        column = self.keep.get((s, d))
-        return [] if column is None else [(column, self._units(d))]
-
-    def _spans(self, split: Collection[tuple[Key, Key]]) -> None:
-        """The rows of each interval, of what was split, and of all from each one to the end."""
-        later: Runs = {}
-        for s in reversed(self._numbers):
-            single = self.span(s, s, [self.reruns[s]])
-            end = len(self.intervals) - 1
-            later = self.span(s, end, [single, later]) if s < end else single
-        number = {BEGINNING: -1, TURN: -1}
-        number |= {part.key: s for s, part in enumerate(self.intervals)}
-        spans = ((number[before] + 1, number[last]) for before, last in split)
-        # The largest spans so far that each interval is in; these form a tree.
-        widest = list(self.reruns)
-        for s, e in sorted(spans, key=lambda span: (span[1] - span[0], span)):
-            within = [
-                widest[t] for t in range(s, e + 1) if t == s or widest[t] is not widest[t - 1]
-            ]
-            if len(within) > 1:
-                widest[s : e + 1] = [self.span(s, e, within)] * (e + 1 - s)
-
-    def span(self, s: int, end: int, within: Sequence[Runs]) -> Runs:
-        """What is read in the intervals from s to `end` is there; what is kept to their end was
-        there or is made. within: of the spans that this one consists of; the result is that of
-        this one, for nodes before it."""
-        builder, producer = self.builder, self.facts.producer
-        wanted = set(self.intervals[s].wanted)
-        runs: Runs = {}
-        for i in sorted({producer[d] for d in wanted}):
-            parts = [of_part[i] for of_part in within if i in of_part]
-            if len(parts) > 1:
-                runs[i] = builder.fraction()
-                builder.at_least([*((part, 1) for part in parts), (runs[i], -1)], 0)
-            elif parts:
-                runs[i] = parts[0]
-
-        def available(d: int) -> Terms:
-            columns = (self.keep.get((s, d)), runs.get(producer[d]))
-            return [(column, 1) for column in columns if column is not None]
-
-        reads = frozenset().union(*(part.reads for part in self.intervals[s : end + 1]))
-        for d in sorted(wanted & reads):
-            builder.at_least(available(d), 1)
-        for d in sorted(wanted):
-            following = self.keep.get((end + 1, d))
-            if following is not None:
-                builder.at_least([*available(d), (following, -1)], 0)
-        for i, column in runs.items():
-            for d in sorted(wanted.intersection(self.facts.reads_again(i))):
-                builder.at_least([*available(d), (column, -1)], 0)
-        return runs
-
-    def _turn(self, s: int) -> tuple[Terms, int]:
-        """Where the backward phase starts, with interval s: outputs are there, kept or not."""
-        graph = self.facts.graph
-        made_forward = {d for n in graph.forward for d in n.writes}
-        there = {d for d in graph.held if d in made_forward} | set(graph.outputs)
-        there |= self.facts.tangents
-        kept = [d for d in self.intervals[s].wanted if d not in there]
-        terms = [term for d in kept for term in self._kept(s, d)]
-        return terms, sum(self.facts.sizes[d] for d in there)
-
     def _moment(self, s: int) -> tuple[Terms, int]:
         """What outlives the moment was alive at it."""
         part, facts = self.intervals[s], self.facts
@@ -478,13 +356,7 @@ class _Rows:
             always = facts.always_before(part.cut.end)
             terms = [term for d in following if d not in always for term in self._kept(s + 1, d)]
             return terms, sum(facts.sizes[d] for d in always)
-        node = facts.graph.nodes[part.stop - 1]
-        # Nothing is taken over from the only operand that might be, if it is kept.
-        takes = facts.view.takes[node.index]
-        own = {*node.reads, *node.writes}.difference(takes if len(takes) == 1 else ())
-        own.update(d for d in following if facts.is_always(d, node.index))
-        terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
-        return terms, facts.forced_bytes[node.index]
+        return super()._moment(s)
 
     def _marked(self, s: int, mark: Mark, following: Iterable[int]) -> tuple[Terms, int]:
         """What a re-execution reads and makes is there if it runs: if it did so before the first
@@ -519,7 +391,7 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
     beyond which it is kept. In the forward phase nothing runs again. Legal whatever the solution
     is."""
     facts = found.facts
-    order = _Order(facts)
+    order = _MarkedOrder(facts)
 
     def is_chosen(column: int | None) -> bool:
         return column is not None and solution[column] >= 0.5
@@ -540,20 +412,8 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
     return Orders(*without_idle(facts.graph, forward, order.backward))
 
 
-class _Order:
-    """A backward phase while it is written. there: storages that are alive."""
-
-    def __init__(self, facts: ProofFacts) -> None:
-        self.facts = facts
-        self.backward: list[int] = []
-        self.there = set(range(len(facts.graph.data))) - facts.view.dropped
-
-    def drop(self, data: Iterable[int]) -> None:
-        """Of those what can be made again."""
-        facts = self.facts
-        self.there.difference_update(d for d in data if facts.producer[d] in facts.again)
-
-    def execute(self, index: int, beside: Iterable[int]) -> None:
+class _MarkedOrder(BackwardOrder):
+    def execute(self, index: int, beside: Iterable[int] = ()) -> None:
         """The node, after what makes its operands, and what is wanted beside it."""
         again = self._makers((*beside, *self.facts.view.reads[index]))
         self._run([*again, *([index] if again[-1:] != [index] else [])])

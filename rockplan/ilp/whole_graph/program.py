@@ -13,10 +13,10 @@ start of the backward phase (the *turn*), there is the memory of what is alive. 
 the forward phase intervals begin at the turn, where anything that was made may be alive; with some,
 one interval ends at the turn.
 
-What holds in an interval is said of some unions of intervals too (`_Rows.span`): of those from each
-interval to the end, and of those that were split. It follows from the rows of the parts, but not in
-the linear relaxation, in which half of a re-execution in one interval and half in another need half
-of each input: without these rows every moment makes the relaxation weaker.
+What holds in an interval is said of some unions of intervals too (`ProgramRows.span`): of those
+from each interval to the end, and of those that were split. It follows from the rows of the parts,
+but not in the linear relaxation, in which half of a re-execution in one interval and half in
+another need half of each input: without these rows every moment makes the relaxation weaker.
 
 Columns, for interval s, storage d, node i:
     keep[s, d]    binary: d is alive when interval s starts
@@ -213,13 +213,13 @@ def turn_of(intervals: Sequence[Interval]) -> int:
 def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
     """Sizes are rounded down and the budget up, so that no schedule is lost."""
     unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
-    rows = _Rows(facts, moments, unit_bytes)
+    rows = ProgramRows(facts, moments, unit_bytes)
     for terms, alive_bytes in rows.memory:
         rows.builder.at_most(terms, -(-(budget_bytes - alive_bytes) // unit_bytes))
     return Program(facts, rows.intervals, rows.builder.build(), rows.keep, rows.reruns)
 
 
-class _Rows:
+class ProgramRows:
     """A program while it is written. memory: terms, in units rounded down, and bytes that are alive
     besides, for each moment at which the budget holds."""
 
@@ -238,15 +238,16 @@ class _Rows:
             if s != turn or d not in facts.view.dropped
         }
         self.reruns: list[Runs] = [
-            {
-                i: builder.binary(nodes[i].time_ns / unit_ns)
-                for i in sorted({facts.producer[d] for d in part.wanted} & facts.again)
-            }
+            {i: builder.binary(nodes[i].time_ns / unit_ns) for i in sorted(self.may_run(part))}
             for part in self.intervals
         ]
         self._spans(moments.spans)
         ends = (s for s, part in enumerate(self.intervals) if part.end != TURN)
         self.memory = [self._turn(turn), *map(self._moment, ends)]
+
+    def may_run(self, part: Interval) -> set[int]:
+        """Nodes that may run again in the interval."""
+        return {self.facts.producer[d] for d in part.wanted} & self.facts.again
 
     def _units(self, d: int) -> int:
         return self.facts.sizes[d] // self.unit_bytes
@@ -332,7 +333,7 @@ def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
     with what that needs. In the forward phase nothing runs again. Legal whatever the solution is.
     """
     facts = found.facts
-    order = _Order(facts)
+    order = BackwardOrder(facts)
     turn = len(facts.graph.forward)
     for s, part in enumerate(found.intervals):
         columns = {d: found.keep.get((s, d)) for d in part.wanted}
@@ -342,7 +343,7 @@ def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
     return Orders(*without_idle(facts.graph, range(turn), order.backward))
 
 
-class _Order:
+class BackwardOrder:
     """A backward phase while it is written. there: storages that are alive."""
 
     def __init__(self, facts: Facts) -> None:
