@@ -35,6 +35,7 @@ from benchmarks.bounds.program import (
 )
 from rockplan.ilp.blocks.decode import proven_ns
 from rockplan.ilp.highs import TIME_UNIT, SolveReport, SolverStatus, solve
+from rockplan.ilp.whole_graph.refine import GAP, ITERATIONS, NODE_LIMIT, PATIENCE
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
@@ -42,17 +43,6 @@ from rockplan.values.schedule import Compute, keep_all, with_frees
 
 COLUMNS = 4000
 """Of a program for the least peak, beyond which no moment is added."""
-
-ITERATIONS = 4000
-"""Of the simplex method in one relaxation, after which none with more moments follows: a quarter of
-a second on transformers. Columns say less: the first relaxation of a loop of 300 steps has 6,000
-and takes 0.04 s."""
-
-PATIENCE = 3
-"""Moments without a gain in the bound, after which no relaxation follows."""
-
-GAP = 1e-4
-"""Share of the iteration time that an integer program may leave unproven."""
 
 PEAK_TOLERANCE = 1e-4
 """PEAK_UNITS by which the solver's rows and columns may be off."""
@@ -68,9 +58,6 @@ LOSS = 5e-4
 
 NEEDED_SHARE = 0.2
 """Of the time for proofs: to find which these are."""
-
-NODE_LIMIT = 1 << 30
-"""None: the time limit ends the search."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
