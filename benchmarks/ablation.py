@@ -243,6 +243,8 @@ def _worth(rows: dict[tuple[str, str, str], dict[str, Any]], column: str) -> str
         base = rows.get((model, way, "everything"))
         if name != column or base is None or base["overhead"] is None:
             continue
+        if way != "min" and row["budget_bytes"] != base["budget_bytes"]:
+            raise ValueError(f"{model} {way}: {column} was measured at another budget; --again")
         if row["overhead"] is None:
             refused += 1
         elif way == "min":

@@ -59,7 +59,7 @@ AT_TEN_PERCENT = {
     "gpt2": "32%",
     "gpt2-sdpa": "33%",
     "bert": "36%",
-    "resnet18": "47%",
+    "resnet18": "62%",
     "unet": "45%",
     "t5": "20%",
     "densenet": "41%",

@@ -159,6 +159,7 @@ import functools
 import datasets
 import tokenizers
 import transformers
+import trl
 
 trl.SFTConfig = functools.partial(trl.SFTConfig, use_cpu=True, bf16=False, report_to=[])
 words = tokenizers.models.WordLevel({str(i): i for i in range(64)}, unk_token="3")
