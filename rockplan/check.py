@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from rockplan.codegen.hooks import hooks_aside
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.errors import CheckFailed
 from rockplan.graph_builder.tracing import eager_paths
@@ -131,7 +132,7 @@ def check(
     given = _Given.of(module, original, args, kwargs)
 
     def steps(forward: Callable[..., Any]) -> tuple[_StepResult, ...]:
-        with given.restored(), _without_hooks(module), eager_paths.without_compiling():
+        with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
             given.snapshot.begin()
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
@@ -177,7 +178,7 @@ def distance(
     given = _Given.of(module, original, args, kwargs)
 
     def gradients(forward: Callable[..., Any]) -> list[torch.Tensor]:
-        with given.restored(), _without_hooks(module), eager_paths.without_compiling():
+        with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
             given.snapshot.begin()
             found = _run(given, forward, starts, args, kwargs).tensors
         return [
@@ -206,19 +207,6 @@ def runs(
     except Exception:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Hooks on parameters (`Tensor.register_hook`) are set aside."""
-    before = [(p, p._backward_hooks) for p in module.parameters() if p._backward_hooks]
-    try:
-        for parameter, _ in before:
-            parameter._backward_hooks = None
-        yield
-    finally:
-        for parameter, hooks in before:
-            parameter._backward_hooks = hooks
 
 
 def _detached() -> Callable[[torch.Tensor], torch.Tensor]:

@@ -31,6 +31,7 @@ from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
 from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.python_state.gradients import gradients_aside
 from rockplan.reports.pictures import Series
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
 from rockplan.values.measured_timeline import MeasuredTimeline
@@ -195,7 +196,7 @@ def measured_timelines(
     def followed(name: str, module: nn.Module) -> MeasuredTimeline:
         report(f"following the memory of {name}")
         step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming=[])
-        with _untouched(model):
+        with _untouched(model, args, kwargs):
             return measured_timeline(step, device=_device(model))
 
     return followed("the original", model), followed("the plan", planned)
@@ -281,13 +282,9 @@ def step_of(
 @contextmanager
 def _untouched(model: nn.Module, *call: Any) -> Iterator[None]:
     """Gradients and generators of before are there again afterwards."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    with torch.random.fork_rng(cuda_devices((*model.parameters(), *pytree.tree_leaves(call)))):
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    tensors = (*model.parameters(), *pytree.tree_leaves(call))
+    with torch.random.fork_rng(cuda_devices(tensors)), gradients_aside(tensors):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

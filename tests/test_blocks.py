@@ -158,6 +158,51 @@ def test_evaluation_runs_the_original() -> None:
     assert [len(layer.plans) for layer in model.layers] == [1] * 4
 
 
+# What planning leaves alone
+
+
+def test_gradients_of_before_are_the_same_bits() -> None:
+    model, sample = Stack().train(), batch().requires_grad_()
+    model(sample)["loss"].backward()
+    leaves = [sample, *model.parameters()]
+    gradients = [t.grad for t in leaves]
+    bits = [g.clone() for g in gradients if g is not None]
+    assert len(bits) == len(leaves)
+    solved(model, "min", sample)
+    assert all(t.grad is g for t, g in zip(leaves, gradients, strict=True))
+    assert all(map(torch.equal, [t.grad for t in leaves], bits))
+
+
+def test_what_makes_the_sample_and_what_the_loss_uses_gets_no_gradient() -> None:
+    model, before, judge = Stack().train(), nn.Linear(16, 16), nn.Linear(4, 1)
+    sample = before(batch())
+    solved(model, "min", sample, loss=lambda result: judge(result["logits"]).sum())
+    assert all(p.grad is None for m in (before, judge) for p in m.parameters())
+    sample.sum().backward()  # nobody has used it up
+
+
+def test_hooks_on_parameters_do_not_fire() -> None:
+    """An optimizer in the backward pass would step."""
+    model, sample = Stack().train(), batch().requires_grad_()
+    seen: list[torch.Tensor] = []
+    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_hook(seen.append)
+    sample.register_hook(seen.append)
+    before = copy.deepcopy(model.state_dict())
+    solved(model, "100%", sample)
+    assert not seen and not any(o.state for o in optimizers.values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(sample)["loss"].backward()
+    assert len(seen) == 1 + len(optimizers) and all(o.state for o in optimizers.values())
+
+
 # Models that are not planned as a whole
 
 

@@ -21,10 +21,12 @@ from torch import nn
 
 from rockplan.blocks.sharded import sharded_modules
 from rockplan.codegen.guards import Autocast, autocast_state
+from rockplan.codegen.hooks import hooks_aside
 from rockplan.codegen.planned_module import kind_of_call, original_forward
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.errors import InvalidInput
 from rockplan.python_state import trees
+from rockplan.python_state.gradients import gradients_aside
 from rockplan.python_state.snapshot import Snapshot
 
 
@@ -82,6 +84,24 @@ def sample_calls(
     return calls
 
 
+def without_history(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with leaves in place of what was computed from other tensors: a backward pass
+    from here ends there."""
+    leaves, spec = trees.tree_flatten((args, kwargs))
+    found: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
+        [_without_history(leaf) for leaf in leaves], spec
+    )
+    return found
+
+
+def _without_history(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_leaf:
+        return leaf
+    return leaf.detach().requires_grad_()
+
+
 def _reshard(model: nn.Module) -> None:
     """No backward pass comes, after which `fully_shard` would."""
     for module in sharded_modules(model):
@@ -113,13 +133,22 @@ def _refuse_backward(saved: None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """What the model holds, its buffers, gradients and the generators are as they were on exit."""
-    snapshot = Snapshot.of(model, model.forward, args, kwargs)
+def untouched(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: object = None
+) -> Iterator[None]:
+    """What the model holds, its buffers, gradients and the generators are as they were on exit, and
+    no hook of the caller's on a tensor sees a gradient. loss: a function, to which that applies as
+    well."""
+    snapshot = Snapshot.of(model, model.forward, (*args, loss), kwargs)
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    tensors = (*model.parameters(), *trees.tree_leaves((args, kwargs)))
-    with snapshot.restored(), torch.random.fork_rng(cuda_devices(tensors)):
+    reached = (value for _, value in snapshot.reached.objects if isinstance(value, torch.Tensor))
+    tensors = (*model.parameters(), *trees.tree_leaves((args, kwargs)), *reached)
+    with (
+        snapshot.restored(),
+        torch.random.fork_rng(cuda_devices(tensors)),
+        gradients_aside(tensors),
+        hooks_aside(tensors),
+    ):
         try:
             yield
         finally:
@@ -127,5 +156,3 @@ def untouched(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 for buffer, before in buffers:
                     if not torch.equal(buffer, before):
                         buffer.copy_(before)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient

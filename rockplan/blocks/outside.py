@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rockplan.blocks.inputs import untouched
 from rockplan.codegen.autograd import backward_nodes
+from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
 from rockplan.values.block_sequence import BoundedOption, StepMoment
@@ -33,11 +34,12 @@ def measured_step(
     options: Sequence[BoundedOption],
     incoming_bytes: Sequence[int],
     step: Step,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
+    call: tuple[tuple[Any, ...], dict[str, Any], Loss | None],
     device: torch.device,
 ) -> tuple[StepMoment, ...]:
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
-    incoming_bytes[i]; another one runs before."""
+    incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
+    its result."""
     with untouched(model, *call):
         step()  # gradients are there, and caches of operators
         found = stretches(functools.partial(_marked, blocks, step), device)

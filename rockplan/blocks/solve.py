@@ -17,7 +17,7 @@ from torch import nn
 
 from rockplan.api import arguments
 from rockplan.blocks.find import Blocks, named_blocks
-from rockplan.blocks.inputs import SampleCall, sample_calls
+from rockplan.blocks.inputs import SampleCall, sample_calls, without_history
 from rockplan.blocks.kinds import (
     Allowance,
     BlockMaker,
@@ -89,7 +89,7 @@ def solve_blocks(
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
     """
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    args, kwargs = without_history(*arguments(model, sample_input, sample_kwargs))
     _check_options(options)
     wanted = in_bytes(parse_budget(budget), model)
     named = named_blocks(model, blocks)
@@ -263,7 +263,7 @@ class _Job:
             thrifty,
             [kinds[block.kind].incoming_bytes for block in captured.values()],
             self._step,
-            (self.args, self.kwargs),
+            (self.args, self.kwargs, self.loss),
             _device(self.model),
         )
 

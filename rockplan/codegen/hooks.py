@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 
 from rockplan.codegen.watch import Watch
@@ -15,3 +19,33 @@ def has_hooks(tensor: torch.Tensor) -> bool:
         return True
     hooks = tensor._post_accumulate_grad_hooks
     return bool(hooks) and any(type(hook) is not Watch for hook in hooks.values())
+
+
+@contextlib.contextmanager
+def hooks_aside(tensors: Iterable[object]) -> Iterator[None]:
+    """The hooks that `has_hooks` sees on `tensors` do not run inside. Their tables are emptied and
+    filled again, so that handles of hooks stay valid."""
+    found = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
+    tables = [(table, _of_caller(table)) for t in found.values() for table in _tables(t)]
+    try:
+        for table, hooks in tables:
+            for key in hooks:
+                del table[key]
+        yield
+    finally:
+        for table, hooks in tables:
+            since = dict(table)
+            table.clear()
+            table.update({**hooks, **since})
+
+
+_Table = dict[Any, Any]
+
+
+def _tables(tensor: torch.Tensor) -> list[_Table]:
+    both = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [table for table in both if table]
+
+
+def _of_caller(table: _Table) -> _Table:
+    return {key: hook for key, hook in table.items() if type(hook) is not Watch}
