@@ -115,6 +115,21 @@ def test_undone_and_planned_again() -> None:
     assert_trains_alike(model, eager)
 
 
+def test_a_second_call_with_other_blocks_undoes_the_first() -> None:
+    model = Stack().train()
+    solved(model, "min", blocks=["layers.0", "layers.1"])
+    with pytest.raises(rockplan.InvalidInput):
+        solved(model, "min", blocks="other.*")
+    assert len(rockplan.blocks_of(model).blocks) == 2
+    solved(model, "min", blocks="layers.3")
+    assert [type(layer) is Mixer for layer in model.layers] == [True, True, True, False]
+    plan = rockplan.blocks_of(model)
+    assert [block.path for block in plan.blocks] == ["layers.3"]
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
+    solved(model, "min")  # those that are found are found by their class
+    assert len(rockplan.blocks_of(model).blocks) == 4
+
+
 def test_copies_and_pickles_have_plans_of_their_own() -> None:
     model, eager = solved(Stack().train(), "min"), Stack().train()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -85,6 +85,7 @@ def solve_blocks(
     blocks that `compare` finds. loss: of the result of the model, for the measured steps; None: the
     model returns its loss, or what the caller's needs is left out.
     Calls of other shapes are planned when they come, under what their block has of the budget.
+    What an earlier call planned of this model is undone first, also where this one fails.
     Raises InvalidInput for blocks that overlap, that the sample does not reach, or that it calls
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
@@ -92,10 +93,9 @@ def solve_blocks(
     args, kwargs = without_history(*arguments(model, sample_input, sample_kwargs))
     _check_options(options)
     wanted = in_bytes(parse_budget(budget), model)
+    named_blocks(model, blocks)  # raises before anything is undone
+    restore_blocks(model)
     named = named_blocks(model, blocks)
-    for block in named.values():
-        if is_in_place(block):
-            take_out(block)
     key_value_cache.switch_off(model)
     with outside_of_initialization():
         report("looking for the inputs of blocks")
