@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -395,6 +397,38 @@ def test_a_block_that_the_sample_does_not_reach() -> None:
     model = Dropping()
     model.probability = 1.0
     refused(r"'layers.0' and 3 more is not called.*LayerDrop", model, blocks="layers.*")
+
+
+class Unregistered(Stack):
+    """What it returns is no container that is looked into."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return types.SimpleNamespace(**super().forward(x))
+
+
+def test_a_block_that_no_gradient_reaches() -> None:
+    refused(r"no gradient reaches block 'layers.0' and 3 more.*loss=", Unregistered().train())
+    model = Unregistered().train()
+    solved(model, "min", loss=operator.attrgetter("loss"))
+
+    def step() -> None:
+        result = model(BATCH)  # held, logits and all
+        result.loss.backward()
+
+    assert peak_live_bytes(step).peak_bytes == rockplan.blocks_of(model).peak_bytes
+
+
+def test_planned_where_gradients_are_off_and_hooks_replace_results() -> None:
+    model, eager = Stack().train(), Stack().train()
+    for one in (model, eager):
+        one.layers[1].register_forward_hook(lambda module, args, result: 2 * result)
+    with torch.no_grad():
+        solved(model, "min")
+    plan = rockplan.blocks_of(model)
+    assert {m.running for m in plan.moments if m.is_backward} == {0, 1, 2, 3}
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
+    model.zero_grad()
+    assert_trains_alike(model, eager)
 
 
 def test_a_block_that_is_called_twice() -> None:

@@ -40,20 +40,21 @@ def measured_step(
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
     its result."""
-    with untouched(model, *call):
+    with untouched(model, *call), torch.enable_grad():
         step()  # gradients are there, and caches of operators
         found = stretches(functools.partial(_marked, blocks, step), device)
     return tuple(_moments(found, options, incoming_bytes))
 
 
 def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
-    """`step`, with marks where blocks begin and end."""
+    """`step`, with marks where blocks begin and end. Other hooks see what a block returns after its
+    end, since one may replace it."""
     handles: list[RemovableHandle] = []
     for number, block in enumerate(blocks):
         before = functools.partial(_before, mark, number)
         after = functools.partial(_after, mark, number)
         handles.append(block.register_forward_pre_hook(before))
-        handles.append(block.register_forward_hook(after))
+        handles.append(block.register_forward_hook(after, prepend=True))
     try:
         step()
     finally:

@@ -257,7 +257,7 @@ class _Job:
         thrifty = [_thrifty(kinds[block.kind].family) for block in captured.values()]
         self._install(captured, calls, kinds, thrifty)
         report("measuring a step")
-        return measured_step(
+        moments = measured_step(
             self.model,
             [block.module for block in captured.values()],
             thrifty,
@@ -266,6 +266,8 @@ class _Job:
             (self.args, self.kwargs, self.loss),
             _device(self.model),
         )
+        _refuse_unreached([*captured], moments)
+        return moments
 
     def _step(self) -> None:
         """One step of the sample, with the gradients that its results get."""
@@ -453,6 +455,20 @@ def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
 def _thrifty(family: Sequence[BoundedOption]) -> BoundedOption:
     """The option that keeps least, with the least peak."""
     return min(family, key=lambda o: (o.saved_bytes, peak_of(o), o.time_ns))
+
+
+def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:
+    """Raise InvalidInput where a block has not run backward: nothing of what it needs then would be
+    in the prediction."""
+    reached = {m.running for m in moments if m.is_backward}
+    missing = [path for number, path in enumerate(paths) if number not in reached]
+    if missing:
+        several = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise InvalidInput(
+            f"no gradient reaches block '{missing[0]}'{several} in the measured step, which starts "
+            "from what the model returns; pass loss=, a function of that whose gradients do reach "
+            "it, or leave it out of `blocks`"
+        )
 
 
 def _incoming(program: PlannedProgram) -> Incoming:
