@@ -202,8 +202,14 @@ def load(
 
 
 def arguments(
-    model: object, sample_input: object, sample_kwargs: Mapping[str, Any] | None
+    model: object,
+    sample_input: object,
+    sample_kwargs: Mapping[str, Any] | None,
+    *,
+    says_cache: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How `model` is called with the sample. says_cache: log that calls that are planned run
+    without the key-value cache. Raises InvalidInput for what cannot be."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     _refuse_wrappers(model)
@@ -226,7 +232,8 @@ def arguments(
             "positional arguments or a mapping of keyword arguments"
         )
     _check_devices(model, (*args, *kwargs.values()))
-    key_value_cache.say(model, kwargs)
+    if says_cache:
+        key_value_cache.say(model, kwargs)
     if "labels" in kwargs and not model.training:
         _LOGGER.warning(
             "the model is in eval mode, as from_pretrained returns it, and planned for that: steps "

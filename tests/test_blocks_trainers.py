@@ -106,6 +106,23 @@ def test_a_loop(kind: str) -> None:
     assert [len(layer.plans) for layer in layers] == [1] * 2
 
 
+def test_the_cache_is_off_as_long_as_blocks_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_llama()
+    with pytest.raises(rockplan.InfeasibleBudget):
+        rockplan.solve_blocks(model, batch(), 1_000, options=OPTIONS)
+    assert model.config.use_cache and not caplog.records
+    for _ in range(2):
+        rockplan.solve_blocks(model, batch(), "min", options=OPTIONS)
+        assert not model.config.use_cache
+    assert ["use_cache" in r.getMessage() for r in caplog.records] == [True] * 2
+    copied = copy.deepcopy(model)
+    assert rockplan.restore_blocks(copied).config.use_cache and not model.config.use_cache
+    assert rockplan.restore_blocks(model).config.use_cache
+    model.config.use_cache = False
+    rockplan.solve_blocks(model, batch(), "min", options=OPTIONS)
+    assert not rockplan.restore_blocks(model).config.use_cache
+
+
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 3 * ROWS

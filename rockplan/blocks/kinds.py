@@ -137,15 +137,17 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 @dataclass(eq=False)
 class BlockPrograms:
     """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step,
-    for who asks; refused: paths of blocks that could not be planned when they were called."""
+    for who asks; refused: paths of blocks that could not be planned when they were called;
+    switched_off: configurations that ask for no key-value cache since."""
 
     options: Options
     plan: BlocksPlan | None = None
+    switched_off: tuple[Any, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     known: dict[Any, PlannedProgram] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockPrograms, (self.options, self.plan)
+        return BlockPrograms, (self.options, self.plan, self.switched_off)
 
     def keep(self, block: CapturedBlock, allowance: Allowance, program: PlannedProgram) -> None:
         self.known[(*block.kind, allowance)] = program

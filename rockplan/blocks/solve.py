@@ -90,18 +90,21 @@ def solve_blocks(
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
     """
-    args, kwargs = without_history(*arguments(model, sample_input, sample_kwargs))
+    given = arguments(model, sample_input, sample_kwargs, says_cache=False)
+    args, kwargs = without_history(*given)
     _check_options(options)
     wanted = in_bytes(parse_budget(budget), model)
     named_blocks(model, blocks)  # raises before anything is undone
     restore_blocks(model)
     named = named_blocks(model, blocks)
-    key_value_cache.switch_off(model)
-    with outside_of_initialization():
+    programs = BlockPrograms(options)
+    with outside_of_initialization(), key_value_cache.switched_off(model):
         report("looking for the inputs of blocks")
         calls = sample_calls(model, named, args, kwargs)
-        job = _Job(model, args, kwargs, loss, options, BlockPrograms(options))
+        job = _Job(model, args, kwargs, loss, options, programs)
         job.plan({path: named[path] for path in calls}, calls, wanted)
+    if programs.plan is not None:
+        programs.switched_off = key_value_cache.switch_off(model)
     return model
 
 
@@ -118,6 +121,9 @@ def restore_blocks(model: nn.Module) -> nn.Module:
     """Undo `solve_blocks`; returns `model`."""
     for block in [*model.modules()]:
         if is_in_place(block):
+            maker = make_program_of(block)
+            if isinstance(maker, BlockMaker):
+                key_value_cache.switch_on(maker.programs.switched_off)
             take_out(block)
     return model
 

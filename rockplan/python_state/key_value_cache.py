@@ -46,9 +46,10 @@ def switched_off(module: Any) -> Iterator[None]:
             setattr(configuration, SWITCH, True)
 
 
-def switch_off(module: Any) -> None:
-    """The configurations of all modules in `module` ask for no cache from now on."""
-    found = [c for c in _configurations(module) if getattr(c, SWITCH, None) is True]
+def switch_off(module: Any) -> tuple[Any, ...]:
+    """The configurations of all modules in `module` ask for no cache from now on; returns those
+    that did."""
+    found = tuple(c for c in _configurations(module) if getattr(c, SWITCH, None) is True)
     for configuration in found:
         setattr(configuration, SWITCH, False)
     if found:
@@ -56,6 +57,13 @@ def switch_off(module: Any) -> None:
             "config.use_cache is False from now on: a block that is planned takes no key-value "
             "cache. Pass use_cache=True where one is wanted, as generate() does"
         )
+    return found
+
+
+def switch_on(configurations: Iterable[Any]) -> None:
+    """Undo `switch_off`, which returned these."""
+    for configuration in configurations:
+        setattr(configuration, SWITCH, True)
 
 
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
