@@ -16,8 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from rockplan.blocks.outside import Border, moments_of
 from rockplan.codegen.planned_module import programs_of
-from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
+from rockplan.values.block_sequence import BoundedOption
+from rockplan.values.schedule import Schedule
 from tests.blocks import QUICK, Mixer, Stack, batch, train
 
 OPTIONS = rockplan.Options(**QUICK)
@@ -94,6 +97,36 @@ def test_the_loss_of_the_caller_is_measured_where_it_is_given() -> None:
 
     least = [rockplan.blocks_of(solved(Stack().train(), "min", loss=f)) for f in (None, loss)]
     assert least[1].peak_bytes > least[0].peak_bytes + 2 * 48 * 4 * 200 * 4
+
+
+class Body(Stack):
+    """Without a loss of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](self.first(x))).repeat(1, 40)
+
+
+def test_gradients_that_the_caller_hands_in_are_the_callers() -> None:
+    model = solved(Body().train(), "min", blocks=["layers.0", "layers.1"])
+    given = torch.ones(len(BATCH), 40 * 32)
+    found = peak_live_bytes(lambda: model(BATCH).backward(given))
+    assert found.peak_bytes == rockplan.blocks_of(model).peak_bytes
+
+
+def test_what_else_is_made_while_a_block_runs_is_outside_of_it() -> None:
+    schedule = Schedule((), 0)
+    options = [BoundedOption(schedule, 10, 30, 40, 1), BoundedOption(schedule, 5, 20, 25, 1)]
+    forward, backward = (Border(1, is_backward, begins=True) for is_backward in (False, True))
+    ends = [Border(i, False, begins=False) for i in (0, 1)]
+    found = [
+        Stretch(ends[0], 17, 17),
+        Stretch(forward, 17, 17 + 20 + 100),
+        Stretch(ends[1], 22, 22),
+        Stretch(backward, 22 + 8, 17 + 25 + 200),
+    ]
+    moments = [*moments_of(found, options, [8, 8])]
+    assert [m.outside_bytes for m in moments] == [7, 7 + 100, 7, 7 + 200]
+    assert [m.peak_bytes(options) for m in moments] == [s.peak_bytes for s in found]
 
 
 def test_a_budget_that_is_too_small_says_who_owns_it() -> None:

@@ -43,7 +43,7 @@ def measured_step(
     with untouched(model, *call), torch.enable_grad():
         step()  # gradients are there, and caches of operators
         found = stretches(functools.partial(_marked, blocks, step), device)
-    return tuple(_moments(found, options, incoming_bytes))
+    return tuple(moments_of(found, options, incoming_bytes))
 
 
 def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
@@ -85,7 +85,7 @@ def _after(mark: Mark, number: int, module: nn.Module, args: object, result: obj
             return
 
 
-def _moments(
+def moments_of(
     found: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
 ) -> Iterator[StepMoment]:
     """What of each stretch is not accounted for by the blocks."""
@@ -101,6 +101,11 @@ def _moments(
             yield StepMoment(stretch.peak_bytes - kept_bytes, keeping)
             continue
         # What the block needs counts from when it begins: what comes in is there by then.
-        counted_bytes = incoming_bytes[running] if border.is_backward else 0
-        outside_bytes = stretch.start_bytes - kept_bytes - counted_bytes
+        option, incoming = options[running], incoming_bytes[running] if border.is_backward else 0
+        own_bytes = option.backward_peak_bytes if border.is_backward else option.forward_peak_bytes
+        others_bytes = kept_bytes - (option.saved_bytes if running in keep else 0)
+        outside_bytes = max(
+            stretch.start_bytes - kept_bytes - incoming,
+            stretch.peak_bytes - others_bytes - own_bytes,  # what else was made meanwhile
+        )
         yield StepMoment(outside_bytes, keeping, running, border.is_backward)

@@ -7,6 +7,7 @@ The peak that is promised rests on what was measured of one step beside the bloc
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -268,16 +269,19 @@ class _Job:
             [block.module for block in captured.values()],
             thrifty,
             [kinds[block.kind].incoming_bytes for block in captured.values()],
-            self._step,
+            functools.partial(self._step, []),
             (self.args, self.kwargs, self.loss),
             _device(self.model),
         )
         _refuse_unreached([*captured], moments)
         return moments
 
-    def _step(self) -> None:
-        """One step of the sample, with the gradients that its results get."""
-        step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=[])
+    def _step(self, incoming: list[torch.Tensor]) -> None:
+        """One step of the sample. incoming: the gradients that its results get, if they are there.
+        Those of scalars are made by each backward pass; others are the caller's, and stay."""
+        step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=incoming)
+        if all(t.dim() == 0 for t in incoming):
+            incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, _BlockKind]:
         kinds: dict[Any, _BlockKind] = {}
