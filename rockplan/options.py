@@ -37,7 +37,7 @@ class Options:
     at most; a smallest budget that was cut short is larger than with more time. Single passes over
     a schedule are not cut short, and what leads to a first schedule (evictions, and blocks with
     what needs no solver) runs after the deadline too. For `pareto` it is the limit of each of some
-    16 plans.
+    16 plans; for `solve_blocks` of each of some 12 to 30 options of a kind of block.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
     from run to run, CheckFailed if the planned module does not, else a warning.

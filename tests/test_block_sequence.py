@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rockplan.dp import block_sequence
 from rockplan.dp.block_sequence import fastest_options, least_budget
+from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
+from rockplan.search import boundary, pipeline
 from rockplan.search.boundary import bounded, bounded_option, without_limit
 from rockplan.values.block_sequence import (
     BoundedOption,
@@ -97,6 +103,31 @@ def test_what_a_result_takes_that_another_option_does_not_hold() -> None:
     less = BoundedOption(NO_EVENTS, 0, 9, 9, 1, returned_bytes=1)
     assert held_like(option, less).saved_bytes == 6
     assert held_like(less, option) == less
+
+
+def test_what_was_cut_short_is_looked_for_again_with_more_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    problem: Any = SimpleNamespace(graph=random_graph(random.Random(3)))
+    runs: list[bool] = []
+
+    def searched(is_cut: bool, seconds: float) -> bool:
+        def run(*args: Any) -> Any:
+            runs.append(is_cut)
+            found = pipeline.run(*args)
+            return replace(found, is_complete=not is_cut)
+
+        runs.clear()
+        monkeypatch.setattr(boundary, "run", run)
+        assert boundary.first_options(problem, Options(time_limit_s=seconds))
+        return bool(runs)
+
+    assert searched(is_cut=True, seconds=1.0)
+    assert not searched(is_cut=True, seconds=1.0)
+    assert searched(is_cut=True, seconds=2.0)
+    assert searched(is_cut=False, seconds=3.0)
+    assert not searched(is_cut=False, seconds=4.0)  # what is complete holds for every limit
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -24,11 +24,13 @@ from rockplan.oracles.simulate import timeline
 from rockplan.oracles.verify import verify
 from rockplan.search import planning
 from rockplan.search.block_families import family_key, is_legal
+from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.exchange import ExchangeLimits
 from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
+from rockplan.store.cache import Cache
 from rockplan.values.block import OptionFamily
 from rockplan.values.block_sequence import BoundedOption, useful_options
 from rockplan.values.graph import CDGraph, ComputeNode, Phase, in_eager_order, without_takes
@@ -54,16 +56,16 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
     everything = bounded_option(problem.graph, keep_all(problem.graph))
     peak_bytes = peak_of(everything)
 
-    def solved() -> list[Schedule]:
-        least = thriftiest(problem.graph, options)
-        found = [everything.schedule, least]
-        least_bytes = bounded_option(problem.graph, least).saved_bytes
+    def solved() -> _Found:
+        least = _thriftiest(problem.graph, options)
+        found = [least]
+        least_bytes = bounded_option(problem.graph, _schedule(least)).saved_bytes
         for number, share in enumerate(SHARES):
             report("solving blocks", number, len(SHARES))
             saved_bytes = max(int(share * everything.saved_bytes), least_bytes)
-            within = _within(problem.graph, saved_bytes, peak_bytes, QUICK, options)
-            found += [] if within is None else [within]
-        return found
+            found.append(_within(problem.graph, saved_bytes, peak_bytes, QUICK, options))
+        schedules = (i.schedule for i in found if i.schedule is not None)
+        return [everything.schedule, *schedules], all(i.is_complete for i in found)
 
     return useful_options(_options(problem.graph, "first options", options, solved))
 
@@ -73,9 +75,9 @@ def option_within(
 ) -> BoundedOption | None:
     """The fastest that is found with no more than this kept and alive; None where none is."""
 
-    def solved() -> list[Schedule]:
+    def solved() -> _Found:
         found = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
-        return [] if found is None else [found]
+        return [] if found.schedule is None else [found.schedule], found.is_complete
 
     what = f"kept {saved_bytes} of {peak_bytes}"
     fitting = [
@@ -152,13 +154,23 @@ def without_limit(graph: CDGraph, schedule: Schedule) -> Schedule:
 def thriftiest(graph: CDGraph, options: Options) -> Schedule:
     """The least peak that is found where nothing is kept but what runs once and what is
     returned."""
+    return _schedule(_thriftiest(graph, options))
+
+
+def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
     returned = frozenset(graph.outputs)
     made = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropping = replace(graph, dropped=tuple(sorted(d for d in made if d not in returned)))
     limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
     limits = replace(limits, without=limits.without | {"descent"})
-    found = least_peak(Goal(dropping, (), None), limits).schedule
-    return found or keep_all(dropping)
+    goal = Goal(dropping, (), None)
+    found = least_peak(goal, limits)
+    return found if found.schedule else found.improved(goal, keep_all(dropping))
+
+
+def _schedule(found: Incumbent) -> Schedule:
+    assert found.schedule is not None
+    return found.schedule
 
 
 def _within(
@@ -167,14 +179,16 @@ def _within(
     peak_bytes: int,
     effort: ExchangeLimits,
     options: Options,
-) -> Schedule | None:
+) -> Incumbent:
     goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
-    found = run(STAGES, goal, _limits(effort, options)).schedule
-    return None if found is None else without_limit(graph, found)
+    found = run(STAGES, goal, _limits(effort, options))
+    if found.schedule is None:
+        return found
+    return replace(found, schedule=without_limit(graph, found.schedule))
 
 
 def _limits(effort: ExchangeLimits, options: Options) -> Limits:
-    """There are no blocks inside of one."""
+    """Of one search. There are no blocks inside of a block."""
     check_names(options.without)
     return Limits(
         deadline=time.monotonic() + options.time_limit_s,
@@ -183,22 +197,40 @@ def _limits(effort: ExchangeLimits, options: Options) -> Limits:
     )
 
 
+_Found = tuple[list[Schedule], bool]
+"""Schedules, and whether no time limit cut the search for them."""
+
+
 def _options(
-    graph: CDGraph, what: str, options: Options, solved: Callable[[], list[Schedule]]
+    graph: CDGraph, what: str, options: Options, solved: Callable[[], _Found]
 ) -> list[BoundedOption]:
-    """What is in the cache under `what`, or what `solved` finds."""
+    """What is in the cache under `what`, or what `solved` finds. What a time limit cut short is
+    found again under the same limit only."""
     cache = cache_of(options)
-    settings = " ".join((f"of a step, {what}, {SHARES}, without", *sorted(options.without)))
-    key = family_key(problem_digest(graph), settings)
-    known = cache.family(key, functools.partial(is_legal, graph)) if cache else None
-    if known is not None:
-        schedules = [with_frees(graph, o.forward, o.backward) for o in known.options]
-    else:
-        schedules = solved()
+    keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
+    schedules = _known(graph, keys, cache) if cache else None
+    if schedules is None:
+        schedules, is_complete = solved()
         if cache and schedules:
             priced = tuple(option_of(graph, Orders(*s.phases)) for s in schedules)
-            cache.put_family(key, OptionFamily(priced, solves=0))
+            family = OptionFamily(priced, solves=0, is_complete=is_complete)
+            cache.put_family(keys[0] if is_complete else keys[1], family)
     return [bounded_option(graph, schedule) for schedule in schedules]
+
+
+def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, str]:
+    without = " ".join(sorted(options.without))
+    settings = f"of a step, {what}, {SHARES}, within {limit}, without {without}"
+    return family_key(problem_digest(graph), settings)
+
+
+def _known(graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache) -> list[Schedule] | None:
+    """What is in the cache under one of `keys`."""
+    for key in keys:
+        known = cache.family(key, functools.partial(is_legal, graph))
+        if known is not None:
+            return [with_frees(graph, o.forward, o.backward) for o in known.options]
+    return None
 
 
 def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
