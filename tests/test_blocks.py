@@ -138,6 +138,17 @@ def test_a_budget_that_is_too_small_says_who_owns_it() -> None:
     assert rockplan.blocks_of(solved(model, least_bytes)).peak_bytes == least_bytes
 
 
+def test_the_smallest_plan_runs_where_nothing_fits_if_the_options_say_so() -> None:
+    model = Stack().train()
+    least_bytes = rockplan.blocks_of(solved(model, "min")).peak_bytes
+    options = rockplan.Options(**QUICK, on_infeasible="smallest")
+    with pytest.warns(UserWarning, match=f"minimum of {least_bytes} bytes.* runs all the same"):
+        solved(model, 20_000, options=options)
+    plan = rockplan.blocks_of(model)
+    assert plan.budget_bytes == 20_000 < plan.peak_bytes == least_bytes
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
+
+
 def test_undone_and_planned_again() -> None:
     model, eager = Stack().train(), Stack().train()
     first = rockplan.blocks_of(solved(model, "min"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -300,9 +301,17 @@ class _Job:
         """Options of all blocks, from those that are known and those for just this budget."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
-        if chosen is None:
-            raise sequence.infeasible(budget_bytes)
-        return chosen
+        if chosen is not None:
+            return chosen
+        error = sequence.infeasible(budget_bytes)
+        if self.options.on_infeasible != "smallest":
+            raise error
+        warnings.warn(
+            f"{error} The smallest plan that was found runs all the same, and a step needs "
+            f"{error.minimum_bytes - budget_bytes} bytes more (Options(on_infeasible='smallest'))",
+            stacklevel=2,
+        )
+        return sequence.least()
 
     def _install(
         self,
@@ -355,6 +364,12 @@ class _Sequence:
 
     def fastest(self, budget_bytes: int) -> tuple[BoundedOption, ...] | None:
         return fastest_options(self.families, self.moments, budget_bytes)
+
+    def least(self) -> tuple[BoundedOption, ...]:
+        """The fastest within the least budget that there is a choice for."""
+        chosen = self.fastest(least_budget(self.families, self.moments))
+        assert chosen is not None
+        return chosen
 
     def with_options_for(self, budget_bytes: int, options: Options) -> _Sequence:
         """For each limit of what a block keeps, the fastest option with the peak that is left where
@@ -418,9 +433,7 @@ class _Sequence:
         )
 
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
-        least_bytes = least_budget(self.families, self.moments)
-        chosen = self.fastest(least_bytes)
-        assert chosen is not None
+        least_bytes, chosen = least_budget(self.families, self.moments), self.least()
         most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
         own_bytes = most.own_bytes(chosen)
         kept_bytes = most.peak_bytes(chosen) - most.outside_bytes - own_bytes
