@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from rockplan.blocks import kinds
 from rockplan.blocks.outside import Border, moments_of
 from rockplan.codegen.planned_module import programs_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
@@ -395,6 +396,22 @@ def test_results_that_get_no_gradient_are_planned_for(uses_gates: bool) -> None:
     model.zero_grad()
     assert_trains_alike(model, eager)
     assert {len(layer.plans) for layer in model.layers} == {1}
+
+
+def test_a_step_that_is_measured_is_under_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its blocks need is known only then."""
+    monkeypatch.setattr(kinds, "option_within", None)
+    monkeypatch.setattr(kinds, "thriftiest", None)
+    assert rockplan.blocks_of(solved(Pairs().train(), "min")).overhead > 0
+
+
+def test_a_block_that_may_not_keep_what_it_has_to_says_so() -> None:
+    block = kinds.captured_block(Mixer(8).train(), (torch.randn(4, 8),), {}, OPTIONS)
+    problem = kinds.block_problem(block, OPTIONS)
+    allowance = kinds.Allowance(saved_bytes=-4, peak_bytes=10**6)
+    with pytest.raises(rockplan.InfeasibleBudget) as caught:
+        kinds.block_option(problem, allowance, OPTIONS)
+    assert caught.value.minimum_bytes > caught.value.budget_bytes == 10**6
 
 
 def test_frozen_blocks_are_another_kind_or_left() -> None:

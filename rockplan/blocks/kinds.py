@@ -17,6 +17,7 @@ from torch import nn
 
 from rockplan.api import CapturedCall, built_program, captured_call, program_in_training
 from rockplan.blocks.report import BlocksPlan
+from rockplan.budget import MOST_BYTES
 from rockplan.codegen.differences import described_call
 from rockplan.codegen.planned_module import PLANNING, original_forward
 from rockplan.codegen.program import PlannedProgram
@@ -59,6 +60,9 @@ class Allowance:
             return self.saved_bytes, self.peak_bytes
         ratio = eager.saved_bytes / self.eager_bytes
         return int(self.saved_bytes * ratio), int(self.peak_bytes * ratio)
+
+
+UNLIMITED = Allowance(MOST_BYTES, MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ class BlockMaker:
             problem = block_problem(block, options)
             known = self.programs.of(self.allowance)
             option = _adapted(problem, self.allowance, known)
-            option = option or _option(problem, self.allowance, options)
+            option = option or block_option(problem, self.allowance, options)
             found = built_block(block, problem, option, options)
             self.programs.keep(block, self.allowance, found)
         return found
@@ -237,7 +241,7 @@ def _adapted(
     return None
 
 
-def _option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
+def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
     """The fastest that is found within the allowance."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     everything = bounded_option(problem.graph, keep_all(problem.graph))
@@ -249,16 +253,20 @@ def _option(problem: Problem, allowance: Allowance, options: Options) -> Bounded
     least = bounded_option(problem.graph, thriftiest(problem.graph, options))
     if least.saved_bytes <= saved_bytes and peak_of(least) <= peak_bytes:
         return least
+
+    def excess_bytes(option: BoundedOption) -> int:
+        return max(peak_of(option) - peak_bytes, option.saved_bytes - saved_bytes)
+
     error = InfeasibleBudget(
         peak_bytes,
-        peak_of(least),
+        peak_bytes + excess_bytes(least),
         "a block of a step, which has this much of its budget",
-        unplanned_bytes=peak_of(everything),
+        unplanned_bytes=peak_bytes + excess_bytes(everything),
     )
     if options.on_infeasible == "smallest" or allowance.eager_bytes:
         warnings.warn(
             f"{error} It runs by the smallest plan that was found all the same, and a step may "
-            f"need {peak_of(least) - peak_bytes} bytes more",
+            f"need {excess_bytes(least)} bytes more",
             stacklevel=2,
         )
         return least

@@ -21,6 +21,7 @@ from rockplan.api import arguments
 from rockplan.blocks.find import Blocks, named_blocks
 from rockplan.blocks.inputs import SampleCall, sample_calls, without_history
 from rockplan.blocks.kinds import (
+    UNLIMITED,
     Allowance,
     BlockMaker,
     BlockPrograms,
@@ -189,7 +190,11 @@ class _Job:
                 for (path, block), option in zip(captured.items(), chosen, strict=True)
             )
             grows = wanted.is_minimum or wanted.share is not None
-            self._install(captured, calls, kinds, chosen, grows)
+            allowances = [
+                Allowance(o.saved_bytes, peak_of(o), grows * kinds[b.kind].eager.saved_bytes)
+                for b, o in zip(captured.values(), chosen, strict=True)
+            ]
+            self._install(captured, calls, kinds, chosen, allowances)
             self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left)
         except BaseException:
             restore_blocks(self.model)
@@ -261,9 +266,11 @@ class _Job:
         calls: dict[str, SampleCall],
         kinds: dict[Any, _BlockKind],
     ) -> tuple[StepMoment, ...]:
-        """Of a step in which each block keeps as little as it can."""
+        """Of a step in which each block keeps as little as it can. What it calls in another way
+        than was thought is under no limit: it is measured once again."""
         thrifty = [_thrifty(kinds[block.kind].family) for block in captured.values()]
-        self._install(captured, calls, kinds, thrifty)
+        allowances = [UNLIMITED] * len(thrifty)
+        self._install(captured, calls, kinds, thrifty, allowances)
         report("measuring a step")
         moments = measured_step(
             self.model,
@@ -319,14 +326,14 @@ class _Job:
         calls: dict[str, SampleCall],
         kinds: dict[Any, _BlockKind],
         chosen: Sequence[BoundedOption],
-        grows: bool = False,
+        allowances: Sequence[Allowance],
     ) -> None:
-        """Have each block run as its option says."""
+        """Have each block run as its option says, and calls of other kinds within its allowance."""
         report("writing the code")
-        for (path, block), option in zip(captured.items(), chosen, strict=True):
+        self.programs.known.clear()
+        rows = zip(captured.items(), chosen, allowances, strict=True)
+        for (path, block), option, allowance in rows:
             kind = kinds[block.kind]
-            eager_bytes = kind.eager.saved_bytes if grows else 0
-            allowance = Allowance(option.saved_bytes, peak_of(option), eager_bytes)
             program = self.programs.find(block, allowance)
             if program is None:
                 program = built_block(block, kind.problem, option, self.options)

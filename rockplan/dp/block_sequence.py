@@ -65,7 +65,10 @@ def least_budget(families: Families, moments: Sequence[StepMoment]) -> int:
     """The least bytes within which there is a choice."""
     # One that keeps as little as possible so far leaves most to what follows.
     thrifty = [min(f, key=lambda o: (o.saved_bytes, o.backward_peak_bytes)) for f in families]
-    low, high = 0, step_peak_bytes(moments, thrifty)
+    low, high = 0, max(step_peak_bytes(moments, thrifty), 1)
+    # Where blocks run backward in another order, what is needed may be less than what is counted.
+    while not _has_choice(families, moments, high):
+        low, high = high + 1, 2 * high
     while low < high:
         middle = (low + high) // 2
         if _has_choice(families, moments, middle):
