@@ -195,7 +195,12 @@ def test_calls_of_other_sizes_stay_within_what_their_block_has() -> None:
 
 def test_a_larger_call_grows_in_proportion_of_a_share_and_not_of_bytes() -> None:
     of_share = solved(Stack().train(), "50%")
-    train(of_share, lambda m: m(batch(96)), steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(of_share, lambda m: m(batch(96)), steps=1)
+    for layer in of_share.layers:
+        before, larger = (plan.saved_bytes for plan in layer.plans)
+        assert before < larger <= 2 * before
     size_bytes = rockplan.blocks_of(of_share).budget_bytes
     of_bytes = solved(Stack().train(), size_bytes)
     with pytest.raises(rockplan.InfeasibleBudget):

@@ -1,10 +1,12 @@
 """Planned blocks of models of transformers: in a loop, in the Trainer, in TRL's trainers, with
-LoRA. Each ends with the bits of the original, within what is predicted; nothing is downloaded."""
+LoRA. Each ends with the bits of the original; in a loop, what is predicted is measured. Nothing is
+downloaded."""
 
 from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import nn
 
 import rockplan
 from rockplan.blocks import kinds
+from rockplan.codegen import planned_module
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from tests.blocks import QUICK
 from tests.training import assert_same_state
@@ -254,16 +257,24 @@ TRAINERS = {"SFT": supervised, "SFT with LoRA": supervised, "DPO": preferred, "G
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_trl(kind: str, tmp_path: Path) -> None:
+def test_trl(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks planned after the trainer is made, which replaces the forward of the model."""
+    run, ran = planned_module.run, Counter[str]()
+
+    def counted(bound: Any, *more: Any) -> Any:
+        ran[bound.program.plan.graph_digest] += 1
+        return run(bound, *more)
+
     config = lora() if "LoRA" in kind else None
     trainer, expected = (TRAINERS[kind](make_llama(), tmp_path, config) for _ in range(2))
     blocks = planned(trainer.model)
+    monkeypatch.setattr(planned_module, "run", counted)
     found = history(trainer)
-    assert len(found) == 3 and found == history(expected)
-    assert_same_state(trainer.model, expected.model, "trained")
     # Steps of other sizes than the sample are planned once for all blocks.
     assert all(1 <= len(block.plans) <= 3 for block in blocks)
+    assert ran.total() == 3 * len(blocks)
+    assert len(found) == 3 and found == history(expected)
+    assert_same_state(trainer.model, expected.model, "trained")
 
 
 def test_what_is_collected_inside_of_blocks() -> None:
