@@ -6,9 +6,9 @@ budget of `rockplan.solve_blocks`, `rockplan.solve` gets the measured peak of th
 blocks as its budget; `torch.utils.checkpoint` per layer is a budget, too. All variants of a model
 are timed in one run, one of each a round, as ratios to eager's time of the round.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.blocks [--models llama gpt2] [--rounds 9]
+    OMP_NUM_THREADS=1 python -m benchmarks.blocks [--models llama gpt2] [--rounds 9] [--note TEXT]
 
-Writes benchmarks/results/blocks.md.
+Writes benchmarks/results/blocks.md, where models that are not run stay as they are.
 """
 
 from __future__ import annotations
@@ -139,29 +139,52 @@ def table(found: list[Variant], rounds: int) -> list[str]:
     return lines
 
 
+INTRODUCTION = """# Blocks beside the plan of the whole
+
+`python -m benchmarks.blocks`: steps with planned blocks (`rockplan.solve_blocks`), and the whole \
+planned (`rockplan.solve`) within the peak that these had. Peaks are measured with the result held \
+through the backward pass, beyond parameters, gradients and inputs; time is the median of \
+interleaved rounds, in user CPU time; planning finds in the cache what rows before it left there.
+
+Where memory is short, blocks cost more than the whole within the same peak: the loss runs beside \
+them, as in eager, each block keeps its input, and runs with the least peak of one block; the \
+whole may run blocks again from an earlier one.
+"""
+
+
+def section(name: str, rows: list[str], rounds: int, note: str) -> str:
+    """What the page says of one model."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    counted = f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
+    said = ", ".join(filter(None, (counted, machine(), str(today), note)))
+    return "\n".join([f"## {name}, 6 layers", "", f"{said}.", "", *rows, ""])
+
+
+def sections(page: str) -> dict[str, str]:
+    """What a page says, by model."""
+    parts = (f"## {part.strip()}\n" for part in page.split("\n## ")[1:])
+    return {part.removeprefix("## ").partition(", 6 layers")[0]: part for part in parts}
+
+
+def page(found: dict[str, str]) -> str:
+    return "\n".join([INTRODUCTION, *(found[name] for name in CASES if name in found)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=CASES, default=[*CASES])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--note", default="", help="what else there is to say of this run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    today = datetime.datetime.now(datetime.UTC).date()
-    lines = [
-        "# Blocks beside the plan of the whole",
-        "",
-        "`python -m benchmarks.blocks`: steps with planned blocks (`rockplan.solve_blocks`), and "
-        "the whole planned (`rockplan.solve`) within the peak that these had. Peaks are measured "
-        "with the result held through the backward pass, beyond parameters, gradients and inputs; "
-        f"time is the median of {arguments.rounds} interleaved rounds; planned with an empty cache "
-        f"for the first budget of a model. {machine()}, {today}.",
-    ]
     for name in arguments.models:
         torch.manual_seed(0)
         case = CASES[name]()
         rows = table(variants(case), arguments.rounds)
-        lines += ["", f"## {name}, 6 layers", "", *rows]
         print("\n".join(rows), flush=True)
-    RESULT.write_text("\n".join(lines) + "\n")
+        known = sections(RESULT.read_text()) if RESULT.exists() else {}
+        known[name] = section(name, rows, arguments.rounds, arguments.note)
+        RESULT.write_text(page(known))
 
 
 if __name__ == "__main__":

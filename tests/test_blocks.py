@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from benchmarks import blocks as benchmark
 from rockplan.blocks import kinds
 from rockplan.blocks.outside import Border, moments_of
 from rockplan.codegen.planned_module import programs_of
@@ -537,3 +538,14 @@ def test_a_model_with_planned_blocks_is_not_planned_as_a_whole() -> None:
     model = solved(Stack().train(), "min")
     with pytest.raises(rockplan.UnsupportedModel, match="planned already"):
         rockplan.solve(model, batch(), "min", options=OPTIONS)
+
+
+def test_the_page_of_the_benchmark_is_what_it_writes() -> None:
+    """Models that a run leaves out stay."""
+    page = benchmark.RESULT.read_text()
+    known = benchmark.sections(page)
+    assert [*known] == [*benchmark.CASES] and benchmark.page(known) == page
+    other = benchmark.section("gpt2", ["| a |", "|---|"], 1, "a note")
+    written = benchmark.page({**known, "gpt2": other})
+    assert benchmark.sections(written) == {**known, "gpt2": other}
+    assert "1 round, " in other and ", a note.\n" in other
