@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+import random
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from benchmarks import blocks as benchmark
 from rockplan.blocks import kinds
+from rockplan.blocks.find import named_blocks
 from rockplan.blocks.outside import Border, moments_of
 from rockplan.codegen.planned_module import programs_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
@@ -174,7 +177,7 @@ def test_a_second_call_with_other_blocks_undoes_the_first() -> None:
     plan = rockplan.blocks_of(model)
     assert [block.path for block in plan.blocks] == ["layers.3"]
     assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
-    solved(model, "min")  # those that are found are found by their class
+    solved(model, "min")  # those that are found are found by the class that they had
     assert len(rockplan.blocks_of(model).blocks) == 4
 
 
@@ -269,6 +272,50 @@ def test_hooks_on_parameters_do_not_fire() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model(sample)["loss"].backward()
     assert len(seen) == 1 + len(optimizers) and all(o.state for o in optimizers.values())
+
+
+class Counting(Stack):
+    """Layers are left out by what Python draws, and numpy draws."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.first(x) + float(numpy.random.rand())
+        for layer in self.layers:
+            if random.random() >= 0.3:
+                h = layer(h)
+        return {"loss": self.head(h).pow(2).mean()}
+
+
+def test_generators_of_python_are_where_they_were_and_steps_draw_alike() -> None:
+    def draws(seed: int) -> list[bool]:
+        random.seed(seed)
+        return [random.random() >= 0.3 for _ in range(8)]
+
+    seed = next(s for s in range(1000) if all(draws(s)[:4]) and not any(draws(s)[4:]))
+    random.seed(seed)
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    model = solved(Counting().train(), "min")
+    assert before == (random.getstate(), numpy.random.get_state()[1].tolist())
+    moments = rockplan.blocks_of(model).moments
+    assert {m.running for m in moments if m.is_backward} == {0, 1, 2, 3}
+
+
+def test_a_forward_that_was_wrapped_since_stays_when_blocks_are_restored() -> None:
+    model, eager = solved(Stack().train(), "min"), Stack().train()
+    layer, calls = model.layers[1], []
+    planned_forward = layer.forward
+
+    def wrapper(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return planned_forward(x)
+
+    layer.forward = wrapper
+    rockplan.restore_blocks(model)
+    assert layer.forward is wrapper
+    assert_trains_alike(model, eager)
+    assert len(calls) == 3
+    solved(model, "min")
+    assert_trains_alike(model, eager)
+    assert len(layer.plans) == 1 and layer.forward is wrapper
 
 
 # Models that are not planned as a whole
@@ -454,6 +501,13 @@ def test_blocks_that_there_are_not() -> None:
     refused("no blocks are found", nn.Sequential(nn.Linear(16, 4)), blocks=None)
     model = Stack()
     refused("the whole model; plan it with rockplan.solve", model, blocks=model)
+
+
+def test_a_list_of_modules_means_what_is_in_it() -> None:
+    model = Stack()
+    expected = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    for blocks in (model.layers, [model.layers], "layers", "layers.*", None):
+        assert named_blocks(model, blocks) == expected
 
 
 def test_blocks_that_overlap() -> None:

@@ -3,8 +3,8 @@
 takes: a model; a pattern, paths, modules, or None. returns: the submodules by path, in the order of
 the model. guarantees: none lies in another one, none is the model itself.
 
-In a pattern '*', '?' and '[...]' are those of `fnmatch` within one part of a path: 'model.layers.*'
-is the layers, and nothing inside them.
+A ModuleList means what is in it. In a pattern '*', '?' and '[...]' are those of `fnmatch` within
+one part of a path: 'model.layers.*' is the layers, and nothing inside them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         several = [blocks] if isinstance(blocks, str | nn.Module) else blocks
         if not isinstance(several, Iterable):
             raise InvalidInput(f"blocks is a {type(blocks).__name__}; {_REMEDY}")
-        paths = itertools.chain.from_iterable(_paths(model, one) for one in several)
+        found = itertools.chain.from_iterable(_paths(model, one) for one in several)
+        paths = itertools.chain.from_iterable(_opened(model, path) for path in found)
     wanted = frozenset(paths)
     chosen = {path: m for path, m in model.named_modules() if path in wanted}
     if not chosen:
@@ -83,6 +84,14 @@ def _paths(model: nn.Module, one: object) -> list[str]:
         said = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
         raise InvalidInput(f"blocks={one!r} names no module of this model{said}")
     return found
+
+
+def _opened(model: nn.Module, path: str) -> list[str]:
+    """What is in a list of modules, which is never called itself."""
+    module = model.get_submodule(path)
+    if not isinstance(module, nn.ModuleList):
+        return [path]
+    return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -12,6 +12,7 @@ memory. Blocks that are called alike share the arguments of the first.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,10 @@ from rockplan.codegen.hooks import hooks_aside
 from rockplan.codegen.planned_module import kind_of_call, original_forward
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.tracing import host_random
 from rockplan.python_state import trees
 from rockplan.python_state.gradients import gradients_aside
+from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
 
 
@@ -135,24 +138,32 @@ def _refuse_backward(saved: None) -> torch.Tensor:
 @contextlib.contextmanager
 def untouched(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: object = None
-) -> Iterator[None]:
+) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """What the model holds, its buffers, gradients and the generators are as they were on exit, and
     no hook of the caller's on a tensor sees a gradient. loss: a function, to which that applies as
-    well."""
+    well. Gives a context that puts the generators back, for several steps that draw alike."""
     snapshot = Snapshot.of(model, model.forward, (*args, loss), kwargs)
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     reached = (value for _, value in snapshot.reached.objects if isinstance(value, torch.Tensor))
     tensors = (*model.parameters(), *trees.tree_leaves((args, kwargs)), *reached)
+    draws_restored = functools.partial(_draws_restored, cuda_devices(tensors), snapshot.reached)
     with (
         snapshot.restored(),
-        torch.random.fork_rng(cuda_devices(tensors)),
+        draws_restored(),
         gradients_aside(tensors),
         hooks_aside(tensors),
     ):
         try:
-            yield
+            yield draws_restored
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
                     if not torch.equal(buffer, before):
                         buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _draws_restored(devices: list[int], reached: Reached) -> Iterator[None]:
+    """PyTorch's generators, and those of Python and numpy."""
+    with torch.random.fork_rng(devices), host_random.restored(reached):
+        yield

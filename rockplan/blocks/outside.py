@@ -40,8 +40,9 @@ def measured_step(
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
     its result."""
-    with untouched(model, *call), torch.enable_grad():
-        step()  # gradients are there, and caches of operators
+    with untouched(model, *call) as draws_restored, torch.enable_grad():
+        with draws_restored():
+            step()  # gradients are there, and caches of operators
         found = stretches(functools.partial(_marked, blocks, step), device)
     return tuple(moments_of(found, options, incoming_bytes))
 

@@ -97,9 +97,8 @@ def solve_blocks(
     args, kwargs = without_history(*given)
     _check_options(options)
     wanted = in_bytes(parse_budget(budget), model)
-    named_blocks(model, blocks)  # raises before anything is undone
-    restore_blocks(model)
     named = named_blocks(model, blocks)
+    restore_blocks(model)
     programs = BlockPrograms(options)
     with outside_of_initialization(), key_value_cache.switched_off(model):
         report("looking for the inputs of blocks")

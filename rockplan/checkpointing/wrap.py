@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from rockplan.codegen.planned_module import class_of
 from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS
 
@@ -55,11 +56,11 @@ def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
             for name, child in container.named_children()
             if _has_parts(child) and (may_be_containers or not _is_container(child))
         }
-        count = Counter(type(c) for c in layers.values())
+        count = Counter(map(class_of, layers.values()))
         found += [
             f"{path}.{name}" if path else name
             for name, child in layers.items()
-            if count[type(child)] > 1
+            if count[class_of(child)] > 1
         ]
     return tuple(found)
 

@@ -479,6 +479,11 @@ def _state_of(planned: object) -> _PlannedState:
     return planned._rockplan
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`; of a planned one, its original's."""
+    return module._rockplan.original if isinstance(module, Planned) else type(module)
+
+
 def original_forward(module: nn.Module) -> Callable[..., Any]:
     """The unplanned forward of `module`, planned or not."""
     if not isinstance(module, Planned):
@@ -638,11 +643,12 @@ def latest_of(module: nn.Module) -> PlannedProgram:
 
 def take_out(module: nn.Module) -> None:
     """Undo `plan_in_place`. Where the class of the module has another one derived from it since
-    (`fully_shard`), it stays, and runs the original forward."""
+    (`fully_shard`), or its forward was wrapped, the class stays, and runs the original forward."""
     assert isinstance(module, Planned) and isinstance(module, nn.Module)
     state = module._rockplan
     state.watch.end()
-    if type(module) is _planned_class(state.original):  # type: ignore[arg-type]
+    is_own_class = type(module) is _planned_class(state.original)  # type: ignore[arg-type]
+    if is_own_class and "forward" not in module.__dict__:
         del module.__dict__["_rockplan"]
         module.__class__ = state.original  # type: ignore[assignment]
         if state.instance_forward is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy
@@ -54,8 +54,8 @@ def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]
     """Refuse draws meanwhile. found: what the forward can reach; refuse: raises with the place in
     the model."""
     _refuse_given(found)
-    generators = {id(g): (p, g) for p, g in _generators(found)}
-    states = {key: _state(g) for key, (_, g) in generators.items()}
+    generators = _generators(found)
+    states = [_state(g) for _, g in generators]
     exchanged = [*_iterators(found)]
     for held, elements in exchanged:
         held.kind.write(held.owner, [(k, _still(v, refuse)) for k, v in elements])
@@ -64,18 +64,37 @@ def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]
     finally:
         for held, elements in exchanged:
             held.kind.write(held.owner, elements)
-        moved = [
-            key for key, state in states.items() if not is_same(_state(generators[key][1]), state)
-        ]
-        for key in moved:
-            _set_state(generators[key][1], states[key])
-    for place, generator in (generators[key] for key in moved):
+        moved = _put_back(generators, states)
+    for place, generator in moved:
         raise NAMED["generator of Python"].error(
             module_path=place.module or "",
             path=place.module or "(root)",
             place=place.text,
             kind=type(generator).__name__,
         )
+
+
+@contextlib.contextmanager
+def restored(found: Reached) -> Iterator[None]:
+    """Generators are on exit where they were."""
+    generators = _generators(found)
+    states = [_state(g) for _, g in generators]
+    try:
+        yield
+    finally:
+        _put_back(generators, states)
+
+
+_Generators = list[tuple[Place, Any]]
+
+
+def _put_back(generators: _Generators, states: Sequence[Any]) -> _Generators:
+    """Those that were moved from `states`, to which they are put back."""
+    pairs = zip(generators, states, strict=True)
+    moved = [(one, state) for one, state in pairs if not is_same(_state(one[1]), state)]
+    for (_, generator), state in moved:
+        _set_state(generator, state)
+    return [one for one, _ in moved]
 
 
 def _refuse_given(found: Reached) -> None:
@@ -85,13 +104,11 @@ def _refuse_given(found: Reached) -> None:
             raise NAMED["iterator as an argument"].error(place=place.text, kind=kind)
 
 
-def _generators(found: Reached) -> Iterator[tuple[Place, Any]]:
+def _generators(found: Reached) -> _Generators:
     """Those that the forward can reach, and the two that everybody draws from."""
-    for name, method in _EVERYBODYS.items():
-        yield Place(name), method.__self__
-    for place, value in found.objects:
-        if isinstance(value, _RANDOM):
-            yield place, value
+    everybodys = ((Place(name), method.__self__) for name, method in _EVERYBODYS.items())
+    reached = ((place, value) for place, value in found.objects if isinstance(value, _RANDOM))
+    return [*{id(g): (place, g) for place, g in (*everybodys, *reached)}.values()]
 
 
 def _iterators(found: Reached) -> Iterator[tuple[Held, list[Element]]]:
