@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,7 +146,7 @@ def compare(
                 run = functools.partial(step, module)
                 found = _state_after(model, module, run)
                 expected = expected or found
-                peak_bytes = peak_live_bytes(run, device=_device(model)).peak_bytes
+                peak_bytes = peak_live_bytes(run, device=device_of(model)).peak_bytes
             except (wrap.NotApplicable, RockplanError) as error:
                 least_bytes = getattr(error, "minimum_bytes", None)
                 rows[name] = Row(name, note=f"does not apply: {error}", minimum_bytes=least_bytes)
@@ -197,7 +198,7 @@ def measured_timelines(
         report(f"following the memory of {name}")
         step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming=[])
         with _untouched(model, args, kwargs):
-            return measured_timeline(step, device=_device(model))
+            return measured_timeline(step, device=device_of(model))
 
     return followed("the original", model), followed("the plan", planned)
 
@@ -324,8 +325,10 @@ def _difference(
     return f"{different} of {len(expected)} {what} differ, by up to {largest:.1e} of the largest"
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+def device_of(model: nn.Module) -> torch.device:
+    """Where its parameters are, or its buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 def _row(

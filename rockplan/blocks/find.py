@@ -105,8 +105,10 @@ def _refuse_whole(chosen: dict[str, nn.Module]) -> None:
 
 
 def _refuse_overlap(chosen: dict[str, nn.Module]) -> None:
-    for (path, outer), (other, inner) in itertools.permutations(chosen.items(), 2):
-        if any(m is inner for m in outer.modules()):
+    paths = {id(module): path for path, module in chosen.items()}
+    for path, outer in chosen.items():
+        inner = (paths[id(m)] for m in outer.modules() if m is not outer and id(m) in paths)
+        for other in inner:
             raise InvalidInput(
                 f"block '{other}' lies in block '{path}'; name the outer ones or the inner ones, "
                 "not both"

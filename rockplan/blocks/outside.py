@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rockplan.blocks.inputs import untouched
-from rockplan.codegen.autograd import backward_nodes
+from rockplan.codegen.autograd import ends_of_backward
 from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
@@ -78,7 +78,7 @@ def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
 def _after(mark: Mark, number: int, module: nn.Module, args: object, result: object) -> None:
     mark(Border(number, is_backward=False, begins=False))
     for leaf in trees.tree_leaves(result):
-        nodes = backward_nodes(leaf) if isinstance(leaf, torch.Tensor) else None
+        nodes = ends_of_backward(leaf) if isinstance(leaf, torch.Tensor) else None
         if nodes is not None:
             first, last = nodes
             first.register_prehook(lambda gradients: mark(Border(number, True, begins=True)))

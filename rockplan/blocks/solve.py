@@ -11,13 +11,14 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockplan.api import arguments
+from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, named_blocks
 from rockplan.blocks.inputs import SampleCall, sample_calls, without_history
 from rockplan.blocks.kinds import (
@@ -34,7 +35,7 @@ from rockplan.blocks.kinds import (
 from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
-from rockplan.budget import MOST_BYTES, Budget, parse_budget
+from rockplan.budget import Budget, parse_budget
 from rockplan.codegen.guards import outside_of_initialization, under_autocast
 from rockplan.codegen.planned_module import (
     is_in_place,
@@ -44,24 +45,20 @@ from rockplan.codegen.planned_module import (
     take_out,
 )
 from rockplan.codegen.program import PlannedProgram
-from rockplan.comparison import Loss, step_of
-from rockplan.dp.block_sequence import fastest_options, least_budget
-from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput, NothingToDifferentiate
+from rockplan.comparison import Loss, device_of, step_of
+from rockplan.errors import CaptureError, InvalidInput, NothingToDifferentiate
 from rockplan.free_memory import in_bytes
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.python_state import key_value_cache
-from rockplan.search.boundary import eager_option, first_options, option_within, peak_of
-from rockplan.search.problem import Problem
+from rockplan.search.boundary import eager_option, first_options, peak_of
 from rockplan.values.block_sequence import (
     BoundedOption,
     StepMoment,
     held_like,
     step_peak_bytes,
-    useful_options,
 )
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming
-from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
 
 _LOGGER = logging.getLogger("rockplan")
@@ -131,14 +128,13 @@ def restore_blocks(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockKind:
-    """Blocks that are planned as one: their problem, the options that are known, and the bytes of
-    the gradients that come in."""
+class _MeasuredStep:
+    """others: by path what ran of blocks whose backward started from other results than was
+    thought."""
 
-    problem: Problem
-    eager: BoundedOption
-    family: tuple[BoundedOption, ...]
-    incoming_bytes: int
+    moments: tuple[StepMoment, ...]
+    kinds: dict[Any, BlockKind]
+    others: dict[str, PlannedProgram]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +175,7 @@ class _Job:
     ) -> None:
         try:
             moments, captured, kinds = self._measured(captured, calls)
-            sequence = _Sequence(tuple(captured.values()), kinds, moments)
+            sequence = BlockSequence(tuple(captured.values()), kinds, moments)
             budget_bytes = sequence.budget_bytes(wanted)
             chosen = self._chosen(sequence, budget_bytes)
             budget_bytes = step_peak_bytes(moments, chosen) if wanted.is_minimum else budget_bytes
@@ -238,47 +234,54 @@ class _Job:
 
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
-    ) -> tuple[tuple[StepMoment, ...], dict[str, CapturedBlock], dict[Any, _BlockKind]]:
+    ) -> tuple[tuple[StepMoment, ...], dict[str, CapturedBlock], dict[Any, BlockKind]]:
         """The moments of a step. Where backward starts from other results of a block than was
         thought, the blocks as it does, and once again."""
-        for is_last in (False, True):
-            kinds = self._kinds(captured.values())
-            moments = self._moments(captured, calls, kinds)
-            others = {
-                path: program
-                for path, block in captured.items()
-                if (program := latest_of(block.module)).plan.graph_digest != block.digest
-            }
-            restore_blocks(self.model)
-            if is_last or not others:
-                break
-            again = {
-                path: self._capture(captured[path].module, calls[path], _incoming(program))
-                for path, program in others.items()
-            }
-            captured = {**captured, **again}
-        return moments, captured, kinds
+        first = self._measured_once(captured, calls)
+        if not first.others:
+            return first.moments, captured, first.kinds
+        again = {
+            path: self._capture(captured[path].module, calls[path], _incoming(program))
+            for path, program in first.others.items()
+        }
+        captured = {**captured, **again}
+        second = self._measured_once(captured, calls)
+        return second.moments, captured, second.kinds
+
+    def _measured_once(
+        self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
+    ) -> _MeasuredStep:
+        kinds = self._kinds(captured.values())
+        moments = self._moments(captured, calls, kinds)
+        latest = {path: latest_of(block.module) for path, block in captured.items()}
+        others = {
+            path: program
+            for path, program in latest.items()
+            if program.plan.graph_digest != captured[path].digest
+        }
+        restore_blocks(self.model)
+        return _MeasuredStep(moments, kinds, others)
 
     def _moments(
         self,
         captured: dict[str, CapturedBlock],
         calls: dict[str, SampleCall],
-        kinds: dict[Any, _BlockKind],
+        kinds: dict[Any, BlockKind],
     ) -> tuple[StepMoment, ...]:
         """Of a step in which each block keeps as little as it can. What it calls in another way
         than was thought is under no limit: it is measured once again."""
-        thrifty = [_thrifty(kinds[block.kind].family) for block in captured.values()]
-        allowances = [UNLIMITED] * len(thrifty)
-        self._install(captured, calls, kinds, thrifty, allowances)
+        options = [thrifty(kinds[block.kind].family) for block in captured.values()]
+        allowances = [UNLIMITED] * len(options)
+        self._install(captured, calls, kinds, options, allowances)
         report("measuring a step")
         moments = measured_step(
             self.model,
             [block.module for block in captured.values()],
-            thrifty,
+            options,
             [kinds[block.kind].incoming_bytes for block in captured.values()],
             functools.partial(self._step, []),
             (self.args, self.kwargs, self.loss),
-            _device(self.model),
+            device_of(self.model),
         )
         _refuse_unreached([*captured], moments)
         return moments
@@ -290,20 +293,20 @@ class _Job:
         if all(t.dim() == 0 for t in incoming):
             incoming.clear()
 
-    def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, _BlockKind]:
-        kinds: dict[Any, _BlockKind] = {}
+    def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
+        kinds: dict[Any, BlockKind] = {}
         for block in captured:
             if block.kind not in kinds:
                 problem = block_problem(block, self.options)
                 graph = problem.graph
                 incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
                 family = first_options(problem, self.options)
-                measured = _thrifty(family)
+                measured = thrifty(family)
                 family = tuple(held_like(option, measured) for option in family)
-                kinds[block.kind] = _BlockKind(problem, eager_option(graph), family, sum(incoming))
+                kinds[block.kind] = BlockKind(problem, eager_option(graph), family, sum(incoming))
         return kinds
 
-    def _chosen(self, sequence: _Sequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
+    def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
         """Options of all blocks, from those that are known and those for just this budget."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
@@ -323,7 +326,7 @@ class _Job:
         self,
         captured: dict[str, CapturedBlock],
         calls: dict[str, SampleCall],
-        kinds: dict[Any, _BlockKind],
+        kinds: dict[Any, BlockKind],
         chosen: Sequence[BoundedOption],
         allowances: Sequence[Allowance],
     ) -> None:
@@ -348,144 +351,6 @@ class _Job:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """The blocks of a step, what is known of their options, and the step beside them."""
-
-    blocks: tuple[CapturedBlock, ...]
-    kinds: dict[Any, _BlockKind]
-    moments: tuple[StepMoment, ...]
-
-    @property
-    def families(self) -> list[tuple[BoundedOption, ...]]:
-        return [self.kinds[block.kind].family for block in self.blocks]
-
-    @property
-    def eager_peak_bytes(self) -> int:
-        return step_peak_bytes(self.moments, [self.kinds[b.kind].eager for b in self.blocks])
-
-    def budget_bytes(self, wanted: Budget) -> int:
-        least_bytes = least_budget(self.families, self.moments)
-        return wanted.within(self.eager_peak_bytes) or least_bytes
-
-    def fastest(self, budget_bytes: int) -> tuple[BoundedOption, ...] | None:
-        return fastest_options(self.families, self.moments, budget_bytes)
-
-    def least(self) -> tuple[BoundedOption, ...]:
-        """The fastest within the least budget that there is a choice for."""
-        chosen = self.fastest(least_budget(self.families, self.moments))
-        assert chosen is not None
-        return chosen
-
-    def with_options_for(self, budget_bytes: int, options: Options) -> _Sequence:
-        """For each limit of what a block keeps, the fastest option with the peak that is left where
-        all blocks of its kind keep as much; then the same half way between the limits that the
-        choice has and their neighbours, where something is left to gain."""
-        if self.fastest(budget_bytes) == self.fastest(MOST_BYTES):
-            return self
-        limits = {key: _kept(kind.family) for key, kind in self.kinds.items()}
-        found = self._extended(limits, budget_bytes, options)
-        chosen = found.fastest(budget_bytes)
-        if chosen is None or found.overhead(chosen) <= WORTH_A_SECOND_LOOK:
-            return found
-        used = {option.saved_bytes for option in chosen}
-        limits = {key: _half_way(_kept(kind.family), used) for key, kind in found.kinds.items()}
-        return found._extended(limits, budget_bytes, options)
-
-    def overhead(self, chosen: Sequence[BoundedOption]) -> float:
-        """Of the time of all blocks."""
-        eager_ns = sum(self.kinds[block.kind].eager.time_ns for block in self.blocks)
-        return sum(option.time_ns for option in chosen) / max(eager_ns, 1) - 1
-
-    def _extended(
-        self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
-    ) -> _Sequence:
-        """With an option for each limit of what a block of a kind keeps, where the peak that is
-        left is less than that of what is known."""
-        kinds = dict(self.kinds)
-        for key, kind in self.kinds.items():
-            floor_bytes = min(map(peak_of, kind.family))
-            found = list(kind.family)
-            for saved_bytes in limits[key]:
-                peak_bytes = self._left_bytes(key, saved_bytes, budget_bytes)
-                natural = min(
-                    (o for o in kind.family if o.saved_bytes <= saved_bytes),
-                    key=lambda o: o.time_ns,
-                )
-                if peak_bytes < floor_bytes or _is_known(natural, saved_bytes, peak_bytes):
-                    continue
-                report("solving blocks for the budget")
-                most_bytes = max(map(peak_of, kind.family))
-                option = option_within(
-                    kind.problem, saved_bytes, min(peak_bytes, most_bytes), options
-                )
-                found += [] if option is None else [held_like(option, _thrifty(found))]
-            kinds[key] = replace(kind, family=useful_options(found))
-        return replace(self, kinds=kinds)
-
-    def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
-        """For the inside of each block of a kind, where all of these keep `saved_bytes`, and others
-        as little as they can."""
-        saved = [
-            saved_bytes if b.kind == key else min(o.saved_bytes for o in family)
-            for b, family in zip(self.blocks, self.families, strict=True)
-        ]
-        return min(
-            budget_bytes
-            - m.outside_bytes
-            - sum(s for i, s in enumerate(saved[: m.keeping]) if i != m.running)
-            for m in self.moments
-            if m.running is not None and self.blocks[m.running].kind == key
-        )
-
-    def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
-        least_bytes, chosen = least_budget(self.families, self.moments), self.least()
-        most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
-        own_bytes = most.own_bytes(chosen)
-        kept_bytes = most.peak_bytes(chosen) - most.outside_bytes - own_bytes
-        inside = "the loss, or what else runs between blocks"
-        if most.running is not None:
-            phase = "backward" if most.is_backward else "forward"
-            inside = f"the {phase} of a block, {format_bytes(own_bytes)}"
-        return InfeasibleBudget(
-            budget_bytes,
-            least_bytes,
-            f"{inside} ({format_bytes(most.outside_bytes)} is alive beside the blocks, measured, "
-            f"and {format_bytes(kept_bytes)} is kept by blocks)",
-            unplanned_bytes=self.eager_peak_bytes,
-        )
-
-
-WORTH_A_SECOND_LOOK = 0.05
-"""Of the time of the blocks: with less to gain, limits half way are not looked at. On six layers of
-GPT-2 within the peak of checkpointing they took 25.1 % down to 21.4 %."""
-
-
-def _is_known(natural: BoundedOption, saved_bytes: int, peak_bytes: int) -> bool:
-    """Is the fastest option that keeps just as much known, and does it fit?"""
-    return natural.saved_bytes == saved_bytes and peak_of(natural) <= peak_bytes
-
-
-def _kept(family: Iterable[BoundedOption]) -> list[int]:
-    return sorted({option.saved_bytes for option in family})
-
-
-def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
-    """Between each of `used` and its neighbours among `limits`, which ascend."""
-    found = {
-        (limits[i] + limits[j]) // 2
-        for i in (limits.index(u) for u in used if u in limits)
-        for j in (i - 1, i + 1)
-        if 0 <= j < len(limits)
-    }
-    return sorted(found)
-
-
-def _thrifty(family: Sequence[BoundedOption]) -> BoundedOption:
-    """The option that keeps least, with the least peak."""
-    return min(family, key=lambda o: (o.saved_bytes, peak_of(o), o.time_ns))
-
-
 def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:
     """Raise InvalidInput where a block has not run backward: nothing of what it needs then would be
     in the prediction."""
@@ -504,11 +369,6 @@ def _incoming(program: PlannedProgram) -> Incoming:
     """From where, and in which strides, the backward phase of a program starts."""
     pairs = zip(program.interface.results, program.executable.pattern, strict=True)
     return {position: strides for position, strides in pairs if strides is not None}
-
-
-def _device(model: nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 def _check_options(options: object) -> None:

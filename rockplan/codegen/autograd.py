@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rockplan.codegen.backward_pass import PlannedCall, Replan, SavedForBackward
+from rockplan.codegen.call_checks import under_checkpoint
 from rockplan.codegen.executable import Executable
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
@@ -112,10 +113,9 @@ def _hang(ctx: Any, kept: SavedForBackward) -> None:
     these. Those of `torch.utils.checkpoint` hand back what was saved when the forward ran again:
     where backward needs nothing of it, nothing is saved, and no forward runs again for it.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    is_checkpoint = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     ctx.kept = None
-    if hooks is not None and not (is_checkpoint and kept.is_needed):
+    if is_hooked and not (under_checkpoint() and kept.is_needed):
         ctx.kept = kept
     else:
         carrier: Any = torch.empty(0)
@@ -158,7 +158,7 @@ def call(
     return tuple(results.values())
 
 
-def backward_nodes(result: torch.Tensor) -> tuple[Any, Any] | None:
+def ends_of_backward(result: torch.Tensor) -> tuple[Any, Any] | None:
     """The first and the last of autograd's nodes by which the backward phase of a plan runs, of
     which `result` is a result; None for what no plan returned."""
     node: Any = result.grad_fn

@@ -33,7 +33,7 @@ from rockplan.search.problem import Goal, Problem, cache_of
 from rockplan.store.cache import Cache
 from rockplan.values.block import OptionFamily
 from rockplan.values.block_sequence import BoundedOption, useful_options
-from rockplan.values.graph import CDGraph, ComputeNode, Phase, in_eager_order, without_takes
+from rockplan.values.graph import CDGraph, ComputeNode, Phase, as_eager
 from rockplan.values.order import Orders
 from rockplan.values.plan import Plan
 from rockplan.values.progress import report
@@ -90,7 +90,7 @@ def option_within(
 
 def eager_option(graph: CDGraph) -> BoundedOption:
     """What the block needs unplanned: every result in a storage of its own, in eager's order."""
-    eager = without_takes(in_eager_order(graph))
+    eager = as_eager(graph)
     return bounded_option(eager, keep_all(eager))
 
 
