@@ -8,7 +8,7 @@ import pickle
 import random
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -26,9 +26,15 @@ from rockplan.codegen.planned_module import programs_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.schedule import Schedule
-from tests.blocks import QUICK, Mixer, Stack, batch, train
+from tests.blocks import QUICK, Mixer, Stack, batch, imports_frozen, train
 
 OPTIONS = rockplan.Options(**QUICK)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    with imports_frozen():
+        yield
 
 
 def solved(model: Any, budget: Any = "50%", sample: Any = None, **named: Any) -> Any:
