@@ -4,12 +4,14 @@ measuring times; what they promise holds as if it had been planned."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 import rockplan
 from benchmarks import models
@@ -20,13 +22,16 @@ from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.costs.call_key import call_key, call_keys
 from rockplan.graph_builder.costs.estimate import estimate, roofline
 from rockplan.graph_builder.costs.price import measure
-from rockplan.graph_builder.costs.scaled import sized
+from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled
+from rockplan.graph_builder.costs.scaled import plain_workspace_bytes, sized
 from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.tracing.recorder import tensor_spec
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
 from rockplan.search.adapt import adapted
 from rockplan.search.problem import Problem, problem_of
 from rockplan.values import progress
+from rockplan.values.graph import Call, CDGraph, DataKind, DataNode, Value, ValueRef
 from tests.training import assert_same_state, assert_same_tensor, train_side_by_side
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0)
@@ -154,6 +159,185 @@ def test_bytes_that_follow_from_specs_are_those_that_are_measured() -> None:
             assert found[key].result_bytes == cost.result_bytes, calls[key]
             more_bytes = found[key].workspace_bytes - cost.workspace_bytes
             assert 0 <= more_bytes <= 48, calls[key]  # of numbers that become tensors
+
+
+KINDS: dict[str, Any] = {
+    "float": lambda: torch.rand(SIDE, SIDE) * 0.8 + 0.1,
+    "bfloat16": lambda: (torch.rand(SIDE, SIDE) * 0.8 + 0.1).bfloat16(),
+    "transposed": lambda: (torch.rand(SIDE, SIDE) * 0.8 + 0.1).t(),
+    "expanded": lambda: (torch.rand(1, SIDE) * 0.8 + 0.1).expand(SIDE, SIDE),
+    "negated": lambda: torch._neg_view(torch.rand(SIDE, SIDE)),
+    "complex": lambda: torch.randn(SIDE, SIDE, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(SIDE, SIDE, dtype=torch.complex64).conj(),
+    "integers": lambda: torch.randint(1, 5, (SIDE, SIDE)),
+    "bool": lambda: torch.rand(SIDE, SIDE) > 0.5,
+}
+SIDE = 64
+
+
+def arguments_of(operator: OpOverload, make: Any) -> tuple[Any, ...] | None:
+    """Some that it takes by position; None where it may not take these."""
+    of_kinds = {"Tensor": make, "int": lambda: 2, "bool": lambda: False, "str": lambda: "none"}
+    made: list[Any] = []
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        if argument.kwarg_only:
+            continue
+        if kind in of_kinds:
+            made.append(of_kinds[kind]())
+        elif kind in ("Scalar", "float", "number"):
+            made.append(0.5 if make().is_floating_point() or make().is_complex() else 2)
+        elif argument.has_default_value() or kind.startswith("Optional"):
+            made.append(argument.default_value if argument.has_default_value() else None)
+        else:
+            return None
+    return tuple(made)
+
+
+def pointwise_operators() -> Iterator[OpOverload]:
+    """That have a kernel for the CPU and write into nothing."""
+    names = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names()}
+    for name in sorted(names):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            operator = getattr(packet, overload)
+            is_written = operator._schema.is_mutable or operator.is_view
+            if torch.Tag.pointwise not in operator.tags or is_written:
+                continue
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(
+                operator.name(), "CompositeImplicitAutograd"
+            ):
+                yield operator
+
+
+def graph_of_call(operator: OpOverload, args: tuple[Any, ...], result: Any) -> tuple[CDGraph, Call]:
+    """A graph of the values of one call."""
+    results = result if isinstance(result, tuple) else (result,)
+    tensors = [t for t in (*args, *results) if isinstance(t, Tensor)]
+    data = tuple(
+        DataNode(i, f"d{i}", DataKind.ACTIVATION, t.untyped_storage().nbytes())
+        for i, t in enumerate(tensors)
+    )
+    values = tuple(Value(i, i, f"v{i}", tensor_spec(t)) for i, t in enumerate(tensors))
+    places = iter(range(len(tensors)))
+    refs = tuple(ValueRef(next(places)) if isinstance(a, Tensor) else a for a in args)
+    made = tuple(next(places) if isinstance(r, Tensor) else None for r in results)
+    return CDGraph(data, (), (), values=values), Call(str(operator), refs, (), made)
+
+
+def workspace_bytes(operator: OpOverload, args: tuple[Any, ...]) -> int:
+    with profiled() as session:
+        result = operator(*args)
+    peak_bytes, left_bytes = peak_of(change for _, change in memory_events(session))
+    del result
+    return peak_bytes - left_bytes
+
+
+def test_no_operator_needs_more_than_follows_from_specs() -> None:
+    promised, exceeded = 0, []
+    with torch._C._AutoDispatchBelowAutograd():
+        for operator in pointwise_operators():
+            for kind, make in KINDS.items():
+                args = arguments_of(operator, make)
+                try:
+                    result = None if args is None else operator(*args)
+                except (RuntimeError, NotImplementedError):
+                    continue
+                if args is None or not isinstance(result, Tensor | tuple):
+                    continue
+                graph, call = graph_of_call(operator, args, result)
+                found = plain_workspace_bytes(graph, call)
+                promised += found is not None
+                if found is not None and workspace_bytes(operator, args) > found:
+                    exceeded.append((str(operator), kind))
+    assert not exceeded
+    assert promised > 300
+
+
+PRODUCTS = {
+    "plain": lambda: (torch.randn(6, 8), torch.randn(8, 4)),
+    "transposed": lambda: (torch.randn(8, 6).t(), torch.randn(4, 8).t()),
+    "of columns": lambda: (torch.randn(6, 16)[:, :8], torch.randn(8, 4)),
+    "overlapping": lambda: (torch.randn(64).unfold(0, 8, 2)[:6], torch.randn(8, 4)),
+    "strided": lambda: (torch.randn(6, 16)[:, ::2], torch.randn(8, 4)),
+    "expanded": lambda: (torch.randn(1, 8).expand(6, 8), torch.randn(8, 4)),
+    "one row": lambda: (torch.randn(1, 8), torch.randn(8, 4)),
+}
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_product_needs_more_than_follows_from_specs(name: str, batch: int) -> None:
+    aten = torch.ops.aten
+    args = PRODUCTS[name]()
+    if batch:
+        args = tuple(torch.stack([m] * batch) if name == "plain" else m[None] for m in args)
+    operator = aten.bmm.default if batch else aten.mm.default
+    result = operator(*args)
+    found = plain_workspace_bytes(*graph_of_call(operator, args, result))
+    needed_bytes = workspace_bytes(operator, args)
+    assert found is None or needed_bytes <= found
+    if name in ("plain", "transposed", "of columns"):
+        assert found == 0
+
+
+class Meaning(nn.Module):
+    """What is made of what is given, as a mean that a parameter scales."""
+
+    def __init__(self, made: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.made = made
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return (self.made(*given).mean(1).abs() * self.scale).square().mean()
+
+
+class Frames(nn.Module):
+    """Frames of a signal that overlap, as of speech."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.unfold(0, 40, 16))).square().mean()
+
+
+def complex_rows(count: int) -> Tensor:
+    return torch.randn(count, 16, dtype=torch.complex64)
+
+
+UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ...]]]] = {
+    "integers": (
+        lambda: Meaning(lambda ids: ids / 7),
+        lambda n: (torch.arange(n * 16).view(n, 16),),
+    ),
+    "positions": (
+        lambda: Meaning(lambda ids: torch.sin(ids[:, None].expand(-1, 16).contiguous() * 0.5)),
+        lambda n: (torch.arange(n),),
+    ),
+    "conjugated": (
+        lambda: Meaning(lambda x, y: x * y.conj()),
+        lambda n: (complex_rows(n), complex_rows(n)),
+    ),
+    "infinite": (
+        lambda: Meaning(lambda h: torch.isinf(h).float()),
+        lambda n: (torch.randn(n, 16),),
+    ),
+    "absolute": (lambda: Meaning(torch.abs), lambda n: (complex_rows(n),)),
+    "frames": (Frames, lambda n: (torch.randn(16 * n),)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_peak_of_unusual_operands_is_promised(name: str) -> None:
+    kind, make = UNUSUAL[name]
+    planned: Any = rockplan.solve(kind(), make(256), "100%", options=OPTIONS)
+    args = make(200)
+    peak_bytes, _ = rockplan.peak_live_bytes(lambda: planned(*args).backward(), 1)
+    assert "times scaled" in planned.plan.profile_source
+    assert peak_bytes <= planned.plan.peak_bytes
 
 
 class Chunked(nn.Module):

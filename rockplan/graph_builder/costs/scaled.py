@@ -25,7 +25,7 @@ from rockplan.graph_builder.costs.estimate import estimate, estimated_ns, fallba
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.costs.price import price, profile_of
 from rockplan.graph_builder.operators import facts
-from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, value_refs
 from rockplan.values.profile import OpCost, Profile
 
 CALL_NS = 5_000
@@ -36,6 +36,17 @@ take as long on smaller ones."""
 # Products of matrices, which the CPU writes straight into the result.
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 
+_OF_BLAS = {"torch.float32", "torch.float64"}
+
+# Pointwise ones that are several kernels, with results or numbers of their own between them.
+_IN_STEPS = (
+    "aten.deg2rad.default",
+    "aten.rad2deg.default",
+    "aten.mvlgamma.default",
+    "aten.ldexp.Tensor",
+    "aten.native_dropout_backward.default",
+)
+_REAL = {*_OF_BLAS, "torch.bfloat16", "torch.float16"}
 
 # The tensor that a number becomes, and its copy in the dtype of the others.
 _NUMBER_BYTES = 24
@@ -73,7 +84,7 @@ def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Pro
     costs: dict[str, OpCost] = {}
     waiting: dict[str, Call] = {}
     for key, (call, *_) in calls_by_key(graph, keys).items():
-        workspace_bytes = _plain_workspace_bytes(graph, call)
+        workspace_bytes = plain_workspace_bytes(graph, call)
         if workspace_bytes is None:
             waiting[key] = call
         cost = estimate(graph, call, *rates)
@@ -88,22 +99,33 @@ def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Pro
     return replace(profile_of("", device_of(graph), costs), source="sizes measured, times scaled")
 
 
-def _plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
+def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
     """Workspace of a call on the CPU whose results hold their elements and no more: of what works
-    element by element, and of products of matrices. None for all others: operands of several
-    dtypes are converted first, those of products copied where neither rows nor columns lie side by
-    side."""
-    operands = [graph.values[r.index] for r in value_refs((call.args, [a for _, a in call.kwargs]))]
-    if any(o.spec.device != "cpu" for o in operands) or len({o.spec.dtype for o in operands}) != 1:
+    element by element, and of products of matrices. None for all others: operands of another dtype
+    than the rest, of complex numbers, or negated when they are read, are converted or copied
+    first, and those of products where they do not lie as BLAS takes them."""
+    refs = value_refs((call.args, [a for _, a in call.kwargs]))
+    operands = [graph.values[ref.index].spec for ref in refs]
+    made = [graph.values[v].spec for v in call.results if v is not None]
+    dtypes = {spec.dtype for spec in (*operands, *made)}
+    if {spec.device for spec in operands} != {"cpu"} or len(dtypes) != 1:
+        return None
+    if not dtypes <= _REAL or any(spec.is_neg for spec in operands):
         return None
     operator = facts.resolve(call.op)
     if operator._schema.is_mutable or copies_storages(graph, call):
         return None
     if call.op in _PRODUCTS:
-        is_plain = operands[0].spec.dtype in ("torch.float32", "torch.float64") and all(
-            1 in m.spec.stride[-2:] and 0 not in m.spec.stride for m in operands[-2:]
-        )
+        is_plain = dtypes <= _OF_BLAS and all(map(_is_for_blas, operands[-2:]))
         return 0 if is_plain else None
-    if torch.Tag.pointwise not in operator.tags:
+    if torch.Tag.pointwise not in operator.tags or call.op in _IN_STEPS:
         return None
     return _NUMBER_BYTES * sum(isinstance(a, int | float | complex) for a in call.args)
+
+
+def _is_for_blas(spec: TensorSpec) -> bool:
+    """Do rows, or columns, lie side by side without an overlap?"""
+    (rows, columns), (down, across) = spec.shape[-2:], spec.stride[-2:]
+    is_by_rows = across == 1 and down >= max(1, columns)
+    is_by_columns = down == 1 and across >= max(1, rows)
+    return 0 not in spec.stride and (is_by_rows or is_by_columns)
