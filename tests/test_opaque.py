@@ -6,8 +6,12 @@ from __future__ import annotations
 import copy
 import ctypes
 import enum
+import functools
+import gc
 import pickle
 import random
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -286,6 +290,32 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+@rockplan.opaque
+class Applies(Function):
+    """Is given a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[..., Any]) -> Any:
+        ctx.save_for_backward(x)
+        return function(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Squarer:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def square(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square() * self.scale
+
+
+SQUARERS = Squarer(1.0), Squarer(2.0)
+PARTIAL = functools.partial(torch.mul, other=2)
+
+
 def several(h: torch.Tensor) -> torch.Tensor:
     x, order, name, third = Several.apply(h, [h.detach() * 2], Kind.TWICE, "name", double, None)
     assert name == "name"
@@ -303,6 +333,11 @@ WORKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sparing, the other": lambda h: Sparing.apply(h, h.tanh(), 3.0)[1].tanh(),
     "sparing, both": lambda h: sum(Sparing.apply(h, h.tanh())),
     "views": views,
+    "a lambda": lambda h: Applies.apply(h, lambda t: t * 2),
+    "methods": lambda h: (
+        Applies.apply(h, SQUARERS[0].square) + Applies.apply(h, SQUARERS[1].square)
+    ),
+    "a partial": lambda h: Applies.apply(h, PARTIAL),
     "in place": lambda h: InPlace.apply(h * 1).sin(),
     "dropout": lambda h: h + Dropout.apply(h),
     "inner": lambda h: Inner.apply(h),
@@ -547,6 +582,15 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
         lambda h: takes_two(h, nn.Linear(2, 2)),
         ["is given a Linear", "numbers, text"],
     ),
+    "a function made anew": (
+        lambda h: takes_two(h, lambda t: t * len(h)),
+        ["(a function)", "something else each time", "made once"],
+    ),
+    "a partial made anew": (
+        lambda h: takes_two(h, functools.partial(torch.mul, other=2)),
+        ["(a partial)"],
+    ),
+    "the time": (lambda h: takes_two(h, time.perf_counter_ns()), ["(a int)"]),
     "does not run": (function_of(_raising), ["ValueError: not these numbers", "fake="]),
     "backward does not run": (
         function_of(lambda ctx, x: x.clone(), _raising),
@@ -591,6 +635,23 @@ def test_refused_by_name(name: str) -> None:
     assert all(word in str(refused.value) for word in [*words, "Kernel", "test_opaque.py:"])
     assert (random.getstate(), numpy.random.get_state()[2]) == (python, arrays)
     assert all(map(torch.equal, generator_states(), states))
+
+
+def test_what_was_refused_is_not_kept() -> None:
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def first(h: torch.Tensor) -> torch.Tensor:
+        def made_anew(t: torch.Tensor) -> torch.Tensor:
+            return t * len(h)
+
+        made.add(made_anew)
+        found: torch.Tensor = takes_two(h, made_anew)
+        return found
+
+    with pytest.raises(rockplan.UnsupportedModel):
+        rockplan.solve(Net(first), torch.randn(ROWS, WIDTH), "min", options=QUICK)
+    gc.collect()
+    assert not made
 
 
 def _by_sign(ctx: Any, x: torch.Tensor) -> Any:

@@ -120,8 +120,10 @@ def capture(
     eager_paths.refuse_compiling()
     refuse(When.MODULE, module)
     call = _Sample(module, forward or module.forward, args, kwargs, incoming)
+    before: UnknownCall | None = None
     while isinstance(recorded := _without_leftovers(call), UnknownCall):
-        recorded.find_out()
+        recorded.find_out(before)
+        before = recorded
     return recorded
 
 

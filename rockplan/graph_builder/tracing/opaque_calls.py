@@ -14,6 +14,9 @@ import enum
 import hashlib
 import inspect
 import random
+import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +64,14 @@ class UnknownCall(CaptureError):
         super().__init__(f"{call.called} is opaque", module_path=module, source=source)
         self.call = call
 
-    def find_out(self) -> None:
-        """Run it. Raises CaptureError where it fails, or does what a plan could not do."""
+    def find_out(self, before: UnknownCall | None) -> None:
+        """Run it. before: what the recording before this one has asked for. Raises CaptureError if
+        it fails, does what a plan could not do, or is another call at each recording."""
         place = self.module_path or "", self.source or ""
+        if before is not None and (key := key_of(before.call)) not in _MET:
+            del KNOWN[key]
+            what = {"function": self.call.called, "what": _differing(before.call, self.call)}
+            raise NAMED["other call of an opaque function"].at(*place, **what)
         with torch.inference_mode(False), _disable_current_modes():
             run = _found(self.call, place)
             if isinstance(self.call, OpaqueForward) and any(self.call.needs):
@@ -168,9 +176,14 @@ class _Recorded:
         return backward
 
 
+_MET: set[str] = set()
+"""Keys of known calls that a recording has come to."""
+
+
 def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
-    known = KNOWN.get(key_of(call))
-    return known or access.stop(UnknownCall(call, *access.place()))
+    key = key_of(call)
+    _MET.add(key) if key in KNOWN else _MET.discard(key)
+    return KNOWN.get(key) or access.stop(UnknownCall(call, *access.place()))
 
 
 def _result(made: _MadeByCall) -> Any:
@@ -329,18 +342,50 @@ def _backward_names(
     return {n: tuple(r.place for r in refs if isinstance(r, Ref)) for n, refs in named}
 
 
-_NAMED_OBJECTS: dict[str, list[Any]] = {}
+_NUMBERED: dict[str, list[Callable[[], Any]]] = {}
+"""Name -> references to what has it, weak ones where that can be."""
+
+
+def _numbered(name: str, thing: Any) -> str:
+    """Tells `thing` from others of that name, by identity."""
+    known = _NUMBERED.setdefault(name, [])
+    for number, reference in enumerate(known):
+        if reference() is thing:
+            return f"{name}#{number}"
+    try:
+        known.append(weakref.ref(thing))
+    except TypeError:
+        known.append(lambda: thing)
+    return f"{name}#{len(known) - 1}"
 
 
 def _text(leaf: Any) -> str:
-    """What tells it from others, the same in every process as far as that can be."""
-    if callable(leaf):
-        name = f"{getattr(leaf, '__module__', '')}.{getattr(leaf, '__qualname__', type(leaf))}"
-        known = _NAMED_OBJECTS.setdefault(name, [])
-        if not any(leaf is k for k in known):
-            known.append(leaf)
-        return f"{name}#{next(i for i, k in enumerate(known) if k is leaf)}"
-    return f"{type(leaf).__name__} {leaf!r}"
+    """What tells it from others, the same in every process as far as that can be. A function that
+    refers to nothing of its own, and a method, are made anew each time that a forward runs."""
+    kind = type(leaf)
+    if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
+        return f"{_text(kind)} {leaf!r}"
+    if isinstance(leaf, types.MethodType):
+        return f"{_text(leaf.__func__)} of {_text(leaf.__self__)}"
+    is_named = isinstance(leaf, types.FunctionType | type)
+    name = f"{(leaf if is_named else kind).__module__}.{(leaf if is_named else kind).__qualname__}"
+    return _numbered(name, leaf.__code__ if _is_code_alone(leaf) else leaf)
+
+
+def _is_code_alone(leaf: Any) -> bool:
+    """Is it a function that does what its code and the global variables of its file say?"""
+    if not isinstance(leaf, types.FunctionType):
+        return False
+    of_its_own = leaf.__closure__, leaf.__defaults__, leaf.__kwdefaults__, leaf.__dict__
+    file = sys.modules.get(leaf.__module__)
+    return not any(of_its_own) and leaf.__globals__ is getattr(file, "__dict__", None)
+
+
+def _differing(before: OpaqueForward | OpaqueBackward, call: OpaqueForward | OpaqueBackward) -> str:
+    """What two calls of a forward are given that is not the same, by its class."""
+    both = (c.leaves if isinstance(c, OpaqueForward) else c.forward.leaves for c in (before, call))
+    differing = [type(b).__name__ for a, b in zip(*both, strict=False) if _text(a) != _text(b)]
+    return f"a {differing[0]}" if differing else "tensors"
 
 
 def key_of(call: OpaqueForward | OpaqueBackward) -> str:

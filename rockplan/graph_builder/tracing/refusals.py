@@ -426,6 +426,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "test_opaque.test_refused_by_name",
     ),
     Refusal(
+        "other call of an opaque function",
+        When.FORWARD,
+        "{function}, an opaque function, is given something else each time that the forward is "
+        "recorded ({what}), so a plan would be for no other call",
+        "pass what stays the same: of functions, one without variables of its own, or one that is "
+        "made once, and not in the forward",
+        "test_opaque.test_refused_by_name",
+    ),
+    Refusal(
         "run of an opaque function",
         When.FORWARD,
         "{function}, an opaque function, does not run on made-up arguments (numbers in [0, 1), "
