@@ -9,6 +9,7 @@ import io
 import logging
 import pickle
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -519,3 +520,86 @@ def test_a_variable_of_the_script_with_the_name_of_an_attribute_is_another(
     for _ in range(3):
         monkeypatch.setitem(globals(), "outcome", planned(torch.randn(8, 16)))
         globals()["outcome"].backward()
+
+
+SCALE = 2.0
+
+
+def by_name(self: Reader, x: Tensor) -> Tensor:
+    return Reader.forward(self, x) * SCALE
+
+
+def in_a_nested_class(self: Reader, x: Tensor) -> Tensor:
+    class Of:
+        scale = SCALE
+
+    return Reader.forward(self, x) * Of.scale
+
+
+def in_a_comprehension(self: Reader, x: Tensor) -> Tensor:
+    loss = Reader.forward(self, x)
+    return torch.stack([loss * scale for scale in (SCALE, 1.0) if SCALE]).mean()
+
+
+def in_a_nested_function(self: Reader, x: Tensor) -> Tensor:
+    def scale() -> float:
+        return SCALE
+
+    return Reader.forward(self, x) * scale()
+
+
+def by_text(self: Reader, x: Tensor) -> Tensor:
+    return Reader.forward(self, x) * float(globals()["SCALE"])
+
+
+def of_the_frame(self: Reader, x: Tensor) -> Tensor:
+    return Reader.forward(self, x) * sys._getframe().f_globals["SCALE"]
+
+
+def of_an_import(self: Reader, x: Tensor) -> Tensor:
+    import tests.test_replanning as file
+
+    return Reader.forward(self, x) * file.SCALE
+
+
+def from_an_import(self: Reader, x: Tensor) -> Tensor:
+    def scale() -> float:
+        from tests.test_replanning import SCALE as found
+
+        return found
+
+    return Reader.forward(self, x) * scale()
+
+
+def relative(self: Reader, x: Tensor) -> Tensor:
+    from . import test_replanning
+
+    return Reader.forward(self, x) * test_replanning.SCALE
+
+
+def of_a_changed_file(self: Reader, x: Tensor) -> Tensor:
+    import settings_of_a_user
+
+    return Reader.forward(self, x) * settings_of_a_user.SCALE
+
+
+READING = (
+    *(by_name, in_a_nested_class, in_a_comprehension, in_a_nested_function, by_text),
+    *(of_the_frame, of_an_import, from_an_import, relative, of_a_changed_file),
+)
+
+
+@pytest.mark.parametrize("forward", READING, ids=lambda f: f.__name__)
+def test_a_variable_that_is_read_is_noticed(forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    file = types.ModuleType("settings_of_a_user")
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setattr(file, "SCALE", 2.0, raising=False)
+    eager = type("Reading", (Reader,), {"forward": forward, "__module__": __name__})()
+    planned: Any = rockplan.solve(copy.deepcopy(eager), torch.randn(8, 16), "100%", options=OPTIONS)
+    for value in (2.0, 5.0):
+        monkeypatch.setitem(globals(), "SCALE", value)
+        monkeypatch.setattr(file, "SCALE", value)
+        x = torch.randn(8, 16)
+        assert_same_tensor(planned(x), eager(x), forward.__name__)
+    assert len(planned.plans) == 2

@@ -364,6 +364,9 @@ class _Walk:
         # Those of libraries are few and stay; in a script another one may have an attribute's name.
         read = _global_names_in(function.__code__) if is_users else names
         self._global_variables(function.__globals__, read, names)
+        for name in _imported_in(function.__code__):
+            for file in _files(name, str(function.__globals__.get("__package__") or "")):
+                self._global_variables(file, names, names)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             text = place.text if is_named else f"the variable '{name}' of {function.__qualname__}"
@@ -495,6 +498,29 @@ _BY_TEXT = frozenset(
     )
 )
 """Names of what gives global variables by their names."""
+
+
+@functools.cache
+def _imported_in(code: types.CodeType) -> frozenset[str]:
+    """Names of modules that it imports while it runs."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    own: Iterable[str] = ()
+    if _IMPORT in code.co_code[::2]:
+        own = (i.argval for i in dis.get_instructions(code) if i.opcode == _IMPORT)
+    return frozenset(own).union(*map(_imported_in, inner))
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+def _files(name: str, package: str) -> Iterable[dict[str, Any]]:
+    """Variables of the module that is imported by `name`, also relative to a package around."""
+    parts = package.split(".")
+    around = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    for path in (name, *(f"{p}.{name}".strip(".") for p in around)):
+        module = sys.modules.get(path)
+        if isinstance(module, types.ModuleType):
+            yield vars(module)
 
 
 @functools.cache
