@@ -512,10 +512,18 @@ class Reader(nn.Module):
         return self.last(torch.tanh(self.outcome(x))).square().mean()
 
 
+class Stacking(Reader):
+    """Calls a function of PyTorch's with a name that others have that look variables up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.stack([self.outcome(x), x])).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Reader, Stacking])
 def test_a_variable_of_the_script_with_the_name_of_an_attribute_is_another(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = rockplan.solve(Reader(), torch.randn(8, 16), "100%")
+    planned = rockplan.solve(kind(), torch.randn(8, 16), "100%")
     monkeypatch.setattr("rockplan.api.captured_call", lambda *args: pytest.fail("planned again"))
     for _ in range(3):
         monkeypatch.setitem(globals(), "outcome", planned(torch.randn(8, 16)))

@@ -488,13 +488,13 @@ def _global_names_in(code: types.CodeType) -> frozenset[str]:
 
 _OF_GLOBALS = frozenset(
     f"{verb}_{what}" for verb in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME")
-) | {"LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
+) | {"LOAD_FROM_DICT_OR_GLOBALS"}
 
 _BY_TEXT = frozenset(
     (
         *("globals", "locals", "vars", "eval", "exec", "modules", "import_module", "__import__"),
-        *("__dict__", "__globals__", "__builtins__", "f_globals", "_getframe", "currentframe"),
-        *("stack", "getmodule", "attrgetter"),
+        *("__dict__", "__globals__", "__builtins__", "f_globals", "f_locals"),
+        *("getmodule", "attrgetter"),
     )
 )
 """Names of what gives global variables by their names."""
