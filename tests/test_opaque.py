@@ -513,6 +513,23 @@ def test_what_cannot_run_on_made_up_numbers_is_declared() -> None:
     train(lambda h: Ordered.apply(h, h + 1).tanh())
 
 
+@pytest.mark.parametrize("is_tuple", [True, False])
+@pytest.mark.parametrize("prepare", [torch.tanh, lambda h: h.t()])
+def test_gradients_look_like_arguments(prepare: Callable[..., Any], is_tuple: bool) -> None:
+    class Double(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(numpy.ascontiguousarray(x.detach().numpy() * 2))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            found = gradient.mul(2).contiguous()
+            return (found,) if is_tuple else found
+
+    rockplan.opaque(Double, fake=lambda ctx, x: x.new_empty(x.shape))
+    train(lambda h: Double.apply(prepare(h)).reshape(h.shape))
+
+
 class Applied:
     """A function that can be pickled."""
 

@@ -515,12 +515,12 @@ class OpaqueBackward:
                 result = self._like_arguments()
         return run_of(self._needed(result), kept, None)
 
-    def _needed(self, result: Any) -> Any:
-        """Without gradients that nobody asks for, of which autograd makes nothing."""
+    def _needed(self, result: Any) -> tuple[Any, ...]:
+        """A tuple, also of one, without gradients that nobody asks for, of which autograd makes
+        nothing."""
         needs = self.forward.needs
-        if not isinstance(result, tuple):
-            return result if needs[:1] == (True,) else None
-        return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(result))
+        results = result if isinstance(result, tuple) else (result,)
+        return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
 
     def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the given ones that it has itself, which the outcome refers to."""
@@ -542,9 +542,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(
-        spec.shape, spec.stride, dtype=dtype_of(spec), device=torch.device(spec.device)
-    ).contiguous()
+    return torch.empty(spec.shape, dtype=dtype_of(spec), device=spec.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
