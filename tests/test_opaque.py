@@ -265,6 +265,51 @@ class Inner(Function):
         return torch.autograd.grad(y, x, gradient)[0]
 
 
+@rockplan.opaque(
+    fake=lambda ctx, x: (ctx.save_for_backward(torch.empty_like(x)), torch.empty_like(x))[1]
+)
+class DeclaredDropout(Function):
+    """Of which nothing is known but what it makes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand_like(x).round()
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0] + torch.rand_like(gradient) * 0.1
+
+
+def mode(scale: float) -> Any:
+    """A member of an enumeration that looks like those of others."""
+
+    class Mode(enum.Enum):
+        A = 1
+
+        def __repr__(self) -> str:
+            return "A"
+
+    Mode.scale = scale
+    return Mode.A
+
+
+MODES = mode(1.0), mode(5.0)
+
+
+@rockplan.opaque
+class OfMode(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mode: Any) -> torch.Tensor:
+        ctx.scale = float(type(mode).scale)
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.scale, None
+
+
 def moved(destination: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
 
@@ -340,6 +385,8 @@ WORKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a partial": lambda h: Applies.apply(h, PARTIAL),
     "in place": lambda h: InPlace.apply(h * 1).sin(),
     "dropout": lambda h: h + Dropout.apply(h),
+    "declared dropout": lambda h: h.sin() + DeclaredDropout.apply(h.tanh()),
+    "modes": lambda h: OfMode.apply(OfMode.apply(h, MODES[0]).tanh(), MODES[1]),
     "inner": lambda h: Inner.apply(h),
     "addresses": lambda h: reverse(h) + h,
     "a function": lambda h: shifted_exponential(h.tanh(), shift=0.5),

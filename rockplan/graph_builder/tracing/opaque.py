@@ -547,8 +547,8 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A call that was found out about. results, attributes: as in `OpaqueRun`; draws: from a
-    generator."""
+    """A call that was found out about. results, attributes: as in `OpaqueRun`; draws: from the
+    generator of the device of its first result, or may do so."""
 
     call: OpaqueForward | OpaqueBackward
     outcome: Outcome
@@ -599,7 +599,7 @@ def _run_backward(given: list[torch.Tensor], call: str, draws: bool) -> list[tor
 
 def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What a run makes in new memory. Raises where it is another than the one that was recorded."""
-    before = None if known.draws else generator_states(tensors)
+    before = generator_states(tensors)
     run = known.call.run(tensors)
     called = known.call.called
     if run.outcome != known.outcome:
@@ -608,12 +608,25 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
             "planned. A plan needs the same of each run: what follows from shapes and from "
             "arguments that are no tensors alone"
         )
-    if before is not None and before != generator_states(tensors):
+    fresh = run.fresh()
+    repeated = {device_of_draws(fresh)} if known.draws else set()
+    if not moved(before, tensors) <= repeated:
         raise UnsupportedModel(
             f"{called}, an opaque function, has drawn random numbers, which it did not when it was "
-            "planned: a run of it in a plan could not repeat them"
+            "planned, or of another device than that of its first result: a run of it in a plan "
+            "could not repeat them"
         )
-    return run.fresh()
+    return fresh
+
+
+def device_of_draws(fresh: Sequence[torch.Tensor]) -> str:
+    """The one whose generator a plan can put back: that of the first result in new memory."""
+    return str(fresh[0].device) if fresh else ""
+
+
+def moved(before: Mapping[str, bytes], tensors: Sequence[torch.Tensor]) -> set[str]:
+    """Devices whose generators were drawn from. before: their `generator_states`."""
+    return {d for d, state in generator_states(tensors).items() if state != before[d]}
 
 
 def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, bytes]:

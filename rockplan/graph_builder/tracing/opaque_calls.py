@@ -42,8 +42,10 @@ from rockplan.graph_builder.tracing.opaque import (
     Outcome,
     Ref,
     Tensors,
+    device_of_draws,
     dtype_of,
     generator_states,
+    moved,
     with_refs,
 )
 from rockplan.graph_builder.tracing.recorder import tensor_spec
@@ -410,7 +412,8 @@ def _found(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> Opaq
     is_fake = call.function.fake is not None
     if is_fake:
         with FakeTensorMode():
-            run, draws = _run(call, _tensors_for(call, place), True, place), False
+            run = _run(call, _tensors_for(call, place), True, place)
+            draws = bool(run.fresh())  # of what is declared nobody knows
     else:
         devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
         python, arrays = random.getstate(), numpy.random.get_state()
@@ -443,13 +446,12 @@ def _real_run(
     for i, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
         if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content):
             _refuse_write(call, i, place)
-    moved = [d for d, state in generator_states(tensors).items() if state != states[d]]
+    drawn = moved(states, tensors)
     is_python = random.getstate() != of_python[0]
     is_numpy = str(numpy.random.get_state(legacy=False)) != str(of_python[1])
-    fresh = {str(t.device) for t in run.fresh()[:1]}
-    if is_python or is_numpy or (moved and set(moved) != fresh):
+    if is_python or is_numpy or not drawn <= {device_of_draws(run.fresh())}:
         raise NAMED["draws of an opaque function"].at(*place, function=call.called)
-    return run, bool(moved)
+    return run, bool(drawn)
 
 
 def _run(
