@@ -34,6 +34,8 @@ CALLS: dict[str, tuple[OpOverload, Callable[[], Arguments]]] = {
     ),
 }
 
+WORKED_OUT = ("promoted", "view", "views", "unsafe view")
+
 
 def described(result: Any, given: list[torch.Tensor]) -> list[object]:
     """Of each tensor: what it looks like, which argument it is, whose storage it has."""
@@ -77,7 +79,7 @@ def test_a_remembered_result_is_that_of_the_fake_mode(
             assert found[-1] == described(expected, given)
     assert found[0] == found[1] == found[2]
     # Views, and what works element by element, are worked out without the fake mode.
-    assert len(asked) <= 1
+    assert len(asked) == (0 if name in WORKED_OUT else 1)
 
 
 def test_what_differs_in_anything_that_matters_is_another_call() -> None:
