@@ -1,15 +1,16 @@
-"""Adapt: a plan that a module has -> one for another kind of call, without a search.
+"""Adapt: a plan that a module has -> one for another kind of call, without searching anew.
 
 takes: plans, another kind of call as it was captured, its budget. returns: a Plan, or None where
 none carries over. guarantees: as `planning`, but that nothing is proven: the bound is that of
-running nothing again. Bytes are those of the call itself; times are scaled from those of the plan
-that is known (`graph_builder.costs.scaled`).
+running nothing again. Bytes are those of the call itself: operators whose bytes do not follow from
+shapes run for that. Times are scaled from those of the plan that is known
+(`graph_builder.costs.scaled`).
 
 A trainer calls a model nearly as its sample did: with as many tokens as the batch happens to have,
 with a number by which the loss is divided, with one tensor in two places or two, with a scalar of
 another dtype. What is worth keeping and what to compute again is the same then. So the known
-schedule is replayed on the graph of the call. Where that needs more than the budget, room is made
-as the local search does; where it needs less, what the budget does not ask for is not run again.
+schedule is replayed on the graph of the call. Where that needs more than the budget, a short local
+search (`QUICK`) makes room; where it needs less, what the budget does not ask for is not run again.
 """
 
 from __future__ import annotations
