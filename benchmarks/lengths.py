@@ -73,13 +73,14 @@ def lengths_of(longest: int) -> list[int]:
     return known + drawn.choices(known, k=STEPS - LENGTHS)
 
 
-def step_s(module: nn.Module, case: Case, length: int) -> float:
-    """CPU seconds of a step on the first tokens of the batch."""
+def step_s(module: nn.Module, case: Case, length: int) -> tuple[float, torch.Tensor]:
+    """CPU seconds of a step on the first tokens of the batch, and its loss."""
     kwargs = {name: t[:, :length].contiguous() for name, t in case.kwargs.items()}
     module.zero_grad()
     started = time.process_time()
-    case.loss(module(*case.args, **kwargs)).backward()
-    return time.process_time() - started
+    loss = case.loss(module(*case.args, **kwargs))
+    loss.backward()
+    return time.process_time() - started, loss.detach()
 
 
 def measured(name: str) -> Row:
@@ -99,9 +100,13 @@ def measured(name: str) -> Row:
         step_s(module, case, longest)
     eager_s, planned_s = [], []
     for step, length in enumerate(lengths_of(longest)):
+        losses = []
         for module, seconds in ((eager, eager_s), (planned, planned_s)):
             torch.manual_seed(step)
-            seconds.append(step_s(module, case, length))
+            taken_s, loss = step_s(module, case, length)
+            seconds.append(taken_s)
+            losses.append(loss)
+        assert torch.equal(*losses)
         for a, b in zip(eager.parameters(), planned.parameters(), strict=True):
             assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
     return Row(
