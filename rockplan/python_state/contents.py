@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from rockplan.python_state import key_value_cache
+from rockplan.python_state.holders import is_small, slots
 
 # Values that do not change. Classes compare by identity, as they should.
 _PLAIN = (
@@ -48,8 +49,6 @@ _USUAL = frozenset({type(None), bool, int, float, str})
 _MAXIMUM_DEPTH = 6
 # Of what a function refers to, which may be more than it reads: 1000 numbers take about 0.1 ms.
 _MAXIMUM_LENGTH = 1000
-# Copied and compared at every call: 1 MiB takes about 0.1 ms.
-_MAXIMUM_ARRAY_BYTES = 1 << 20
 # Classes of the standard library that are what a class of the user's would be.
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
@@ -274,7 +273,7 @@ class _Reading:
     def _buffer(self, value: bytearray | array[Any] | numpy.ndarray) -> Any:
         if isinstance(value, numpy.ndarray) and value.dtype == object:
             return [*value.shape, *(self.value(v, strict=False) for v in value.ravel().tolist())]
-        if not _is_small(value):
+        if not is_small(value):
             return _Identity(value)
         if isinstance(value, numpy.ndarray):
             return [value.dtype, *value.shape, *value.strides, value.tobytes()]
@@ -314,13 +313,6 @@ def _root(value: Any) -> str:
     return str(value.__module__).partition(".")[0]
 
 
-def _is_small(value: Any) -> bool:
-    """May a buffer be copied at every call?"""
-    if isinstance(value, numpy.ndarray):
-        return not value.dtype.hasobject and value.nbytes <= _MAXIMUM_ARRAY_BYTES
-    return memoryview(value).nbytes <= _MAXIMUM_ARRAY_BYTES
-
-
 def _leaf(value: Any) -> Any:
     """A plain value as what equals it alone: neither 2.0 nor True is 2, -0.0 is not 0.0, and NaN
     is NaN."""
@@ -342,27 +334,16 @@ def _leaf(value: Any) -> Any:
 def _attributes(value: object) -> list[tuple[str, Any]]:
     """Names and values of the attributes of an object, in its dictionary and its slots."""
     attributes = getattr(value, "__dict__", None)
-    slots = _slots(type(value))  # type: ignore[arg-type]
-    has_none = not isinstance(attributes, dict) and not slots
+    named = slots(type(value))  # type: ignore[arg-type]
+    has_none = not isinstance(attributes, dict) and not named
     if has_none or isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
         raise _Unknown
     found = list(attributes.items()) if isinstance(attributes, dict) else []
-    if slots:
-        found += [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    if named:
+        found += [(name, getattr(value, name)) for name in named if hasattr(value, name)]
     if key_value_cache.is_configuration(type(value)):  # type: ignore[arg-type]
         return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
     return found
-
-
-@functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
-    """Names of the slots that classes of Python declare."""
-    return tuple(
-        name
-        for base in kind.__mro__
-        for name, slot in vars(base).items()
-        if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base)
-    )
 
 
 @functools.cache

@@ -6,7 +6,7 @@ takes: a TensorSpec. returns: bytes, dtypes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -32,9 +32,14 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 def span(spec: TensorSpec) -> int:
     """Elements of the smallest storage that holds the tensor at offset 0."""
-    if 0 in spec.shape:
+    return spanned(spec.shape, spec.stride)
+
+
+def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """As `span`."""
+    if 0 in shape:
         return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(spec.shape, spec.stride, strict=True))
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 @functools.lru_cache(_SPECS)

@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rockplan.graph_builder.costs.specs import spanned
 from rockplan.graph_builder.operators import facts
 
 _OF = torch._C.TensorBase
@@ -238,7 +239,8 @@ def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
     storage = leaf.untyped_storage()
     shared = [t.untyped_storage()._cdata == storage._cdata for t in given]
     source = shared.index(True) if any(shared) else None
-    if source is None and (leaf.storage_offset() or storage.nbytes() != _bytes(leaf)):
+    size_bytes = leaf.dtype.itemsize * spanned(leaf.shape, leaf.stride())
+    if source is None and (leaf.storage_offset() or storage.nbytes() != size_bytes):
         return None
     return _MadeTensor(
         tuple(leaf.shape),
@@ -248,11 +250,3 @@ def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
         leaf.fake_device,
         source,
     )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Of the storage that `empty_strided` makes."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.dtype.itemsize

@@ -28,6 +28,7 @@ from torch.autograd.function import FunctionCtx, _is_setup_context_defined
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import InvalidInput, StalePlan, UnsupportedModel
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.tracing.recorder import tensor_spec
 from rockplan.python_state.contents import described
@@ -534,11 +535,6 @@ class OpaqueBackward:
             _empty(specs[a.place]) if needs else None
             for a, needs in zip(args, call.needs, strict=True)
         )
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-    return found
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import CaptureError, InvalidInput, RockplanError
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.opaque import (
     KNOWN,
@@ -43,7 +44,6 @@ from rockplan.graph_builder.tracing.opaque import (
     Ref,
     Tensors,
     device_of_draws,
-    dtype_of,
     generator_states,
     moved,
     with_refs,
