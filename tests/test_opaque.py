@@ -361,6 +361,20 @@ SQUARERS = Squarer(1.0), Squarer(2.0)
 PARTIAL = functools.partial(torch.mul, other=2)
 
 
+class WritesOthers(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        written(others[0], x.detach() * 2)
+        return others[0] + x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.clone(), None
+
+
+writes_others = rockplan.opaque(WritesOthers, mutates=("others[0]",)).apply
+
+
 def several(h: torch.Tensor) -> torch.Tensor:
     x, order, name, third = Several.apply(h, [h.detach() * 2], Kind.TWICE, "name", double, None)
     assert name == "name"
@@ -389,6 +403,7 @@ WORKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "modes": lambda h: OfMode.apply(OfMode.apply(h, MODES[0]).tanh(), MODES[1]),
     "inner": lambda h: Inner.apply(h),
     "addresses": lambda h: reverse(h) + h,
+    "others": lambda h: writes_others(h, torch.zeros_like(h)),
     "a function": lambda h: shifted_exponential(h.tanh(), shift=0.5),
     "twice the same": lambda h: Sparing.apply(h, h)[0],
     "parts of a tensor": lambda h: torch.cat([silu(p) for p in h.chunk(2, dim=1)], dim=1),
@@ -638,6 +653,11 @@ def _writes_saved(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
+def _any(ctx: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+    written(others[0], x)
+    return x.clone()
+
+
 takes_two = function_of(lambda ctx, x, other: x.clone())
 writes = function_of(_writes)
 
@@ -772,6 +792,9 @@ def test_a_run_that_is_another_is_refused(name: str) -> None:
         (lambda: rockplan.opaque(double), "needs the backward of double"),
         (lambda: rockplan.opaque(Silu, backward=double), "has a backward of its own"),
         (lambda: rockplan.opaque(Silu, mutates=("y",)), "no argument 'y'.*of x, scale"),
+        (lambda: rockplan.opaque(Silu, mutates=("x[0]",)), r"no argument 'x\[0\]'"),
+        (lambda: function_of(_any, mutates=("nonsense",)), r"'nonsense'.*of x, others\[...\]"),
+        (lambda: function_of(_any, mutates=("others",)), "'others'"),
         (lambda: rockplan.opaque(Silu, mutates="x"), "tuples of names"),
         (lambda: rockplan.opaque(Silu, fake_backward=double), "needs fake"),
         (

@@ -178,13 +178,12 @@ def _register(
         raise InvalidInput(f"{called}: fake_backward needs fake, which saves what it takes")
     has_setup = _is_setup_context_defined(kind.setup_context)
     parameters = list(inspect.signature(kind.forward).parameters.values())[not has_setup :]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    names = [p.name for p in parameters]
     for name in mutates:
-        if name not in names and not takes_any:
+        named = [f"{p.name}[...]" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters]
+        if re.sub(r"\[\d+\]$", "[...]", name) not in named:
             raise InvalidInput(
                 f"{called} has no argument '{name}' to write into: mutates takes of "
-                f"{', '.join(names)}"
+                f"{', '.join(named)}"
             )
     NOT_FOLLOWED.add(kind)
     before = REGISTERED.get(kind)
@@ -245,6 +244,11 @@ class Ref:
     """A tensor among the arguments of a call, by its place among the distinct ones."""
 
     place: int
+
+
+def taken(leaf: Any, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> Any:
+    """The tensor that `leaf` refers to, or itself."""
+    return tensors[leaf.place] if isinstance(leaf, Ref) else leaf
 
 
 def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
@@ -445,10 +449,20 @@ class OpaqueForward:
     def called(self) -> str:
         return f"{self.function.called}.forward"
 
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """With places of tensors."""
+        args: tuple[Any, ...] = pytree.tree_unflatten(list(self.leaves), self.structure)
+        return args
+
+    @property
+    def needing(self) -> frozenset[int]:
+        """Places of the tensors that need a gradient."""
+        return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
+
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
         given = self._as_given(tensors)
-        leaves = [given[x.place] if isinstance(x, Ref) else x for x in self.leaves]
-        args = pytree.tree_unflatten(leaves, self.structure)
+        args = pytree.tree_unflatten([taken(x, given) for x in self.leaves], self.structure)
         ctx, function = Context(self.needs), self.function
         with self.surroundings.entered():
             if is_fake and function.fake is not None:
@@ -463,10 +477,8 @@ class OpaqueForward:
     def _as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As autograd gives them: they require a gradient if one is needed."""
         given = [t.detach() for t in tensors]
-        args = pytree.tree_unflatten(list(self.leaves), self.structure)
-        for argument, needs in zip(args, self.needs, strict=True):
-            if needs:
-                given[argument.place].requires_grad_()
+        for place in self.needing:
+            given[place].requires_grad_()
         return given
 
 
@@ -497,15 +509,12 @@ class OpaqueBackward:
         given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             given[place].requires_grad_()
-
-        def real(leaf: Any) -> Any:
-            return given[leaf.place] if isinstance(leaf, Ref) else leaf
-
         function, ctx = self.function, Context(self.forward.needs)
-        ctx.saved_tensors = tuple(map(real, self.saved))
+        ctx.saved_tensors = tuple(taken(ref, given) for ref in self.saved)
         for name, leaves, structure in self.attributes:
-            setattr(ctx, name, pytree.tree_unflatten(list(map(real, leaves)), structure))
-        gradients = tuple(map(real, self.gradients))
+            real = [taken(leaf, given) for leaf in leaves]
+            setattr(ctx, name, pytree.tree_unflatten(real, structure))
+        gradients = [taken(ref, given) for ref in self.gradients]
         kept = self.kept(given)
         with self.surroundings.entered():
             if not is_fake or function.fake is None:
@@ -529,12 +538,8 @@ class OpaqueBackward:
 
     def _like_arguments(self) -> tuple[Any, ...]:
         call = self.forward
-        args = pytree.tree_unflatten(list(call.leaves), call.structure)
-        specs = call.tensors.specs
-        return tuple(
-            _empty(specs[a.place]) if needs else None
-            for a, needs in zip(args, call.needs, strict=True)
-        )
+        pairs = zip(call.args, call.needs, strict=True)
+        return tuple(_empty(call.tensors.specs[a.place]) if needs else None for a, needs in pairs)
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
@@ -606,11 +611,11 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
         )
     fresh = run.fresh()
     repeated = {device_of_draws(fresh)} if known.draws else set()
-    if not moved(before, tensors) <= repeated:
+    if not moved(before, generator_states(tensors)) <= repeated:
         raise UnsupportedModel(
             f"{called}, an opaque function, has drawn random numbers, which it did not when it was "
-            "planned, or of another device than that of its first result: a run of it in a plan "
-            "could not repeat them"
+            "planned, or from another generator than that of the device of its first result: a run "
+            "of it in a plan could not repeat them"
         )
     return fresh
 
@@ -620,13 +625,13 @@ def device_of_draws(fresh: Sequence[torch.Tensor]) -> str:
     return str(fresh[0].device) if fresh else ""
 
 
-def moved(before: Mapping[str, bytes], tensors: Sequence[torch.Tensor]) -> set[str]:
-    """Devices whose generators were drawn from. before: their `generator_states`."""
-    return {d for d, state in generator_states(tensors).items() if state != before[d]}
+def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Generators that were drawn from between two looks at their states."""
+    return {name for name, state in before.items() if state != after[name]}
 
 
-def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, bytes]:
-    """Of the generators that may be drawn from, by device."""
+def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Of the generators of devices that may be drawn from, as bytes."""
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     states = {f"cuda:{i}": torch.cuda.default_generators[i].get_state() for i in devices}
     states["cpu"] = torch.get_rng_state()

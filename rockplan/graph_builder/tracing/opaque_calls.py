@@ -10,14 +10,16 @@ and draws that a plan could not repeat, are refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import inspect
+import pickle
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,7 @@ from rockplan.graph_builder.tracing.opaque import (
     device_of_draws,
     generator_states,
     moved,
+    taken,
     with_refs,
 )
 from rockplan.graph_builder.tracing.recorder import tensor_spec
@@ -76,14 +79,13 @@ class UnknownCall(CaptureError):
             raise NAMED["other call of an opaque function"].at(*place, **what)
         with torch.inference_mode(False), _disable_current_modes():
             run = _found(self.call, place)
-            if isinstance(self.call, OpaqueForward) and any(self.call.needs):
-                # Most backward passes have these gradients: one recording less.
-                likely = _likely_backward(self.call, run)
-                if likely is not None and key_of(likely) not in KNOWN:
-                    try:
+            is_real = self.call.function.fake is None
+            if is_real and isinstance(self.call, OpaqueForward) and any(self.call.needs):
+                # Most backward passes have these gradients: half as many recordings.
+                with contextlib.suppress(RockplanError):
+                    likely = _likely_backward(self.call, run)
+                    if key_of(likely) not in KNOWN:
                         _found(likely, place)
-                    except RockplanError:
-                        return
 
 
 # While a forward is recorded
@@ -189,7 +191,7 @@ def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Kno
 
 
 def _result(made: _MadeByCall) -> Any:
-    leaves = tuple(made.tensors[r.place] if isinstance(r, Ref) else r for r in made.known.results)
+    leaves = tuple(taken(ref, made.tensors) for ref in made.known.results)
     return leaves[0] if made.known.outcome.is_one else leaves
 
 
@@ -201,8 +203,7 @@ def _tell(ctx: Any, made: _MadeByCall) -> None:
     }
     ctx._rockplan_kept = _Kept(made.known, {p: made.tensors[p].detach() for p in sorted(places)})
     if outcome.saved:
-        refs = (made.tensors[r.place] if isinstance(r, Ref) else None for r in outcome.saved)
-        ctx.save_for_backward(*refs)
+        ctx.save_for_backward(*(taken(ref, made.tensors) for ref in outcome.saved))
     if outcome.dirty:
         ctx.mark_dirty(*(made.tensors[place] for place in sorted(outcome.dirty)))
     if outcome.constant:
@@ -280,12 +281,8 @@ def _backward_call(
     call = forward.call
     assert isinstance(call, OpaqueForward)
     outcome, function = forward.outcome, call.function
-
-    def real(leaf: Any) -> Any:
-        return tensors[leaf.place] if isinstance(leaf, Ref) else leaf
-
-    kept = [real(ref) if isinstance(ref, Ref) else None for ref in outcome.saved]
-    flat = [leaf for _, leaves, _ in forward.attributes for leaf in map(real, leaves)]
+    kept = [taken(ref, tensors) for ref in outcome.saved]
+    flat = [taken(leaf, tensors) for _, leaves, _ in forward.attributes for leaf in leaves]
     refs, given = with_refs([*kept, *flat, *gradients])
     waiting = iter(refs)
     saved_refs = tuple(next(waiting) for _ in kept)
@@ -294,7 +291,6 @@ def _backward_call(
         for name, leaves, tree in forward.attributes
     )
     gradient_refs = tuple(waiting)
-    needing = _needing(call)
     named = _backward_names(function, saved_refs, attributes, gradient_refs)
     unknown = [n for n in function.backward_mutates if n not in named]
     if unknown:
@@ -303,31 +299,19 @@ def _backward_call(
             f"into: backward_mutates takes of {', '.join(named)}"
         )
     copied = {p for name in function.backward_mutates for p in named[name]}
+    refs_saved = zip(saved_refs, outcome.saved, strict=True)
+    need = {to.place for to, r in refs_saved if isinstance(r, Ref) and r.place in call.needing}
     found = OpaqueBackward(
         forward=call,
         saved=saved_refs,
         attributes=attributes,
         gradients=gradient_refs,
         tensors=Tensors.of(given),
-        need=tuple(
-            sorted(
-                {
-                    to.place
-                    for to, ref in zip(saved_refs, outcome.saved, strict=True)
-                    if isinstance(ref, Ref) and ref.place in needing
-                }
-            )
-        ),
+        need=tuple(sorted(need)),
         copied=tuple(sorted(copied)),
         surroundings=AutocastThere.here(),
     )
     return found, given
-
-
-def _needing(call: OpaqueForward) -> set[int]:
-    """Places of arguments that need a gradient."""
-    args = pytree.tree_unflatten(list(call.leaves), call.structure)
-    return {a.place for a, needs in zip(args, call.needs, strict=True) if needs}
 
 
 def _backward_names(
@@ -416,14 +400,8 @@ def _found(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> Opaq
             draws = bool(run.fresh())  # of what is declared nobody knows
     else:
         devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
-        python, arrays = random.getstate(), numpy.random.get_state()
-        with torch.random.fork_rng(devices=sorted(devices)):
-            try:
-                tensors = _tensors_for(call, place)
-                run, draws = _real_run(call, tensors, place)
-            finally:
-                random.setstate(python)
-                numpy.random.set_state(arrays)
+        with _generators_restored(devices):
+            run, draws = _real_run(call, _tensors_for(call, place), place)
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
         is_plain = not (made.spec.is_conj or made.spec.is_neg)
@@ -433,23 +411,38 @@ def _found(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> Opaq
     return run
 
 
+def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Also those of Python and of numpy, which other threads draw from as well: no plan looks."""
+    of_numpy = pickle.dumps(numpy.random.get_state(legacy=False))
+    return {**generator_states(tensors), "Python": random.getstate(), "numpy": of_numpy}
+
+
+@contextlib.contextmanager
+def _generators_restored(devices: Iterable[str]) -> Iterator[None]:
+    """Afterwards generators are what they were: of devices, of Python, of numpy."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
+
+
 def _real_run(
     call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: tuple[str, str]
 ) -> tuple[OpaqueRun, bool]:
     """What it makes; does it draw?"""
     declared = call.changed if isinstance(call, OpaqueForward) else ()
     before = [_bytes(t).clone() for t in tensors]
-    states = generator_states(tensors)
-    of_python = random.getstate(), numpy.random.get_state(legacy=False)
+    states = _all_generator_states(tensors)
     run = _run(call, tensors, False, place)
     storages = {call.tensors.storages[i] for i in declared}
     for i, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
         if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content):
             _refuse_write(call, i, place)
-    drawn = moved(states, tensors)
-    is_python = random.getstate() != of_python[0]
-    is_numpy = str(numpy.random.get_state(legacy=False)) != str(of_python[1])
-    if is_python or is_numpy or not drawn <= {device_of_draws(run.fresh())}:
+    drawn = moved(states, _all_generator_states(tensors))
+    if not drawn <= {device_of_draws(run.fresh())}:
         raise NAMED["draws of an opaque function"].at(*place, function=call.called)
     return run, bool(drawn)
 
@@ -474,9 +467,8 @@ def _refuse_write(
     call: OpaqueForward | OpaqueBackward, place: int, source: tuple[str, str]
 ) -> None:
     if isinstance(call, OpaqueForward):
-        args = pytree.tree_unflatten(list(call.leaves), call.structure)
-        names = _argument_names(call.function, len(args))
-        pairs = zip(names, args, strict=True)
+        names = _argument_names(call.function, len(call.args))
+        pairs = zip(names, call.args, strict=True)
         found = [n for n, a in pairs if Ref(place) in pytree.tree_leaves(a)]
         how = "mutates"
     else:
@@ -512,22 +504,17 @@ def _tensors_for(
     return tensors
 
 
-def _likely_backward(call: OpaqueForward, run: OpaqueRun) -> OpaqueBackward | None:
+def _likely_backward(call: OpaqueForward, run: OpaqueRun) -> OpaqueBackward:
     """That all results get a gradient in new memory."""
     known = KNOWN[key_of(call)]
-    if known.call.function.fake is not None:
-        return None
-    gradients: list[Any] = []
-    for ref in known.results:
-        tensor = run.tensors[ref.place] if isinstance(ref, Ref) else None
-        if tensor is None:
-            gradients.append(None)
-            continue
-        gradients.append(torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device))
-    try:
-        return _backward_call(known, dict(enumerate(run.tensors)), gradients)[0]
-    except InvalidInput:
-        return None
+    results = [taken(ref, run.tensors) for ref in known.results]
+    gradients = [
+        torch.zeros(r.shape, dtype=r.dtype, device=r.device)
+        if isinstance(r, torch.Tensor)
+        else None
+        for r in results
+    ]
+    return _backward_call(known, dict(enumerate(run.tensors)), gradients)[0]
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:
