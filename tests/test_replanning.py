@@ -530,6 +530,39 @@ def test_a_variable_of_the_script_with_the_name_of_an_attribute_is_another(
         globals()["outcome"].backward()
 
 
+class ByName(type):
+    """Its classes have no hash."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, ByName) and cls.__name__ == other.__name__
+
+
+class Settings(metaclass=ByName):
+    gain = 1.0
+
+
+class Unhashable(Reader, metaclass=ByName):
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.settings.gain)
+
+
+@pytest.mark.parametrize("make", [Settings, lambda: Settings])
+def test_classes_without_a_hash(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make()
+    planned: Any = rockplan.solve(Unhashable(settings), torch.randn(8, 16), "100%", options=OPTIONS)
+    eager = Unhashable(settings)
+    eager.load_state_dict(planned.state_dict())
+    for gain in (1.0, 3.0):
+        monkeypatch.setattr(settings, "gain", gain)
+        x = torch.randn(8, 16)
+        assert_same_tensor(planned(x), eager(x), f"gain {gain}")
+    assert len(planned.plans) == 2
+
+
 SCALE = 2.0
 
 

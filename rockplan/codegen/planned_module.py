@@ -56,6 +56,7 @@ from rockplan.codegen.program import MakeProgram, PlannedProgram
 from rockplan.codegen.watch import Watch
 from rockplan.errors import BackwardError, InfeasibleBudget, InvalidInput, StalePlan
 from rockplan.python_state import trees
+from rockplan.python_state.classes import once_for_each_class
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Assignment, Incoming
@@ -580,7 +581,7 @@ def planned_module(
             attributes[name] = attributes[name].copy()
     settings = (make_program, on_mismatch, on_infeasible, outputs_chosen)
     state = _PlannedState(type(module), attributes.pop("forward", None), *settings)
-    planned = nn.Module.__new__(_planned_class(type(module)))  # type: ignore[arg-type]
+    planned = nn.Module.__new__(_planned_class(type(module)))
     planned.__dict__.update(attributes, _rockplan=state)
     _start(planned, state, kind_of_call(args, kwargs), program)
     return planned
@@ -609,7 +610,7 @@ def plan_in_place(
         state = _PlannedState(before.original, before.instance_forward, *settings)
     else:
         state = _PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
-        module.__class__ = _planned_class(type(module))  # type: ignore[arg-type]
+        module.__class__ = _planned_class(type(module))
     module.__dict__["_rockplan"] = state
     _start(module, state, kind, program)
 
@@ -647,7 +648,7 @@ def take_out(module: nn.Module) -> None:
     assert isinstance(module, Planned) and isinstance(module, nn.Module)
     state = module._rockplan
     state.watch.end()
-    is_own_class = type(module) is _planned_class(state.original)  # type: ignore[arg-type]
+    is_own_class = type(module) is _planned_class(state.original)
     if is_own_class and "forward" not in module.__dict__:
         del module.__dict__["_rockplan"]
         module.__class__ = state.original  # type: ignore[assignment]
@@ -688,7 +689,7 @@ def _rebuild(
     count: int = 1,
 ) -> nn.Module:
     """Unpickle a planned module."""
-    planned = nn.Module.__new__(_planned_class(original))  # type: ignore[arg-type]
+    planned = nn.Module.__new__(_planned_class(original))
     planned.__dict__.update(attributes)
     _begin(planned, _PlannedState(original, *settings, latest=latest, count=count), programs)
     return planned
@@ -704,7 +705,7 @@ def _begin(
     state.watch.begin(copied)
 
 
-@functools.cache
+@once_for_each_class
 def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     """A class with the original's name, derived from it, with a planned forward.
 

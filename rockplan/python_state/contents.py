@@ -31,11 +31,12 @@ import torch
 from torch import nn
 
 from rockplan.python_state import key_value_cache
+from rockplan.python_state.classes import once_for_each_class
 from rockplan.python_state.holders import is_small, slots
 
 # Values that do not change. Classes compare by identity, as they should.
 _PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Decimal, Fraction, enum.Enum),
+    *(type(None), bool, int, float, complex, str, bytes, Decimal, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(numpy.generic, numpy.dtype, PurePath, re.Pattern, range, slice),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
@@ -44,15 +45,15 @@ _PLAIN = (
 # What they refer to may change.
 _BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_BOUND_IN_C)
-# Most are of these, which are found faster.
-_USUAL = frozenset({type(None), bool, int, float, str})
+# Most are of these, which are found faster: by identity, for classes may have no hash.
+_USUAL = frozenset(map(id, (type(None), bool, int, float, str)))
 _MAXIMUM_DEPTH = 6
 # Of what a function refers to, which may be more than it reads: 1000 numbers take about 0.1 ms.
 _MAXIMUM_LENGTH = 1000
 # Classes of the standard library that are what a class of the user's would be.
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
-_SHOWN = (*_PLAIN, *_FUNCTIONS, torch.Tensor, numpy.ndarray)
+_SHOWN = (*_FUNCTIONS, torch.Tensor, numpy.ndarray)
 _READABLE = (*_COLLECTIONS, types.MappingProxyType)
 _BUFFERS = (bytearray, array, numpy.ndarray)
 
@@ -146,7 +147,7 @@ def _read(value: object) -> Any:
 def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Contents | None:
     """What is in a collection, an array, an object with attributes (a configuration) or a function.
     None for what does not change, or cannot be looked into."""
-    if isinstance(container, (*_PLAIN, torch.Tensor)) or _is_plain_tuple(container):
+    if _is_value(container) or isinstance(container, torch.Tensor) or _is_plain_tuple(container):
         return None
     for read in (_everything, _plain_attributes):
         try:
@@ -158,8 +159,13 @@ def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Conte
     return None
 
 
+def _is_value(value: object) -> bool:
+    """Is it plain? Fractions are of an abstract class, which asks for a hash of other classes."""
+    return isinstance(value, _PLAIN) or type(value) is Fraction
+
+
 def _is_plain_tuple(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(v) in _USUAL for v in value)
+    return isinstance(value, tuple) and all(id(type(v)) in _USUAL for v in value)
 
 
 def _everything(container: object, constants: Sequence[torch.Tensor]) -> Any:
@@ -183,7 +189,7 @@ class _Reading:
         kind = type(value)
         if kind is str or kind is int or value is None:
             return value
-        if kind in _USUAL or isinstance(value, _PLAIN):
+        if id(kind) in _USUAL or _is_value(value):
             return _leaf(value)
         if kind is types.CodeType:
             return _Identity(value)
@@ -201,11 +207,12 @@ class _Reading:
 
     def plain_attributes(self, value: object) -> Any:
         """What an object shows that has other attributes, which cannot be looked into."""
-        if _is_of_library(type(value)):  # type: ignore[arg-type]
+        if _is_of_library(type(value)):
             raise _Unknown
         found = []
         for name, attribute in _attributes(value):
-            if not name.startswith("_") and isinstance(attribute, _SHOWN):
+            is_shown = _is_value(attribute) or isinstance(attribute, _SHOWN)
+            if not name.startswith("_") and is_shown:
                 with contextlib.suppress(_Unknown):
                     found.append((name, self.value(attribute, strict=True)))
         return type(value), found
@@ -232,7 +239,7 @@ class _Reading:
             raise _Unknown
         if isinstance(value, _FUNCTIONS):
             return self._function(value)
-        is_of_library = _is_of_library(type(value))  # type: ignore[arg-type]
+        is_of_library = _is_of_library(type(value))
         if is_of_library and callable(value) and not isinstance(value, nn.Module):
             return _Identity(value)
         return type(value), self._named(_attributes(value), strict=True)
@@ -327,29 +334,29 @@ def _leaf(value: Any) -> Any:
         return kind, (value.real.hex(), value.imag.hex())
     if isinstance(value, slice):  # has no hash before Python 3.12, and may hold anything
         parts = value.start, value.stop, value.step
-        return kind, [_leaf(v) if isinstance(v, _PLAIN) else _Identity(v) for v in parts]
+        return kind, [_leaf(v) if _is_value(v) else _Identity(v) for v in parts]
     return kind, value
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
     """Names and values of the attributes of an object, in its dictionary and its slots."""
     attributes = getattr(value, "__dict__", None)
-    named = slots(type(value))  # type: ignore[arg-type]
+    named = slots(type(value))
     has_none = not isinstance(attributes, dict) and not named
     if has_none or isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
         raise _Unknown
     found = list(attributes.items()) if isinstance(attributes, dict) else []
     if named:
         found += [(name, getattr(value, name)) for name in named if hasattr(value, name)]
-    if key_value_cache.is_configuration(type(value)):  # type: ignore[arg-type]
+    if key_value_cache.is_configuration(type(value)):
         return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
     return found
 
 
-@functools.cache
+@once_for_each_class
 def _is_of_library(kind: type) -> bool:
     """Derived from a class of PyTorch, or one of the standard library."""
-    if kind in _NAMESPACES:
+    if any(kind is known for known in _NAMESPACES):
         return False
     roots = [*map(_root, kind.__mro__)]
     return "torch" in roots or roots[0] in sys.stdlib_module_names
@@ -394,7 +401,7 @@ def _code(value: object) -> Any:
 
 def is_plain(value: object) -> bool:
     """Is it data that does not change, or a tuple of such?"""
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+    return _is_value(value) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 def copied(value: Any) -> Any:

@@ -25,6 +25,8 @@ import numpy
 import torch
 from torch import nn
 
+from rockplan.python_state.classes import once_for_each_class
+
 Element = tuple[Any, Any]
 """(key, position or name of an element; the element)"""
 
@@ -358,7 +360,7 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
     """(owner, kind) of what `value` holds and can hold others of; none for what never changes.
 
     Of an object with attributes that is no class, function or module of Python's."""
-    plain = _PLAIN.get(type(value))
+    plain = _PLAIN.get(id(type(value)))
     if plain is not None:
         return [(value, plain)]
     if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
@@ -378,14 +380,20 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
     return found
 
 
-_PLAIN = {dict: ITEMS, list: LIST, deque: DEQUE, set: SET, types.CellType: CELL}
+_PLAIN = {
+    id(kind): row
+    for kind, row in (
+        *((dict, ITEMS), (list, LIST), (deque, DEQUE), (set, SET)),
+        (types.CellType, CELL),
+    )
+}
 """Of objects that are of these classes themselves, and so have no attributes."""
 
 _ALONE = (CELL, CONTEXT, WAITING, TEXT)
 """Objects that hold in this way are not asked for attributes."""
 
 
-@functools.cache
+@once_for_each_class
 def _own_kinds(kind: type) -> tuple[Kind, ...]:
     """How objects of a class hold what is not in attributes."""
     rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
@@ -414,9 +422,10 @@ def is_keeper(value: object) -> bool:
     return _is_of_keepers(_kind(value))
 
 
-@functools.cache
+@once_for_each_class
 def _is_of_keepers(kind: type) -> bool:
-    return issubclass(kind, _KEEPERS)
+    # Abstract classes ask for a hash of it.
+    return any(base is keeper for base in kind.__mro__ for keeper in _KEEPERS)
 
 
 def is_opaque_keeper(value: object) -> bool:
@@ -436,7 +445,7 @@ def _kind(value: object) -> Any:
     return type(value)
 
 
-@functools.cache
+@once_for_each_class
 def slots(kind: type) -> tuple[str, ...]:
     """Names of the slots that classes of Python declare."""
     return tuple(
@@ -481,10 +490,19 @@ def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> A
     return value._make(found) if hasattr(value, "_make") else type(value)(found)
 
 
+@once_for_each_class
+def _is_of_nodes(kind: type) -> bool:
+    """The class of nodes is abstract, and asks for a hash of others."""
+    try:
+        return issubclass(kind, torch.autograd.graph.Node)
+    except TypeError:
+        return False
+
+
 def tensors_in(value: Any) -> Iterable[Any]:
     """The tensors, and nodes of autograd, that it is, or that tuples and frozen sets in it hold, or
     that it refers to weakly."""
-    if isinstance(value, torch.Tensor | torch.autograd.graph.Node):
+    if isinstance(value, torch.Tensor) or _is_of_nodes(type(value)):
         yield value
     elif isinstance(value, tuple | frozenset):
         for inner in value:

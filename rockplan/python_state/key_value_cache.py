@@ -10,11 +10,12 @@ switched later. What runs unplanned (evaluation, generation) does as the configu
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from rockplan.python_state.classes import once_for_each_class
 
 SWITCH = "use_cache"
 
@@ -24,7 +25,7 @@ _LOGGER = logging.getLogger("rockplan")
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
-@functools.cache
+@once_for_each_class
 def is_configuration(kind: type) -> bool:
     """Is it a class of configurations of transformers?"""
     return any(
@@ -89,7 +90,7 @@ def _configurations(module: Any) -> Iterable[Any]:
     while waiting:
         configuration = waiting.pop()
         kind = type(configuration)
-        if is_configuration(kind) and id(configuration) not in found:  # type: ignore[arg-type]
+        if is_configuration(kind) and id(configuration) not in found:
             found[id(configuration)] = configuration
             waiting += vars(configuration).values()
     return found.values()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockplan.python_state.classes import once_for_each_class
 from rockplan.python_state.holders import (
     CLASS,
     NAMESPACE,
@@ -44,8 +45,9 @@ from rockplan.values.interface import Address
 # Their classes, functions and global variables are not looked into.
 _CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "rockplan", "builtins"}
 _CLOSED |= set(sys.stdlib_module_names) - {"__main__"}
-PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Classes of what holds nothing."""
+_HOLDING_NOTHING = (type(None), bool, int, float, complex, str, bytes)
+PLAIN = frozenset(map(id, _HOLDING_NOTHING))
+"""Classes of what holds nothing, by identity."""
 
 _FIRST_NAMES = ("forward", "__call__")
 # Objects: a module of 12 layers reaches 4,000; a table of a million strings is not gone through.
@@ -53,11 +55,11 @@ _MOST = 200_000
 _UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
 
 
-NOT_FOLLOWED: set[Any] = set()
-"""Classes and functions that a recording does not run: what they come to is theirs."""
+NOT_FOLLOWED: dict[int, Any] = {}
+"""By identity, classes and functions that a recording does not run: what they come to is theirs."""
 
 # Keys by which an element is found at another time.
-_FOUND_AGAIN = (*PLAIN, tuple, torch.dtype, torch.device, type)
+_FOUND_AGAIN = (*_HOLDING_NOTHING, tuple, torch.dtype, torch.device, type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class _Walk:
     shared: list[Place] = field(default_factory=list)
 
     def meet(self, value: Any, place: Place) -> None:
-        if type(value) in PLAIN:
+        if id(type(value)) in PLAIN:
             return
         if id(value) in self.seen:
             if self._is_shared(value):
@@ -237,7 +239,7 @@ class _Walk:
 
     def _look_into(self, value: Any, place: Place) -> None:
         kind: Any = type(value)
-        if isinstance(value, type | types.FunctionType) and value in NOT_FOLLOWED:
+        if isinstance(value, type | types.FunctionType) and id(value) in NOT_FOLLOWED:
             return
         # Of a proxy, what it stands for.
         sort = _sort(kind if value.__class__ is kind else value.__class__)
@@ -274,7 +276,7 @@ class _Walk:
 
     def _is_old(self, value: Any) -> bool:
         """Is there nothing to note of it? Names of places take longer to make than all else."""
-        return type(value) in PLAIN or (id(value) in self.seen and not self._is_shared(value))
+        return id(type(value)) in PLAIN or (id(value) in self.seen and not self._is_shared(value))
 
     def _is_shared(self, value: Any) -> bool:
         return id(value) in self.of_arguments and isinstance(value, _CONTAINERS)
@@ -289,7 +291,7 @@ class _Walk:
             for key, element in kind.elements(owner):
                 if not self._is_old(element):
                     self.meet(element, held.element(key))
-                if type(key) not in PLAIN:
+                if id(type(key)) not in PLAIN:
                     self.meet(key, place.inside(place.text, None, ""))
 
     def _elements(self, elements: Iterable[tuple[Any, Any]], place: Place) -> None:
@@ -431,7 +433,7 @@ class _Sort(Enum):
     OTHER = auto()
 
 
-@functools.cache
+@once_for_each_class
 def _sort(kind: type) -> _Sort:
     rows: tuple[tuple[_Sort, tuple[type, ...]], ...] = (
         (_Sort.BUILTIN, (types.BuiltinFunctionType, types.MethodWrapperType)),
@@ -543,12 +545,12 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, _CONTAINERS)
 
 
-@functools.cache
+@once_for_each_class
 def _is_closed_itself(kind: type) -> bool:
     return _root(kind) in _CLOSED
 
 
-@functools.cache
+@once_for_each_class
 def _is_closed(kind: type) -> bool:
     """Is it a class of a library that is not looked into, or derived from one of PyTorch's?"""
     return "torch" in map(_root, kind.__mro__) or _is_closed_itself(kind)

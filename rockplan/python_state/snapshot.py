@@ -246,7 +246,7 @@ def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
         if not held.is_registry and "._flat_weight" not in held.place.text  # of recurrent layers
         for element in held.kind.elements(held.owner)
         for part in element
-        if type(part) not in PLAIN
+        if id(type(part)) not in PLAIN
         for tensor in tensors_in(part)
     )
 

@@ -150,7 +150,7 @@ def _with_backward(
             raise InvalidInput(f"{_name(function)} has arguments that can be given by name alone")
         return kind.apply(*bound.args)
 
-    NOT_FOLLOWED.add(apply)
+    NOT_FOLLOWED[id(apply)] = apply
     return apply
 
 
@@ -185,7 +185,7 @@ def _register(
                 f"{called} has no argument '{name}' to write into: mutates takes of "
                 f"{', '.join(named)}"
             )
-    NOT_FOLLOWED.add(kind)
+    NOT_FOLLOWED[id(kind)] = kind
     before = REGISTERED.get(kind)
     backward_name = "vjp" if kind.vjp is not Function.vjp else "backward"
     REGISTERED[kind] = Opaque(
