@@ -618,6 +618,10 @@ def test_copies_and_pickles_of_a_planned_module() -> None:
     assert loaded.plan.peak_bytes <= planned.plan.budget_bytes
 
 
+def test_a_derived_function_is_declared_itself() -> None:
+    train(lambda h: h + DeclaredKernel.apply(h, 2.0))
+
+
 def function_of(
     forward: Callable[..., Any], backward: Callable[..., Any] | None = None, **how: Any
 ) -> Any:
@@ -661,10 +665,37 @@ def _any(ctx: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
 takes_two = function_of(lambda ctx, x, other: x.clone())
 writes = function_of(_writes)
 
+
+class DerivedKernel(Silu):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 2, None
+
+
+class DerivedKernelWithSetup(Sparing):
+    """Nothing of its own."""
+
+
+class DeclaredKernel(DerivedKernel):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return DerivedKernel.forward(ctx, x * 2, scale)
+
+
+rockplan.opaque(DeclaredKernel)
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
     "an object": (
         lambda h: takes_two(h, nn.Linear(2, 2)),
         ["is given a Linear", "numbers, text"],
+    ),
+    "derived": (
+        lambda h: DerivedKernel.apply(h, 2.0),
+        ["derived from tests.test_opaque.Silu", "rockplan.opaque(DerivedKernel)"],
+    ),
+    "derived, with setup_context": (
+        lambda h: DerivedKernelWithSetup.apply(h, h),
+        ["derived from tests.test_opaque.Sparing", "rockplan.opaque(DerivedKernelWithSetup)"],
     ),
     "a function made anew": (
         lambda h: takes_two(h, lambda t: t * len(h)),
@@ -756,7 +787,7 @@ CHANGING: dict[str, tuple[Any, str]] = {
     "a draw": (function_of(lambda ctx, x: x + (torch.rand(4) if x.sum() < 0 else 0)), "drawn"),
     "what is saved": (
         function_of(lambda ctx, x: (ctx.save_for_backward(x[: 1 + int(x.min() < 0)]), x * 1)[1]),
-        "returns tensors of other shapes",
+        "makes tensors of other shapes",
     ),
 }
 

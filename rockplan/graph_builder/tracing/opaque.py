@@ -302,7 +302,7 @@ class Outcome:
             return "returns another number of results"
         if self.saved != other.saved:
             return "saves other tensors"
-        return "returns tensors of other shapes, strides, dtypes or memory, or None elsewhere"
+        return "makes tensors of other shapes, strides, dtypes or memory, or None elsewhere"
 
 
 class Context(FunctionCtx):

@@ -136,6 +136,7 @@ class _Recorded:
                 self._last = [self._call(bound.args, access)]
                 return _result(self._last[0])
             ctx, *args = given
+            self._refuse_subclass(ctx, access)
             made = self._call(args, access)
             _tell(ctx, made)
             return _result(made)
@@ -147,9 +148,17 @@ class _Recorded:
             if not access.is_active():
                 original(ctx, inputs, output)
                 return
+            self._refuse_subclass(ctx, access)
             _tell(ctx, self._last.pop())
 
         return setup_context
+
+    def _refuse_subclass(self, ctx: Any, access: RecordingAccess) -> None:
+        """One that is derived from the function, and has its members."""
+        kind = type(ctx)._forward_cls
+        if kind is not self._function.kind:
+            what = {"function": kind.__qualname__, "base": self._function.called}
+            access.refuse(NAMED["subclass of an opaque function"].text(**what))
 
     def _call(self, args: Sequence[Any], access: RecordingAccess) -> _MadeByCall:
         for leaf in pytree.tree_leaves(tuple(args)):
@@ -168,6 +177,7 @@ class _Recorded:
         def backward(ctx: Any, *gradients: Any) -> Any:
             if not access.is_active():
                 return original(ctx, *gradients)
+            self._refuse_subclass(ctx, access)
             kept: _Kept = ctx._rockplan_kept
             refs = zip(kept.known.outcome.saved, ctx.saved_tensors, strict=True)
             saved = {ref.place: tensor for ref, tensor in refs if isinstance(ref, Ref)}

@@ -418,6 +418,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "test_refusals.test_addresses_that_no_code_of_the_user_asks_for",
     ),
     Refusal(
+        "subclass of an opaque function",
+        When.FORWARD,
+        "{function} is derived from {base}, an opaque function, and was itself not given to "
+        "rockplan.opaque",
+        "declare it: rockplan.opaque({function})",
+        "test_opaque.test_refused_by_name",
+    ),
+    Refusal(
         "argument of an opaque function",
         When.FORWARD,
         "{function}, an opaque function, is given a {kind}, of which a plan cannot tell whether it "
