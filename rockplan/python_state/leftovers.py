@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rockplan.python_state.holders import Element, Kind, kinds_of
+from rockplan.python_state.holders import CELL, Element, Kind, kinds_of, tensors_in
 
 _DEEPEST = 5
 """Tuples, views and the like between a tensor and what can be changed."""
@@ -40,6 +40,26 @@ class Leftovers:
 
     def alive(self) -> list[torch.Tensor]:
         return [tensor for ref in self.made if (tensor := ref()) is not None]
+
+    @contextlib.contextmanager
+    def forgotten_by_errors(self) -> Iterator[None]:
+        """An exception that leaves keeps nothing that was made in the frames that it has left."""
+        try:
+            yield
+        except BaseException as error:
+            cleared = [*filter(_is_cleared, _frames_of(error, set()))]
+            self._empty_closures(cleared)
+            raise
+
+    def _empty_closures(self, frames: list[types.FrameType]) -> None:
+        """A frame that is cleared keeps its function, and with it variables of the functions
+        around: PyTorch has arguments of modules with hooks there."""
+        identities = frozenset(map(id, self.alive()))
+        for function in gc.get_referents(*frames):
+            cells = function.__closure__ if isinstance(function, types.FunctionType) else ()
+            for cell in cells or ():
+                if not identities.isdisjoint(map(id, tensors_in(_content(cell)))):
+                    del cell.cell_contents
 
     def remove(self) -> str | None:
         """Where some were still held, which do not hold them any more: the first such place. Caches
@@ -73,31 +93,31 @@ class Leftovers:
         return first
 
 
-@contextlib.contextmanager
-def frames_forgotten() -> Iterator[None]:
-    """An exception that leaves keeps no local variables of the frames that it has left."""
-    try:
-        yield
-    except BaseException as error:
-        _forget(error, set())
-        raise
-
-
-def _forget(error: BaseException | None, seen: set[int]) -> None:
+def _frames_of(error: BaseException | None, seen: set[int]) -> Iterator[types.FrameType]:
+    """Of an error, and of those that it comes from."""
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            _clear(frame)
-        _forget(error.__cause__, seen)
+        yield from (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        yield from _frames_of(error.__cause__, seen)
         error = error.__context__
 
 
-def _clear(frame: types.FrameType) -> None:
-    with contextlib.suppress(RuntimeError):  # it runs
+def _is_cleared(frame: types.FrameType) -> bool:
+    """Lets it keep no variables; False where it runs."""
+    try:
         frame.clear()
-        # Up to Python 3.12 a frame keeps the dictionary of its variables that somebody has looked
-        # at (a debugger, pytest), as it was; whoever looks again brings it up to date.
-        _ = frame.f_locals
+    except RuntimeError:
+        return False
+    # Up to Python 3.12 a frame keeps the dictionary of its variables that somebody has looked at (a
+    # debugger, pytest), as it was; whoever looks again brings it up to date.
+    _ = frame.f_locals
+    return True
+
+
+def _content(cell: types.CellType) -> object:
+    """With values of a dictionary as a tuple."""
+    content = next((held for _, held in CELL.elements(cell)), None)
+    return tuple(content.values()) if type(content) is dict else content
 
 
 def _function_caches() -> Iterator[Any]:

@@ -59,7 +59,7 @@ from rockplan.graph_builder.tracing.stored_state import (
 from rockplan.graph_builder.tracing.tensor_questions import Questions
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
-from rockplan.python_state.leftovers import Leftovers, frames_forgotten
+from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.graph import Kernel, ValueRef
 from rockplan.values.interface import (
@@ -131,7 +131,7 @@ def _without_leftovers(call: _Sample) -> Capture | UnknownCall:
     """The recording, or the call of an opaque function that has to be found out about before."""
     leftovers = Leftovers()
     try:
-        with frames_forgotten():
+        with leftovers.forgotten_by_errors():
             recorded: Capture | UnknownCall = _with_tables(call, leftovers)
     except UnknownCall as unknown:
         # Its frames hold functions that hold the recording.
