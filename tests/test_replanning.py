@@ -407,6 +407,39 @@ def test_what_the_forward_raises_leaves_a_planned_call_as_itself(how: str) -> No
     assert len(planned.plans) == 1
 
 
+def remembering() -> Callable[[Tensor], Tensor]:
+    """A function that is kept, with variables of its own."""
+    made: dict[str, Tensor] = {}
+
+    def remember(x: Tensor) -> Tensor:
+        made["last"] = x
+        if len(x) > 4:
+            raise ValueError("too many")
+        return x * len(made)
+
+    return remember
+
+
+class Remembers(nn.Module):
+    """Calls what no name leads to: libraries are not looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch._remember(self.a(x))  # type: ignore[attr-defined]
+
+
+def test_variables_of_functions_that_are_kept_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember = remembering()
+    monkeypatch.setattr(torch, "_remember", remember, raising=False)
+    for _ in range(2):
+        with pytest.raises(rockplan.ForwardRaises):
+            rockplan.solve(Remembers(), rows(8), "100%", options=OPTIONS)
+    assert type(remember(rows(4))) is Tensor
+
+
 def test_what_an_operator_raises_is_a_runtime_error_that_says_what_to_look_at() -> None:
     planned: Any = rockplan.solve(Picky(), rows(4), "min", options=OPTIONS)
     found = raised(planned, "operator")

@@ -53,11 +53,12 @@ class Leftovers:
 
     def _empty_closures(self, frames: list[types.FrameType]) -> None:
         """A frame that is cleared keeps its function, and with it variables of the functions
-        around: PyTorch has arguments of modules with hooks there."""
+        around: PyTorch has arguments of modules with hooks there. What anything else holds as well
+        may be called again, and stays: `remove` takes out of it what is ours."""
         identities = frozenset(map(id, self.alive()))
-        for function in gc.get_referents(*frames):
+        for function in _held_once(gc.get_referents(*frames)) if identities else ():
             cells = function.__closure__ if isinstance(function, types.FunctionType) else ()
-            for cell in cells or ():
+            for cell in _held_once([*(cells or ())]):
                 if not identities.isdisjoint(map(id, tensors_in(_content(cell)))):
                     del cell.cell_contents
 
@@ -112,6 +113,16 @@ def _is_cleared(frame: types.FrameType) -> bool:
     # debugger, pytest), as it was; whoever looks again brings it up to date.
     _ = frame.f_locals
     return True
+
+
+def _held_once(things: list[Any]) -> list[Any]:
+    """Of `things` those that one other holds, and no more."""
+    example = [object()]
+    one_other = [*example]
+    (most,) = map(sys.getrefcount, example)
+    del one_other
+    counts = [*map(sys.getrefcount, things)]
+    return [thing for thing, count in zip(things, counts, strict=True) if count <= most]
 
 
 def _content(cell: types.CellType) -> object:
