@@ -689,6 +689,10 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
         lambda h: takes_two(h, nn.Linear(2, 2)),
         ["is given a Linear", "numbers, text"],
     ),
+    "a method of a module": (
+        lambda h: takes_two(h, nn.Linear(2, 2).forward),
+        ["is given a method", "numbers, text"],
+    ),
     "derived": (
         lambda h: DerivedKernel.apply(h, 2.0),
         ["derived from tests.test_opaque.Silu", "rockplan.opaque(DerivedKernel)"],

@@ -91,8 +91,8 @@ def opaque(
     `setup_context(ctx, inputs, output)`. Usable as a decorator.
     fake, fake_backward: in place of forward and backward where neither can run on made-up numbers
     (in [0, 1), zeros where they are integers): the same on tensors without memory,
-    `fake(ctx, *args)` also saves what forward saves. Without `fake_backward`, gradients look like
-    the arguments.
+    `fake(ctx, *args)` also saves what forward saves. Without `fake_backward`, gradients are
+    contiguous tensors of the shapes and dtypes of the arguments.
     mutates: names of arguments of the forward that it writes into; backward_mutates: names of
     gradients of the backward, 'saved_tensors[0]', and of attributes of the context.
 

@@ -278,7 +278,9 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    is_function = callable(leaf) and not isinstance(leaf, nn.Module)
+    # What a module or its method reads is another for a copy of the module.
+    owner = getattr(leaf, "__self__", leaf)
+    is_function = callable(leaf) and not isinstance(owner, nn.Module)
     return isinstance(leaf, _PLAIN) or is_function
 
 
