@@ -73,6 +73,24 @@ def test_what_runs_again_changes_no_bit_and_peaks_are_as_predicted(make: Any) ->
         assert plan.peak_bytes - 8 <= measured <= plan.peak_bytes <= plan.budget_bytes
 
 
+def test_the_gradient_of_a_maximum_goes_to_what_is_equal_to_it() -> None:
+    """In 16 bits a kernel would round neither; none would be equal."""
+
+    class Maximum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16).bfloat16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = (self.inner(x) * 1.7 + 0.3).amax(-1)
+            return result
+
+    torch.manual_seed(0)
+    case = Case("maximum", Maximum(), (torch.randn(64, 16).bfloat16(),), {}, mean_square)
+    expected = gradients(case, case.model)
+    assert distance(gradients(case, solved(case, "100%")), expected) < 0.02
+
+
 def test_no_further_from_eager_than_torch_compile() -> None:
     """In bfloat16, in which it shows."""
     torch.manual_seed(0)

@@ -94,6 +94,21 @@ def test_what_is_not_fused(function: Callable[..., torch.Tensor], operator: str)
     assert kinds(run(function, (8, 8)))[operator] is PartKind.OPAQUE
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sigmoid().amax(-1),
+        lambda x: x.sigmoid().amin(-1),
+        lambda x: torch.maximum(x.sigmoid(), x.sin()),
+    ],
+)
+def test_numbers_that_have_to_be_equal_are_stored(function: Callable[..., torch.Tensor]) -> None:
+    """A kernel would compare what it computes itself, unrounded, with what was stored."""
+    parts = parts_of(run(function, (8, 8)), frozenset(), TABLE).parts
+    found = {p.call.op: p.kind for p in parts if p.phase is Phase.BACKWARD}
+    assert found["aten.eq.Tensor"] is PartKind.OPAQUE
+
+
 def test_what_is_written_in_place_is_not_fused_before_that() -> None:
     def late(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()

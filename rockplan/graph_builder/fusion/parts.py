@@ -467,6 +467,8 @@ class _Decomposing(TorchDispatchMode):
             t.dtype in (torch.bool, torch.uint8) for t in facts.tensors(args[1])
         ):
             raise _NotFused("an index by a mask")
+        if packet in _EXACT and len(set(given)) == 2 and _are_floating(args):
+            raise _NotFused(f"{func} of numbers that a kernel rounds otherwise than what is stored")
         if func is torch.ops.aten.scatter.value and given[0] in self._constant:
             return PartKind.POINTWISE
         if packet in _REDUCTIONS:
@@ -476,8 +478,16 @@ class _Decomposing(TorchDispatchMode):
         raise _NotFused(f"{func}")
 
 
+_EXACT = frozenset(["eq", "ne"])
+"""Comparisons by which gradients find the element that a maximum is: a kernel that makes one of
+the two again, and does not round it or sums in another order, finds none."""
+
 _BY_MEMORY = frozenset(["as_strided", "view_as_complex", "view_as_real", "real", "imag"])
 """Views that are not told by the elements of what they are views of."""
+
+
+def _are_floating(arguments: Any) -> bool:
+    return any(t.is_floating_point() for t in facts.tensors(arguments))
 
 
 def _packet(operator: OpOverload) -> str:
