@@ -197,6 +197,22 @@ def test_kernels_read_what_is_made_before_and_make_what_is_read_later() -> None:
             whole |= found
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2).as_strided((64,), (1,)).sum(),
+        lambda x: ((y := x * 2).as_strided((64,), (1,)) * y.view(64)).sum(),
+    ],
+)
+def test_what_is_read_through_a_view_that_no_kernel_makes(
+    function: Callable[..., torch.Tensor],
+) -> None:
+    """What makes it runs before the view, what reads it after."""
+    made = proposed(run(function, (8, 8)), False, TABLE, frozenset()).rewritten()
+    names = [c.call.op.split(".")[1] for c in made.calls if c.phase is Phase.FORWARD]
+    assert names[:2] == ["mul", "as_strided"] and "sum" in names[2]
+
+
 def test_kinds_do_not_depend_on_the_number_of_layers() -> None:
     def names(layers: int) -> set[str]:
         proposal = proposed(recorded(stack(layers)), False, TABLE, frozenset())

@@ -111,6 +111,8 @@ class _Merging:
         one, two = self.groups[number], self.groups[other]
         targets = tuple(sorted((*one.targets, *two.targets), key=self._order))
         reads = (one.reads | two.reads) - frozenset(targets)
+        if ((one.reads | two.reads) - reads) & self._flow.whole.keys():
+            return None  # one reads the other's result through a view that no kernel makes
         for at in sorted((one.at, two.at), reverse=True):
             made = Group(targets, reads, one.phase, at)
             is_ready = all(self._available(read) < at for read in reads)
@@ -123,9 +125,8 @@ class _Merging:
 
     def _available(self, storage: int) -> float:
         """The position at which a storage is whole."""
-        if storage in self._maker:
-            return self.groups[self._maker[storage]].at
-        return self._flow.whole.get(storage, -1)
+        made = self.groups[self._maker[storage]].at if storage in self._maker else -1
+        return max(made, self._flow.whole.get(storage, -1))
 
     def _due(self, group: Group, members: Collection[int]) -> float:
         """The position of the first that reads what the group makes, other than its members."""
