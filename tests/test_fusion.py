@@ -25,9 +25,10 @@ from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.dataflow import dataflow_of
 from rockplan.graph_builder.fusion.fuse import Proposal, fused, proposed
 from rockplan.graph_builder.fusion.parts import PartKind, parts_of
+from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
-from rockplan.values.graph import Phase, is_kernel
+from rockplan.values.graph import Phase, is_kernel, producers
 from tests.kernels import distance, gradients, interpret, stack
 
 TABLE = inductor.decompositions()
@@ -273,6 +274,26 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt2": lambda: gpt2(attention="eager"),
     "llama": llama,
 }
+
+
+def test_what_an_operator_of_the_forward_reads_is_made_there(interpreted: list[str]) -> None:
+    """Though the backward pass alone needs what the operator makes."""
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward((x.sin() * 2).exp().cumsum(0))
+            return x.cos() + 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (saved,) = ctx.saved_tensors
+            return gradient @ saved
+
+    graph = lower(fused(run(Late.apply, (8, 8)), False), 0).graph
+    made = producers(graph)
+    assert [n.phase for n in graph.nodes if "exp" in n.name] == [Phase.FORWARD]
+    assert all(made[d] < n.index for n in graph.nodes for d in n.reads if d in made)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -128,7 +128,7 @@ def dataflow_of(parts: Parts, roots: Collection[int], kept: Collection[int]) -> 
         made,
         {s: tuple(found) for s, found in readers.items()},
         frozenset(forced & made.keys()),
-        _needed_forward(parts, made, roots, kept),
+        _needed_forward(parts, made, roots, frozenset(opaque)),
         {v.storage: v.storage_bytes for v in values},
         dict(_views(parts.parts)),
         *_memory_of_opaque(parts, opaque),
@@ -182,9 +182,10 @@ def _storages(values: Sequence[RecordedValue], found: Iterable[int]) -> set[int]
 
 
 def _needed_forward(
-    parts: Parts, made: dict[int, Fusible], roots: Collection[int], kept: Collection[int]
+    parts: Parts, made: dict[int, Fusible], roots: Collection[int], opaque: Collection[int]
 ) -> frozenset[int]:
-    """Storages that something of the forward phase needs."""
+    """Storages that something of the forward phase needs. opaque: positions of the opaque parts
+    that run, those of the forward phase in it, whoever needs what they make."""
     values = parts.values
     phase = {
         values[v].storage: part.phase
@@ -197,6 +198,6 @@ def _needed_forward(
         part = parts.parts[position]
         if part.kind is PartKind.VIEW or part.phase is Phase.BACKWARD:
             continue
-        if _storages(values, part.makes) & needed or position in kept:
+        if _storages(values, part.makes) & needed or position in opaque:
             needed |= _storages(values, part.reads)
     return frozenset(needed & made.keys())
