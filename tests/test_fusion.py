@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from rockplan.graph_builder.fusion.parts import PartKind, parts_of
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
-from rockplan.values.graph import Phase, is_kernel, producers
+from rockplan.values.graph import Kernel, Phase, is_kernel, producers
 from tests.kernels import distance, gradients, interpret, stack
 
 TABLE = inductor.decompositions()
@@ -351,12 +353,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The plan is that without kernels, and each kind is named once."""
-    case = stack(2)
-    interpret(monkeypatch, fails=lambda kernel: True)
+    case = stack(3)
+    asked = interpret(monkeypatch, fails=lambda kernel: True)
     plan = rockplan.plan(case.model, case.args, "70%", options=COMPILED)
     plain = rockplan.plan(case.model, case.args, "70%", options=Options(cache=False))
     assert plan.graph_digest == plain.graph_digest and plan.compiled == ""
-    assert "cannot be compiled (a test says so); its operators run one by one" in caplog.text
+    said = "cannot be compiled (a test says so); its operators run one by one"
+    assert caplog.text.count(said) == len(set(asked)) > 1
 
 
 def test_some_that_cannot_be_compiled_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +369,42 @@ def test_some_that_cannot_be_compiled_leave_the_others(monkeypatch: pytest.Monke
     names = [kernel.name for kernel in rockplan.plan_of(planned).graph.kernels]
     assert names and not any("rsqrt" in name for name in names)
     assert distance(gradients(case, planned), gradients(case, case.model)) < 1e-5
+
+
+def test_a_kernel_that_does_not_compile_takes_no_other_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each waits for its own compilers, which other threads do as ever."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    compilers: Any = AsyncCompile
+    functions = (torch.exp, torch.cos, torch.tan)
+    made = [
+        proposed(run(lambda x, f=f: f(x * 2), (8,)), False, TABLE, frozenset()) for f in functions
+    ]
+    first, broken, last = (proposal.fused[0].kernel for proposal in made)
+    waited: list[tuple[str, int]] = []
+
+    def wait(one: Any, scope: dict[str, Any]) -> None:
+        waited.append((scope["name"], threading.get_ident()))
+        if scope["name"] == broken.name:
+            raise RuntimeError("no")
+
+    def begun(kernel: Kernel) -> Any:
+        compilers.wait(None, {"name": kernel.name})
+        other = threading.Thread(target=compilers.wait, args=(None, {"name": "other"}))
+        other.start()
+        other.join()
+        assert waited[-1][0] == "other"
+        return functools.partial(kernels.computed, kernel)
+
+    monkeypatch.setattr(compilers, "wait", wait)
+    monkeypatch.setattr(inductor, "_begun", begun)
+    found = inductor.compiled((first, broken, last))
+    assert found[broken.op] == "RuntimeError: no"
+    assert callable(found[first.op]) and callable(found[last.op])
+    here = [name for name, thread in waited if thread == threading.get_ident()]
+    assert here == [first.name, broken.name, last.name]
 
 
 def test_a_plan_in_a_file_is_compiled_again(interpreted: list[str], tmp_path: Path) -> None:

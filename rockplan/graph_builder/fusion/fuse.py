@@ -8,7 +8,6 @@ that is written or drawn stay where they are. docs/compiled.md says what becomes
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from rockplan.graph_builder.fusion import inductor, kernels
@@ -35,6 +34,7 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     inductor.check_compiler(device_type_of(capture))
     table = inductor.decompositions()
     opaque: set[int] = set()
+    said: set[str] = set()
     changed = with_versions(capture, everywhere=True)
     while True:
         found = proposed(changed, keeps_roundings, table, frozenset(opaque))
@@ -42,9 +42,12 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
         if not failed:
             return found.rewritten() if found.fused else capture
         for one in found.fused:
-            if one.kernel.op in failed:
-                _say(changed, one, failed[one.kernel.op], opaque)
-                opaque.update(one.owners)
+            if one.kernel.op not in failed:
+                continue
+            if one.kernel.op not in said:
+                _say(changed, one, failed[one.kernel.op])
+                said.add(one.kernel.op)
+            opaque.update(one.owners)
 
 
 def device_type_of(capture: Capture) -> str:
@@ -183,9 +186,7 @@ def _is_view(capture: Capture, recorded: RecordedCall) -> bool:
     return made <= given
 
 
-def _say(capture: Capture, one: Fused, reason: str, said: Collection[int]) -> None:
-    if set(one.owners) <= set(said):
-        return
+def _say(capture: Capture, one: Fused, reason: str) -> None:
     last = capture.calls[one.owners[-1]]
     _LOGGER.warning(
         "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators run one by one",

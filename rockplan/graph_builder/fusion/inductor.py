@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,13 @@ from rockplan.values.progress import report
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 
+Waits = list[Callable[[], None]]
+"""What is to be called before a function is."""
+
 STAGE = "compiling kernels"
+
+_COMPILING = threading.RLock()
+"""One thread at a time: a method of Inductor's is replaced."""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -76,15 +83,20 @@ def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
     found: dict[str, Function | str] = {}
     if not kernels:
         return found
-    with _below_autograd(), _waiting_together() as finish:
+    waits: dict[str, Waits] = {}
+    with _COMPILING, _below_autograd(), _waiting_later() as pending:
         for done, kernel in enumerate(kernels):
             report(STAGE, done, 2 * len(kernels))
             found[kernel.op] = _tried(functools.partial(_begun, kernel))
+            waits[kernel.op] = [*pending]
+            pending.clear()
         for done, kernel in enumerate(kernels):
             report(STAGE, len(kernels) + done, 2 * len(kernels))
             begun = found[kernel.op]
             if not isinstance(begun, str):
-                found[kernel.op] = _tried(functools.partial(_finished, kernel, begun, finish))
+                found[kernel.op] = _tried(
+                    functools.partial(_finished, kernel, begun, waits[kernel.op])
+                )
     report(STAGE, 2 * len(kernels), 2 * len(kernels))
     return found
 
@@ -171,10 +183,11 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _finished(kernel: Kernel, function: Function, finish: Callable[[], None]) -> Function:
-    """The function, once the compilers of the system are done, if its results look as they are to.
-    It runs twice on zeros."""
-    finish()
+def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
+    """The function, once the compilers of the system are done with it, if its results look as they
+    are to. It runs twice on zeros."""
+    for wait in waits:
+        wait()
     inputs = [_tensor(spec, fill=True) for spec in kernel.inputs]
     first, second = (tuple(function(list(inputs))) for _ in range(2))
     storages = [t.untyped_storage()._cdata for t in (*inputs, *first, *second)]
@@ -228,24 +241,27 @@ def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Fun
 
 
 @contextlib.contextmanager
-def _waiting_together() -> Iterator[Callable[[], None]]:
-    """Inside, Inductor does not wait for the compilers of the system; who calls what is yielded
-    does. Where this Inductor waits in another way, it waits for each."""
+def _waiting_later() -> Iterator[Waits]:
+    """Inside, Inductor does not wait in this thread for the compilers of the system: that goes to
+    the list. Where this Inductor waits in another way, it waits for each."""
     from torch._inductor import async_compile
 
     compiling: Any = async_compile.AsyncCompile
     wait = getattr(compiling, "wait", None)
-    waiting: list[tuple[Any, dict[str, Any]]] = []
-
-    def finish() -> None:
-        while waiting and wait is not None:
-            wait(*waiting.pop(0))
-
+    pending: Waits = []
     if wait is None:
-        yield finish
+        yield pending
         return
-    compiling.wait = lambda one, scope: waiting.append((one, scope))
+    thread = threading.get_ident()
+
+    def later(one: Any, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            pending.append(functools.partial(wait, one, scope))
+        else:
+            wait(one, scope)
+
+    compiling.wait = later
     try:
-        yield finish
+        yield pending
     finally:
         compiling.wait = wait
