@@ -444,6 +444,25 @@ def test_check_compares_with_the_same_kernels_and_states_the_distance(
     assert float(checked.split(" by ")[1].split()[0]) < 1e-5
 
 
+def test_kernels_are_the_same_under_the_callers_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autocast does is in the capture; decompositions and compilers run without it."""
+    seen: list[bool] = []
+
+    def begun(kernel: Kernel) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return functools.partial(kernels.computed, kernel)
+
+    monkeypatch.setattr(inductor, "_begun", begun)
+    low, found = torch.bfloat16, []
+    made = run(lambda x: functional.mse_loss(x.to(low).sin(), x.to(low).cos()), (8, 8))
+    for enabled in (False, True):
+        monkeypatch.setattr(kernels, "_functions", {})
+        with torch.autocast("cpu", low, enabled=enabled):
+            found.append(fused(made, False).kernels)
+    assert found[0] == found[1] and "sin_cos_sub" in found[0][0].name
+    assert seen == [False] * 2 * len(found[0])
+
+
 def test_several_backward_patterns(interpreted: list[str]) -> None:
     """Another result is differentiated than was planned for: what then runs is compiled, too."""
 

@@ -112,8 +112,9 @@ def _tried(make: Callable[[], Function]) -> Function | str:
 
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
-    """As generated code runs, and as measurements are made; no mode sees what compilers do."""
-    with _disable_current_modes(), torch.no_grad():
+    """As generated code runs, and as measurements are made; no mode sees what compilers do, and the
+    caller's autocast does nothing to it."""
+    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
         yield
 
 
