@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rockplan.budget import Budget, parse_budget
-from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
+from rockplan.check import NOTHING_RUNS_AGAIN, bound_of, check, distance, runs
 from rockplan.codegen import planned_module as planned_modules
 from rockplan.codegen import rng_replay
 from rockplan.codegen.differences import described_call
@@ -29,6 +29,7 @@ from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
 from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.layouts import check_layouts
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.lowering.lower import Lowered, lower
@@ -558,7 +559,10 @@ def built_program(
         source.hooked,
         described_call(planned_modules.original_forward(module), args, kwargs),
     )
-    return _checked(module, program, args, kwargs) if options.check else program
+    if not options.check:
+        return program
+    bound = bound_of({dtype_of(value.spec) for value in source.captured.values})
+    return _checked(module, program, args, kwargs, bound)
 
 
 def _keep_all(program: PlannedProgram) -> PlannedProgram:
@@ -574,9 +578,11 @@ def _checked(
     program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    bound: float,
 ) -> PlannedProgram:
     """`program`, whose plan records what two steps compared with eager execution showed; with its
-    own kernels where nothing runs again, if these are compiled, and how far that is from eager."""
+    own kernels where nothing runs again, if these are compiled, and how far that is from eager,
+    which may be `bound`."""
     outputs = program.interface.outputs
     starts = {
         i: program.plan.graph.values[leaf.tangent].spec.stride
@@ -589,7 +595,7 @@ def _checked(
         if program.plan.compiled:
             kept = planned_modules.bound_forward(module, _keep_all(program))
             found = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
-            share = distance(module, original, planned, starts, args, kwargs)
+            share = distance(module, original, planned, starts, args, kwargs, bound)
             found += f"; gradients differ from eager's by {share:.1e} of their norm"
         else:
             found = check(module, original, planned, starts, args, kwargs)

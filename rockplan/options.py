@@ -40,7 +40,10 @@ class Options:
     16 plans; for `solve_blocks` of each of some 12 to 30 options of a kind of block.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
-    from run to run, CheckFailed if the planned module does not, else a warning.
+    from run to run, CheckFailed if the planned module does not, else a warning. With `compile`,
+    what is compared bit for bit is a plan of the same kernels where nothing runs again; results,
+    gradients and buffers are compared with eager's, too, and CheckFailed is raised where they are
+    further than 1e-3 of their norm, 0.1 where anything is of 16 bits, or generators end elsewhere.
     cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
     platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long integer programs may raise the lower bound that the certificate

@@ -444,6 +444,44 @@ def test_check_compares_with_the_same_kernels_and_states_the_distance(
     assert float(checked.split(" by ")[1].split()[0]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda results: [r * 1.01 for r in results], "results differ by .*e-0"),
+        (lambda results: [r * float("nan") for r in results], "results differ by nan"),
+        (
+            lambda results: torch.rand(1) * 0 and results or results,
+            "generator states differ by inf",
+        ),
+    ],
+)
+def test_check_refuses_kernels_that_are_wrong(
+    wrong: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interpret(monkeypatch)
+    computed = kernels.computed
+    monkeypatch.setattr(kernels, "computed", lambda kernel, given: wrong(computed(kernel, given)))
+    case, options = stack(1), Options(compile=True, cache=False, check=True)
+    with pytest.raises(rockplan.CheckFailed, match=f"too far from eager: .*{says}"):
+        rockplan.solve(case.model, case.args, "100%", options=options)
+
+
+def test_check_knows_gradients_that_are_zero_but_for_roundings(interpreted: list[str]) -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x) * 2).softmax(-1)
+
+    options = Options(compile=True, cache=False, check=True)
+    planned = rockplan.solve(Shares(), (torch.randn(8, 16),), "100%", options=options)
+    assert "gradients differ from eager's by" in rockplan.plan_of(planned).checked
+
+
 def test_kernels_are_the_same_under_the_callers_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """What autocast does is in the capture; decompositions and compilers run without it."""
     seen: list[bool] = []

@@ -55,7 +55,10 @@ def solve(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(help="Run a step of both modules, compare bit for bit, refuse a difference."),
+        typer.Option(
+            help="Run two steps of both modules, compare bit for bit, refuse a difference; with "
+            "--compile, a step of eager may differ by roundings."
+        ),
     ] = False,
     trace: Annotated[
         bool,

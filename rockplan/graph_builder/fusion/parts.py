@@ -298,8 +298,8 @@ class _Tracing:
         """Raises _NotFused."""
         call, mode = self._call, self._mode
         storages: dict[int, torch.Tensor] = {}
-        # The fake mode has to be active: decompositions make scalars. What the caller's autocast does
-        # is in the recording.
+        # The fake mode has to be active: decompositions make scalars. What the caller's autocast
+        # does is in the recording.
         with torch.no_grad(), torch._C._DisableAutocast(), self._fakes:
             fakes = {v: self._fake(v, storages) for v in self._given}
             for fake in fakes.values():
