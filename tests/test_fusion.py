@@ -10,6 +10,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -524,6 +525,16 @@ def test_several_backward_patterns(interpreted: list[str]) -> None:
             sum(results[i].square().sum() for i in which).backward()
             found.append([p.grad for p in model.parameters() if p.grad is not None])
         assert distance(found[1], found[0]) < 1e-5
+
+
+def test_calls_of_other_sizes_run_the_known_plan(interpreted: list[str]) -> None:
+    case = stack(3)
+    planned: Any = rockplan.solve(case.model, case.args, "70%", options=COMPILED)
+    other = replace(case, args=(torch.randn(384, 32),))
+    assert distance(gradients(other, planned), gradients(other, case.model)) < 1e-5
+    first, second = planned.plans
+    assert f"from those of graph {first.graph_digest[:12]}" in second.profile_source
+    assert second.graph.kernels and second.graph.kernels != first.graph.kernels
 
 
 def test_the_code_calls_kernels_by_their_operators(interpreted: list[str]) -> None:

@@ -31,7 +31,7 @@ from rockplan.oracles.verify import verify
 from rockplan.search import planning
 from rockplan.search.local.exchange import ExchangeLimits, exchanged, pruned, repaired
 from rockplan.search.problem import Problem, problem_of_priced
-from rockplan.values.graph import CDGraph, ComputeNode
+from rockplan.values.graph import CDGraph, ComputeNode, stem
 from rockplan.values.order import without_idle
 from rockplan.values.plan import Plan
 from rockplan.values.schedule import Schedule, Waits, keep_all, with_frees
@@ -229,7 +229,7 @@ def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, 
 
 def _kind(node: ComputeNode) -> tuple[object, ...]:
     """What a node does, whatever the sizes."""
-    return tuple(call.op for call in node.calls), node.module, node.random, node.recomputable
+    return tuple(stem(call.op) for call in node.calls), node.module, node.random, node.recomputable
 
 
 def _shapes(graph: CDGraph, node: ComputeNode) -> list[tuple[int, ...]]:

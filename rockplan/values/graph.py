@@ -109,6 +109,15 @@ def is_kernel(op: str) -> bool:
     return op.startswith(f"{NAMESPACE}.")
 
 
+def stem(op: str) -> str:
+    """The name of an operator; without the digest, which differs with shapes, if it calls a
+    kernel: 'rockplan.mean_rsqrt_mul.default'."""
+    if not is_kernel(op):
+        return op
+    namespace, name, overload = op.split(".")
+    return f"{namespace}.{name.rpartition('_')[0]}.{overload}"
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """Operators that are compiled as one function, in a numbering of their own. Equal kernels are

@@ -39,7 +39,7 @@ from rockplan.values.graph import (
     Phase,
     Value,
     ValueRef,
-    is_kernel,
+    stem,
     value_refs,
 )
 from rockplan.values.interface import Interface
@@ -146,13 +146,11 @@ class _Numbering:
         return tuple(found)
 
     def name(self, op: str) -> str:
-        stem = op.split(".")[1] if "." in op else op
-        if is_kernel(op):  # without its digest: names outlive changes of shapes
-            stem = stem.rpartition("_")[0]
-        stem = stem.strip("_") or stem
-        number = self._names[stem]
-        self._names[stem] += 1
-        return f"{stem}_{number}"
+        packet = stem(op).split(".")[1] if "." in op else op
+        name = packet.strip("_") or packet
+        number = self._names[name]
+        self._names[name] += 1
+        return f"{name}_{number}"
 
     def call(self, call: Call) -> Call:
         """`call` with references to values of the graph."""
