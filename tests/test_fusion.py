@@ -92,10 +92,22 @@ def test_a_call_becomes_simpler_operators() -> None:
         (lambda x: x.cumsum(0), "aten.cumsum.default"),
         (lambda x: torch.fft.fft(x).real, "aten._fft_r2c.default"),
         (lambda x: (x * 2).as_strided((4,), (1,)), "aten.as_strided.default"),
+        (lambda x: x * (x.long() // x.long()), "aten.floor_divide.default"),
+        (lambda x: x * (x.long() % x.long()), "aten.remainder.Tensor"),
+        (lambda x: x * torch.fmod(x.long(), x.long()), "aten.fmod.Tensor"),
+        (
+            lambda x: x * torch.div(x.long(), x.long(), rounding_mode="floor"),
+            "aten.div.Tensor_mode",
+        ),
     ],
 )
 def test_what_is_not_fused(function: Callable[..., torch.Tensor], operator: str) -> None:
     assert kinds(run(function, (8, 8)))[operator] is PartKind.OPAQUE
+
+
+def test_divisions_that_cannot_fail_are_fused() -> None:
+    found = kinds(run(lambda x: x * (x.long() // 2) * (x % (x + 1)), (8, 8)))
+    assert PartKind.OPAQUE not in found.values()
 
 
 @pytest.mark.parametrize(
@@ -535,6 +547,57 @@ def test_calls_of_other_sizes_run_the_known_plan(interpreted: list[str]) -> None
     first, second = planned.plans
     assert f"from those of graph {first.graph_digest[:12]}" in second.profile_source
     assert second.graph.kernels and second.graph.kernels != first.graph.kernels
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "bad"),
+    [
+        (lambda x, i: (x * 2).exp().gather(1, i) + 1, (0, 15), (-1, 16)),
+        (lambda x, i: (x * 2).exp()[i[:, 0]] + 1, (-8, 7), (-9, 8)),
+        (
+            lambda x, i: functional.cross_entropy(x * 2, functional.pad(i[:, 0], (0, 1))[1:]),
+            (0, 15, -100),
+            (-1, 16),
+        ),
+    ],
+)
+def test_indices_are_looked_at_before_a_kernel_runs(
+    function: Callable[..., torch.Tensor],
+    good: tuple[int, ...],
+    bad: tuple[int, ...],
+    interpreted: list[str],
+) -> None:
+    class Of(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            return function(x * self.w, i)
+
+    x, i = torch.randn(8, 16), torch.zeros(8, 3, dtype=torch.int64)
+    planned = rockplan.solve(Of(), (x, i), "100%", options=COMPILED)
+    found = {c.op for k in rockplan.plan_of(planned).graph.kernels for c in k.calls}
+    assert found & {"aten.gather.default", "aten.index.Tensor"}
+    for index in good:
+        i[3, 0] = index
+        torch.testing.assert_close(planned(x, i), Of()(x, i))
+    for index in bad:
+        i[3, 0] = index
+        with pytest.raises(IndexError, match=f"index {index} is out of bounds for dimension"):
+            planned(x, i)
+
+
+def test_indices_that_are_made_of_larger_tensors_are_not_looked_up_in_kernels(
+    interpreted: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def best(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).exp()
+        return y.gather(1, y.argmax(1, keepdim=True)) + 1
+
+    calls = [c.call.op for c in fused(run(best, (8, 16)), False).calls]
+    assert "aten.gather.default" in calls
+    assert "its indices are made of what is larger than they are" in caplog.text
 
 
 def test_the_code_calls_kernels_by_their_operators(interpreted: list[str]) -> None:

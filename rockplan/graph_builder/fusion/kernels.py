@@ -7,22 +7,28 @@ whatever handles operators by name handles it.
 The operator serves those that measure calls or look at schemas. On another device than the kernel's
 (indices are looked at on the CPU) it computes by the operators that were fused. Generated code
 calls the function itself (`codegen.load`), in a third of the time.
+
+On CPU the function looks at indices first, and raises IndexError as eager does: where several
+threads run the kernel of an index out of range, Inductor's own check ends the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import CaptureError
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.fusion import inductor
 from rockplan.graph_builder.fusion.parts import refs
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.values.graph import NAMESPACE, Kernel
+from rockplan.values.graph import NAMESPACE, Kernel, ValueRef
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -35,14 +41,24 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     """Compile what is not compiled yet, and make operators of all that could be: name of the
     operator -> why it could not."""
     missing = {k.op: k for k in kernels if k.op not in _functions}
-    failed: dict[str, str] = {}
-    for op, found in inductor.compiled(tuple(missing.values())).items():
-        if isinstance(found, str):
-            failed[op] = found
+    looks = {op: look_at_indices(kernel) for op, kernel in missing.items()}
+    failed = {op: look for op, look in looks.items() if isinstance(look, str)}
+    wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
+    for op, found in inductor.compiled(wanted).items():
+        look = looks[op]
+        if isinstance(found, str) or isinstance(look, str):
+            failed[op] = str(found)
             continue
-        _functions[op] = found
+        _functions[op] = found if look is None else functools.partial(_looked_at, look, found)
         _define(missing[op])
     return failed
+
+
+def _looked_at(
+    look: Callable[[Sequence[Any]], None], function: Function, arguments: list[Any]
+) -> Sequence[torch.Tensor]:
+    look(arguments)
+    return function(arguments)
 
 
 def function_of(kernel: Kernel) -> Function:
@@ -77,6 +93,9 @@ def _implementation(kernel: Kernel) -> Callable[..., Any]:
     return run
 
 
+# -- by operators ------------------------------------------------------------------------------
+
+
 def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What the kernel computes, by the operators that it fuses, on the device of `arguments`."""
     device = arguments[0].device if arguments else torch.device(kernel.device)
@@ -96,3 +115,83 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         values = {v: t for v, t in values.items() if last.get(v, -1) > position}
         del args, kwargs, result, found
     return [values[r] for r in kernel.results]
+
+
+# -- indices -----------------------------------------------------------------------------------
+
+
+LARGER = 4
+"""How much larger what indices are made of may be: of labels, shifted by one, those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """In dimension `dim` of `table`, by the elements of `index`: values of a kernel."""
+
+    table: int
+    dim: int
+    index: int
+    is_from_end: bool
+    """Negative indices count from there."""
+
+
+def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | None:
+    """What raises IndexError for arguments by which the kernel would read out of range; None where
+    it need not be asked, a text where that would compute what is larger than the indices."""
+    lookups = tuple(_lookups(kernel))
+    if not lookups or kernel.device != "cpu":
+        return None
+    made = {r for call in kernel.calls for r in call.results if r is not None}
+    values = sorted({*range(len(kernel.inputs)), *made})
+    shapes = [
+        torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
+        for s in kernel.inputs
+    ]
+    tensors = dict(
+        zip(values, computed(replace(kernel, results=tuple(values)), shapes), strict=True)
+    )
+    indices = _only(kernel, tuple(dict.fromkeys(one.index for one in lookups)))
+    largest = max(tensors[i].numel() for i in indices.results)
+    given = {t.untyped_storage()._cdata for t in shapes}
+    for value in (r for call in indices.calls for r in call.results if r is not None):
+        is_view = tensors[value].untyped_storage()._cdata in given
+        if not is_view and tensors[value].numel() > LARGER * largest:
+            return "its indices are made of what is larger than they are"
+    ranges = []
+    for one in lookups:
+        size = tensors[one.table].shape[one.dim] if tensors[one.table].dim() else 1
+        ranges.append((indices.results.index(one.index), one.dim, size, -size * one.is_from_end))
+
+    def look(arguments: Sequence[Any]) -> None:
+        found = computed(indices, arguments)
+        for place, dim, size, least in ranges:
+            lowest, highest = (int(end) for end in torch.aminmax(found[place]))
+            if lowest < least or highest >= size:
+                index = lowest if lowest < least else highest
+                raise IndexError(
+                    f"index {index} is out of bounds for dimension {dim} with size {size}"
+                )
+
+    return look
+
+
+def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
+    for call in kernel.calls:
+        arguments: Any = call.args
+        table, *others = arguments
+        if call.op == "aten.gather.default":
+            yield _Lookup(table.index, others[0], others[1].index, is_from_end=False)
+        elif call.op == "aten.index.Tensor":
+            for dim, index in enumerate(others[0]):
+                if isinstance(index, ValueRef):
+                    yield _Lookup(table.index, dim, index.index, is_from_end=True)
+
+
+def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
+    """What computes these values."""
+    needed, calls = set(results), []
+    for call in reversed(kernel.calls):
+        if needed.intersection(call.results):
+            needed.update(r.index for r in refs(call))
+            calls.append(call)
+    return replace(kernel, calls=tuple(reversed(calls)), results=results)

@@ -470,6 +470,8 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused("an index by a mask")
         if packet in _EXACT and len(set(given)) == 2 and _are_floating(args):
             raise _NotFused(f"{func} of numbers that a kernel rounds otherwise than what is stored")
+        if packet in _DIVISIONS and _may_divide_by_zero(args):
+            raise _NotFused(f"{func}, which eager refuses for zero")
         if func is torch.ops.aten.scatter.value and given[0] in self._constant:
             return PartKind.POINTWISE
         if packet in _REDUCTIONS:
@@ -483,12 +485,21 @@ _EXACT = frozenset(["eq", "ne"])
 """Comparisons by which gradients find the element that a maximum is: a kernel that makes one of
 the two again, and does not round it or sums in another order, finds none."""
 
+_DIVISIONS = frozenset(["div", "floor_divide", "fmod", "remainder"])
+
 _BY_MEMORY = frozenset(["as_strided", "view_as_complex", "view_as_real", "real", "imag"])
 """Views that are not told by the elements of what they are views of."""
 
 
 def _are_floating(arguments: Any) -> bool:
     return any(t.is_floating_point() for t in facts.tensors(arguments))
+
+
+def _may_divide_by_zero(args: tuple[Any, ...]) -> bool:
+    """True for integers, but by a number that is not zero."""
+    divisor = args[1]
+    is_whole = not isinstance(divisor, float) and not _are_floating(args)
+    return is_whole and (isinstance(divisor, torch.Tensor) or divisor == 0)
 
 
 def _packet(operator: OpOverload) -> str:
