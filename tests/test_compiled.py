@@ -111,7 +111,7 @@ def test_kernels_near_eager_round_as_eager_does() -> None:
     for keeps, rounded in ((True, (2, 3)), (False, ())):
         name = f"rockplan.test_near_{keeps}.default"
         kernel = Kernel(name, (spec, spec), (product, total), (3,), (spec,), "cpu", keeps, rounded)
-        found += kernels.function_of(kernel)([x, y])
+        found += kernels.functions_of([kernel])[name]([x, y])
     assert torch.equal(found[0], x * y + y)
     assert not torch.equal(found[1], x * y + y)
 
@@ -127,14 +127,14 @@ def _kernel(result: TensorSpec) -> Kernel:
 def test_a_result_of_another_shape_in_the_same_memory_is_restored() -> None:
     kernel = _kernel(TensorSpec((1, 8), (8, 1), 0, "torch.float32", "cpu"))
     x = torch.arange(8.0)
-    (found,) = kernels.function_of(kernel)([x])
+    (found,) = kernels.functions_of([kernel])[kernel.op]([x])
     assert found.shape == (1, 8) and torch.equal(found[0], x * x)
 
 
 def test_a_result_that_looks_otherwise_is_refused() -> None:
     kernel = _kernel(TensorSpec((8,), (2,), 0, "torch.float64", "cpu"))
     with pytest.raises(rockplan.CaptureError, match=r"cannot be compiled here .* was recorded"):
-        kernels.function_of(kernel)
+        kernels.functions_of([kernel])
 
 
 _SECOND = """

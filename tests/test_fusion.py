@@ -549,6 +549,40 @@ def test_calls_of_other_sizes_run_the_known_plan(interpreted: list[str]) -> None
     assert second.graph.kernels and second.graph.kernels != first.graph.kernels
 
 
+def test_kernels_of_a_plan_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that unpickles it."""
+    case = stack(2)
+    interpret(monkeypatch)
+    pickled = pickle.dumps(rockplan.solve(case.model, case.args, "70%", options=COMPILED))
+    interpret(monkeypatch)
+    together: list[int] = []
+    compiled: Any = inductor.compiled
+    monkeypatch.setattr(
+        inductor, "compiled", lambda wanted: (together.append(len(wanted)), compiled(wanted))[1]
+    )
+    planned: Any = pickle.loads(pickled)
+    planned(*case.args)
+    assert [n for n in together if n] == [len(planned.plan.graph.kernels)]
+
+
+def test_settings_of_inductor_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, config
+
+    kernel = proposed(run(lambda x: (x * 2).exp(), (8,)), True, TABLE, frozenset()).fused[0].kernel
+    seen: list[tuple[bool, ...]] = []
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        seen.append(
+            (config.graph_partition, config.triton.cudagraphs, config.emulate_precision_casts)
+        )
+        return functools.partial(kernels.computed, kernel)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compiling)
+    with config.patch({"graph_partition": True, "triton.cudagraphs": True}):
+        assert callable(inductor.compiled((kernel,))[kernel.op])
+    assert seen == [(False, False, True)]
+
+
 @pytest.mark.parametrize(
     ("function", "good", "bad"),
     [

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rockplan.codegen.emit import Code, emit_guard
-from rockplan.graph_builder.fusion.kernels import function_of
+from rockplan.graph_builder.fusion.kernels import functions_of
 from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.values.graph import Kernel
 from rockplan.values.interface import Interface
@@ -42,8 +42,8 @@ class Functions:
 
 def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] = ()) -> Functions:
     """Compile the text of a plan; `name` appears in tracebacks. kernels: what the text calls."""
-    functions = {k.op: function_of(k) for k in kernels}
-    namespace = _execute(code.source, code.operators, f"<rockplan {name}>", functions)
+    filename = f"<rockplan {name}>"
+    namespace = _execute(code.source, code.operators, filename, functions_of(kernels))
     guards = []
     for number, guard in enumerate(interface.guards):
         text, operators = emit_guard(guard, number)

@@ -124,7 +124,7 @@ class Kernel:
     one, and the name has a digest of all that is computed. No code: a compiler makes it from these
     values, here or elsewhere.
 
-    op: the operator that calls it, 'rockplan.mean_rsqrt_mul_01234567.default'.
+    op: the operator that calls it, 'rockplan.mean_rsqrt_mul_0123456789abcdef.default'.
 
     inputs: its arguments, values 0, 1, ...; calls: what it computes, whose results are numbered
     from there on; results, result_specs: the values that it returns, each in a storage of its own,

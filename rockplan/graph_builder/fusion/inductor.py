@@ -132,13 +132,21 @@ def _begun(kernel: Kernel) -> Function:
         inputs = [_tensor(spec) for spec in kernel.inputs]
     graph = _graph(kernel, inputs)
     context = tracing(TracingContext(fakes))
-    with config.patch({"emulate_precision_casts": kernel.keeps_roundings}), context, fakes:
+    with config.patch(_settings(kernel)), context, fakes:
         made = compile_fx.compile_fx_inner(
             graph, inputs, cudagraphs=BoxedBool(False), is_inference=True
         )
     # Without the frame of `CompiledFxGraph.__call__`, where there is one.
     function: Function = getattr(made, "current_callable", None) or made
     return function
+
+
+def _settings(kernel: Kernel) -> dict[str, bool]:
+    """Of Inductor, whatever the caller's are."""
+    from torch._inductor import config
+
+    off = [name for name in ("graph_partition", "triton.cudagraphs") if hasattr(config, name)]
+    return {"emulate_precision_casts": kernel.keeps_roundings} | dict.fromkeys(off, False)
 
 
 def _tensor(spec: TensorSpec, fill: bool = False) -> torch.Tensor:

@@ -61,16 +61,18 @@ def _looked_at(
     return function(arguments)
 
 
-def function_of(kernel: Kernel) -> Function:
-    """What runs a kernel, compiled here and now if it is not yet: that of a plan which was made in
-    another process. Raises CaptureError."""
-    failed = made([kernel])
-    if failed:
-        raise CaptureError(
-            f"the kernel {kernel.name} of this plan cannot be compiled here ({failed[kernel.op]}); "
-            "plan the model again with rockplan.solve"
-        )
-    return _functions[kernel.op]
+def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
+    """Name of the operator of each kernel -> what runs it, compiled here and now if it is not yet:
+    those of a plan which was made in another process. Raises CaptureError."""
+    wanted = tuple(kernels)
+    failed = made(wanted)
+    for kernel in wanted:
+        if kernel.op in failed:
+            raise CaptureError(
+                f"the kernel {kernel.name} of this plan cannot be compiled here "
+                f"({failed[kernel.op]}); plan the model again with rockplan.solve"
+            )
+    return {kernel.op: _functions[kernel.op] for kernel in wanted}
 
 
 def _define(kernel: Kernel) -> None:

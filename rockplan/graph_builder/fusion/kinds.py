@@ -147,7 +147,7 @@ def _name(kernel: Kernel) -> str:
     packets = (c.op.split(".")[1] for c in kernel.calls)
     named = [p.strip("_") for p in dict.fromkeys(packets) if p not in _UNNAMED and p not in _VIEWS]
     words = "_".join(named[:_NAMED] + ["etc"] * (len(named) > _NAMED)) or "fill"
-    return f"{NAMESPACE}.{words}_{digest(content)[:8]}.default"
+    return f"{NAMESPACE}.{words}_{digest(content)[:16]}.default"
 
 
 _VIEWS = words("expand permute reshape select slice split squeeze unsqueeze view transpose t")
