@@ -92,14 +92,17 @@ def test_the_gradient_of_a_maximum_goes_to_what_is_equal_to_it() -> None:
 
 
 def test_no_further_from_eager_than_torch_compile() -> None:
-    """In bfloat16, in which it shows."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-    case = Case("mlp", model.bfloat16(), (torch.randn(256, 16).bfloat16(),), {}, mean_square)
-    exact = gradients(case, model)
-    theirs = distance(gradients(case, torch.compile(model)), exact)
-    ours = distance(gradients(case, solved(case, "100%")), exact)
-    assert ours <= 1.5 * theirs
+    """In bfloat16, in which it shows, and in the mean."""
+    ours, theirs = [], []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+        x = torch.randn(256, 16).bfloat16()
+        case = Case("mlp", model.bfloat16(), (x,), {}, mean_square)
+        exact = gradients(case, model)
+        theirs.append(distance(gradients(case, torch.compile(model)), exact))
+        ours.append(distance(gradients(case, solved(case, "100%")), exact))
+    assert 0 < sum(ours) <= sum(theirs)
 
 
 def test_kernels_near_eager_round_as_eager_does() -> None:
