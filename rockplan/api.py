@@ -520,8 +520,10 @@ def _stored_program(
 ) -> PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
     plan for `budget`, or PlanMismatch without one."""
+    # The file says whether kernels are compiled; those of its plans that have none say nothing.
     modes = {p.compiled for p in plans}
-    if len(modes) == 1:  # the file says whether kernels are compiled
+    modes = modes - {""} or modes
+    if len(modes) == 1:
         options = replace(options, compile=_COMPILE[modes.pop()])
     source = captured_call(module, args, kwargs, options, incoming)
     graph = source.lowered.graph

@@ -448,6 +448,26 @@ def test_a_plan_in_a_file_is_compiled_again(interpreted: list[str], tmp_path: Pa
         rockplan.load(other.model, other.args, tmp_path / "plan.json")
 
 
+def test_a_file_in_which_some_calls_have_no_kernels(interpreted: list[str], tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, is_plain: bool) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            return y if is_plain else (y * 2).exp().sin()
+
+    model, x = Two(), torch.randn(8, 16)
+    planned: Any = rockplan.solve(model, (x, False), "100%", options=COMPILED)
+    planned(x, True)
+    assert [plan.compiled for plan in planned.plans] == ["yes", ""]
+    rockplan.save_plan(planned, tmp_path / "plan.json")
+    for is_plain in (False, True):
+        loaded = rockplan.load(model, (x, is_plain), tmp_path / "plan.json")
+        assert bool(rockplan.plan_of(loaded).graph.kernels) is not is_plain
+
+
 def test_plans_are_copied_and_pickled(
     interpreted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ import torch
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.simulate import taken_over
-from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, is_kernel, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, is_kernel, refs
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule
 
@@ -124,7 +124,7 @@ class _Emitter:
             for position, event in enumerate(schedule.events)
             if isinstance(event, Compute)
             for call in (*graph.nodes[event.node].calls, *graph.nodes[event.node].recalls)
-            for ref in _refs(call)
+            for ref in refs(call)
         }
         self._handed: list[tuple[int, ...]] = []
         self._checked: set[int] = set()
@@ -336,7 +336,7 @@ class _Emitter:
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
         for call in calls:
-            for ref in _refs(call):
+            for ref in refs(call):
                 self._need(ref.index)
             self._assign(call)
         for data in alive:
@@ -348,7 +348,7 @@ class _Emitter:
     def _assign(self, call: Call) -> None:
         """One statement: the call, its results bound to variables."""
         expression = _expression(call, self._name, self._names.operator)
-        read = {ref.index for ref in _refs(call)}
+        read = {ref.index for ref in refs(call)}
         fresh = [r for r in call.results if r is not None and r not in read]
         if not fresh:
             self._line(expression)
@@ -375,7 +375,7 @@ class _Emitter:
             self._live[found.data].append(value)
             (self._read[-1] if self._read else self._checked).add(position)
         elif found.view is not None:
-            for ref in _refs(found.view):
+            for ref in refs(found.view):
                 self._need(ref.index)
             self._assign(found.view)
         else:
@@ -407,10 +407,6 @@ def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], .
         lines.append(f"{_INDENT}{_pattern(call.op, targets)} = {expression}")
     lines.append(f"{_INDENT}return {_expression(guard.read, name, names.operator)}")
     return "\n".join(lines) + "\n", tuple(names.operators.items())
-
-
-def _refs(call: Call) -> list[ValueRef]:
-    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
 
 
 def _pattern(op: str, targets: Sequence[str]) -> str:

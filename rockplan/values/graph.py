@@ -162,8 +162,7 @@ def _looks(spec: TensorSpec) -> str:
 def _text(arguments: object) -> str:
     if isinstance(arguments, tuple):
         return f"({', '.join(map(_text, arguments))})"
-    index = getattr(arguments, "index", None)
-    return f"%{index}" if isinstance(index, int) else str(arguments)
+    return f"%{arguments.index}" if isinstance(arguments, ValueRef) else str(arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +401,8 @@ def value_refs(arguments: object) -> Iterator[ValueRef]:
         # Most items are literals: no generator for each of them.
         elif isinstance(item, tuple | list | dict):
             yield from value_refs(item)
+
+
+def refs(call: Call) -> list[ValueRef]:
+    """Of all arguments."""
+    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]

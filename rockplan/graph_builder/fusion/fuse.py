@@ -14,13 +14,13 @@ from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.dataflow import Dataflow, dataflow_of
 from rockplan.graph_builder.fusion.groups import groups_of
 from rockplan.graph_builder.fusion.kinds import Fused, fused_group
-from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of, refs
+from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of
 from rockplan.graph_builder.fusion.stored import stored
 from rockplan.graph_builder.lowering import gradient_sums
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
-from rockplan.values.graph import Call, ValueRef
+from rockplan.values.graph import Call, ValueRef, refs
 from rockplan.values.progress import report
 
 _LOGGER = logging.getLogger("rockplan")
@@ -85,8 +85,11 @@ def proposed(
         fused_group(flow, there, group, len(capture.values), keeps_roundings)
         for group in groups_of(flow, there)
     ]
-    alone = tuple(one for one in found if _is_one_operator(capture, one))
-    return Proposal(capture, flow, tuple(one for one in found if one not in alone), alone)
+    alone: list[Fused] = []
+    compiled: list[Fused] = []
+    for one in found:
+        (alone if _is_one_operator(capture, one) else compiled).append(one)
+    return Proposal(capture, flow, tuple(compiled), tuple(alone))
 
 
 def _kept(capture: Capture, parts: Parts) -> frozenset[int]:

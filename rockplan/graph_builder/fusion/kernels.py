@@ -25,10 +25,9 @@ from torch.utils import _pytree as pytree
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.fusion import inductor
-from rockplan.graph_builder.fusion.parts import refs
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.values.graph import NAMESPACE, Kernel, ValueRef
+from rockplan.values.graph import NAMESPACE, Kernel, ValueRef, refs
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 

@@ -7,14 +7,15 @@ name included: layers of one kind are compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import canonical_literal, digest, spec_fields
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 from rockplan.graph_builder.fusion.groups import Group
-from rockplan.graph_builder.fusion.parts import PartKind, dtype_of, renamed, words
+from rockplan.graph_builder.fusion.parts import PartKind, renamed, words
 from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec
 
 _ALIGNED_BYTES = 16
@@ -72,7 +73,8 @@ def fused_group(
     )
     work = [part for part in parts if part.kind is not PartKind.VIEW]
     owners = tuple(sorted({part.owner for part in work}))
-    return Fused(group, inputs, results, owners, replace(kernel, op=_name(kernel)))
+    op = _name(kernel, [part.call.op for part in work])
+    return Fused(group, inputs, results, owners, replace(kernel, op=op))
 
 
 class _Building:
@@ -135,7 +137,8 @@ def _as_input(spec: TensorSpec) -> TensorSpec:
     return replace(spec, offset=spec.offset % max(_ALIGNED_BYTES // item_bytes, 1))
 
 
-def _name(kernel: Kernel) -> str:
+def _name(kernel: Kernel, operators: Iterable[str]) -> str:
+    """operators: those of it that are no views."""
     content = [
         [spec_fields(s) for s in kernel.inputs],
         [_call(c) for c in kernel.calls],
@@ -144,13 +147,10 @@ def _name(kernel: Kernel) -> str:
         kernel.device,
         [kernel.keeps_roundings, list(kernel.rounded)],
     ]
-    packets = (c.op.split(".")[1] for c in kernel.calls)
-    named = [p.strip("_") for p in dict.fromkeys(packets) if p not in _UNNAMED and p not in _VIEWS]
+    packets = dict.fromkeys(op.split(".")[1] for op in operators)
+    named = [p.strip("_") for p in packets if p not in _UNNAMED]
     words = "_".join(named[:_NAMED] + ["etc"] * (len(named) > _NAMED)) or "fill"
     return f"{NAMESPACE}.{words}_{digest(content)[:16]}.default"
-
-
-_VIEWS = words("expand permute reshape select slice split squeeze unsqueeze view transpose t")
 
 
 def _call(call: Call) -> list[object]:

@@ -18,12 +18,14 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rockplan.graph_builder.costs.execution import flat_results
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.evaluate import substitute
 from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
-from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, value_refs
+from rockplan.values.graph import Call, Phase, ValueRef, refs
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -83,10 +85,6 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def refs(call: Call) -> list[ValueRef]:
-    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
-
-
 def renamed(call: Call, name: Callable[[int], int]) -> Call:
     """`call` with other numbers for its arguments and results."""
 
@@ -137,9 +135,8 @@ class _Expansion:
                 )
         for part in template.parts:
             call = renamed(part.call, names.__getitem__)
-            kind = PartKind(part.kind)
             self.parts.append(
-                OperatorPart(call, kind, position, recorded.phase, part.is_trigonometric)
+                OperatorPart(call, part.kind, position, recorded.phase, part.is_trigonometric)
             )
 
     def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
@@ -264,21 +261,12 @@ class _LocalPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalTensor:
-    """storage: a number of its own; storage_bytes: of all of it."""
-
-    spec: TensorSpec
-    storage: int
-    storage_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Template:
     """Parts of calls that look the same: arguments are numbered first, then what the parts make.
     leaves: numbers of the results of the call."""
 
     parts: tuple[_LocalPart, ...]
-    tensors: Mapping[int, _LocalTensor]
+    tensors: Mapping[int, RecordedValue]
     leaves: tuple[int | None, ...]
 
 
@@ -308,7 +296,7 @@ class _Tracing:
             kwargs = {k: substitute(a, fakes.__getitem__) for k, a in call.kwargs}
             with mode:
                 made = facts.resolve(call.op)(*args, **kwargs)
-            results = _flat(made)
+            results = flat_results(made)
             if len(results) != len(call.results):
                 raise _NotFused("other results than recorded")
             leaves = tuple(
@@ -355,24 +343,13 @@ class _Tracing:
         return number
 
 
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-    return found
-
-
-def _flat(result: Any) -> list[Any]:
-    if isinstance(result, tuple | list):
-        return [leaf for item in result for leaf in _flat(item)]
-    return [result]
-
-
 class _Decomposing(TorchDispatchMode):
     """Records the operators that calls come down to. tensors: all that there are, by number."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.parts: list[_LocalPart] = []
-        self.tensors: dict[int, _LocalTensor] = {}
+        self.tensors: dict[int, RecordedValue] = {}
         self.leaves: set[int] = set()
         self._table = table
         self._numbers: dict[int, int] = {}
@@ -388,7 +365,7 @@ class _Decomposing(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._alive += [tensor, storage]
         place = self._storages.setdefault(storage._cdata, len(self._storages))
-        self.tensors[number] = _LocalTensor(tensor_spec(tensor), place, int(storage.nbytes()))
+        self.tensors[number] = RecordedValue(tensor_spec(tensor), place, int(storage.nbytes()))
         return number
 
     def __torch_dispatch__(
@@ -420,8 +397,8 @@ class _Decomposing(TorchDispatchMode):
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [self._known(t) for t in facts.tensors((args, kwargs))]
         result = func(*args, **kwargs)
-        made = _flat(result)
-        if not all(isinstance(m, torch.Tensor) for m in made):
+        made = [m for m in flat_results(result) if isinstance(m, torch.Tensor)]
+        if len(made) != len(flat_results(result)):
             raise _NotFused(f"{func} makes no tensor")
         numbers = [self.number(m) for m in made]
         if set(numbers) & set(given):

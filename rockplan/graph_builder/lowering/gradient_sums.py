@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.values.graph import Call, Phase, ValueRef, value_refs
+from rockplan.values.graph import Phase, ValueRef, refs
 
 Gradients = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -55,13 +55,9 @@ def _split(capture: Capture) -> tuple[Gradients, frozenset[int]]:
             return (gradient,)
         position = producer[gradient]
         added.add(position)
-        arrived, last = (r.index for r in _refs(capture.calls[position].call))
+        arrived, last = (r.index for r in refs(capture.calls[position].call))
         uses[arrived] -= 1
         return (*split(arrived), last)
 
     found = tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
     return found, frozenset(added)
-
-
-def _refs(call: Call) -> list[ValueRef]:
-    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]

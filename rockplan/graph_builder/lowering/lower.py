@@ -40,7 +40,6 @@ from rockplan.values.graph import (
     Value,
     ValueRef,
     stem,
-    value_refs,
 )
 from rockplan.values.interface import Interface
 
@@ -76,10 +75,6 @@ def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) 
         capture, parts = copying, divided(copying, handed)
     lowered = _assemble(capture, parts, gradients, rng_state_bytes, released)
     return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
-
-
-def _refs(call: Call) -> list[ValueRef]:
-    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
 
 
 def _is_same_value(call: Call) -> bool:
