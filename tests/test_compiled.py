@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,16 @@ def test_no_further_from_eager_than_torch_compile() -> None:
     assert 0 < sum(ours) <= sum(theirs)
 
 
+def test_roundings_that_no_compiler_keeps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(
+        "bf16", nn.Linear(4, 4).bfloat16(), (torch.randn(8, 4).bfloat16(),), {}, mean_square
+    )
+    monkeypatch.setattr("torch.__version__", "2.11.0")
+    with pytest.raises(rockplan.InvalidInput, match="use torch 2.13 or later, or compile=True"):
+        solved(case, "100%", replace(OPTIONS, compile="near"))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="C++ of Inductor keeps no roundings")
 def test_kernels_near_eager_round_as_eager_does() -> None:
     spec = TensorSpec((64,), (1,), 0, "torch.bfloat16", "cpu")
     product = Call("aten.mul.Tensor", (ValueRef(0), ValueRef(1)), (), (2,))

@@ -356,7 +356,8 @@ def test_kinds_of_networks(make: Callable[[], Case], kernel: str, interpreted: l
     assert any(op.startswith(kernel) for op in interpreted)
 
 
-@pytest.mark.parametrize("seed", [0, 3, 7])
+# The second has a cumprod, whose gradient is refused before torch 2.13.
+@pytest.mark.parametrize("seed", [0, 3 if torch.__version__ >= "2.13" else 2, 7])
 def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
     torch.manual_seed(seed)
     model, inputs = network(random.Random(seed))

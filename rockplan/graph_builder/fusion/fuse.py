@@ -29,9 +29,12 @@ _LOGGER = logging.getLogger("rockplan")
 def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     """`capture` with kernels, compiled here. What does not compile stays as it is, which a line on
     the logger says. Raises MissingLibrary without a compiler, InvalidInput for a device that has
-    none."""
+    none, or whose compiler keeps no roundings."""
     report("choosing kernels")
-    inductor.check_compiler(device_type_of(capture))
+    device_type = device_type_of(capture)
+    inductor.check_compiler(device_type)
+    if keeps_roundings:
+        inductor.check_roundings(device_type, {value.spec.dtype for value in capture.values})
     table = inductor.decompositions()
     opaque: set[int] = set()
     said: set[str] = set()

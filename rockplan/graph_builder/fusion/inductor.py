@@ -16,7 +16,7 @@ import functools
 import importlib
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,18 @@ def check_compiler(device_type: str) -> None:
         raise InvalidInput(
             f"Options(compile=True) compiles kernels for CPU and CUDA, not for {device_type}; "
             "leave it out there"
+        )
+
+
+def check_roundings(device_type: str, dtypes: Iterable[str]) -> None:
+    """Raises InvalidInput where Inductor leaves out roundings of eager that it is asked to keep: in
+    C++, before torch 2.13."""
+    is_rounded = any(d in ("torch.bfloat16", "torch.float16") for d in dtypes)
+    if device_type == "cpu" and is_rounded and torch.__version__ < "2.13":
+        raise InvalidInput(
+            f"Options(compile='near') keeps no roundings to 16 bits on CPU with torch "
+            f"{torch.__version__}, whose compiler leaves them out: use torch 2.13 or later, or "
+            "compile=True"
         )
 
 
