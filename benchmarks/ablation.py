@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -74,6 +75,16 @@ class Column:
 
 BEFORE = "before"
 """Column of the planner that this one replaced."""
+
+AT_MOST = (
+    (("10%", "25%", "50%", "checkpoint"), 1.0, "of an iteration"),
+    (("3%",), 3.0, "of an iteration"),
+    (("min",), 3.0, "of the smallest budget"),
+)
+"""By how many % the search may be worse than the planner before it: ways, points, unit."""
+
+WORST = 3
+"""Cells of each of these lines that the table names."""
 
 WITHIN, SHORT = WAYS[:-1], ("3%", "min")
 
@@ -163,7 +174,11 @@ def cell(name: str, way: str, column: str, problem: Problem, budget_bytes: int |
     return Cell(name, way, column, budget_bytes, overhead, peak_bytes, round(cpu_s, 1))
 
 
-def known_cells() -> dict[tuple[str, str, str], dict[str, Any]]:
+Rows = dict[tuple[str, str, str], dict[str, Any]]
+"""By model, way and column, as `Cell` has them."""
+
+
+def known_cells() -> Rows:
     if not RESULTS.exists():
         return {}
     rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
@@ -198,7 +213,7 @@ def keep(made: Cell) -> None:
     RESULTS.write_text(text, encoding="utf-8")
 
 
-def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
+def table(rows: Rows) -> str:
     """Overheads, and for "min" bytes above those of the column "everything"."""
     columns = [c for c in (BEFORE, *COLUMNS) if any(key[2] == c for key in rows)]
     lines = [
@@ -222,7 +237,44 @@ def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
     left_out = [c for c in columns if c not in (BEFORE, "everything")]
     worth = "\n".join(f"| {c} | {_worth(rows, c)} |" for c in left_out)
     heading = "| left out | loses at most, in % of an iteration, from 10 % on | of min | refuses |"
-    return "\n".join([*lines, "", heading, "|---|---|---|---|", worth, ""])
+    lines += ["", heading, "|---|---|---|---|", worth, ""]
+    lines += [
+        "How far `everything` is above `before` at most, in %:",
+        "",
+        "| budgets | asked: at most | of | cells | above that | worst cells |",
+        "|---|---|---|---|---|---|",
+        *(_against(rows, ways, most, unit) for ways, most, unit in AT_MOST),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _against(rows: Rows, ways: tuple[str, ...], most: float, unit: str) -> str:
+    """Where the search is furthest above the planner before it."""
+    above = []
+    for (model, way, column), row in rows.items():
+        before = rows.get((model, way, BEFORE))
+        if column != "everything" or way not in ways:
+            continue
+        if before is None or before["overhead"] is None:
+            continue
+        above.append((_loss(row, before), f"{model} {way}"))
+    above.sort(key=lambda cell: -cell[0])
+    over = sum(loss > most for loss, _ in above)
+    worst = ", ".join(f"{loss:+.2f} {cell}" for loss, cell in above[:WORST])
+    return f"| {', '.join(ways)} | {most:g} | {unit} | {len(above)} | {over} | {worst} |"
+
+
+def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
+    """In % of an iteration, of "min" in % of its bytes; infinite where nothing fits."""
+    if row["budget_bytes"] != base["budget_bytes"]:
+        raise ValueError(
+            f"{row['model']} {row['way']}: {row['column']} was measured at another budget; --again"
+        )
+    if row["overhead"] is None:
+        return math.inf
+    if row["way"] == "min":
+        return float(100 * (row["peak_bytes"] / base["peak_bytes"] - 1))
+    return float(100 * (row["overhead"] - base["overhead"]))
 
 
 def _text(row: dict[str, Any] | None, way: str, base: dict[str, Any] | None) -> str:
@@ -231,26 +283,25 @@ def _text(row: dict[str, Any] | None, way: str, base: dict[str, Any] | None) -> 
     if row["overhead"] is None:
         return f"- ({row['cpu_s']:.0f})"
     if way == "min":
-        above = 0.0 if base is None else 100 * (row["peak_bytes"] / base["peak_bytes"] - 1)
+        above = 0.0 if base is None else _loss(row, base)
         return f"{above:+.2f} ({row['cpu_s']:.0f})"
     return f"{100 * row['overhead']:.2f} ({row['cpu_s']:.0f})"
 
 
-def _worth(rows: dict[tuple[str, str, str], dict[str, Any]], column: str) -> str:
+def _worth(rows: Rows, column: str) -> str:
     """The largest losses of a column, with their cells."""
     slower, larger, refused = [(0.0, "")], [(0.0, "")], 0
     for (model, way, name), row in rows.items():
         base = rows.get((model, way, "everything"))
         if name != column or base is None or base["overhead"] is None:
             continue
-        if way != "min" and row["budget_bytes"] != base["budget_bytes"]:
-            raise ValueError(f"{model} {way}: {column} was measured at another budget; --again")
+        loss = _loss(row, base)
         if row["overhead"] is None:
             refused += 1
         elif way == "min":
-            larger.append((100 * (row["peak_bytes"] / base["peak_bytes"] - 1), model))
+            larger.append((loss, model))
         elif way != "3%":
-            slower.append((100 * (row["overhead"] - base["overhead"]), f"{model} {way}"))
+            slower.append((loss, f"{model} {way}"))
     most, least = max(slower), max(larger)
     return f"{most[0]:.2f} {most[1]} | {least[0]:.2f} {least[1]} | {refused}"
 
