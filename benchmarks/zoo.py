@@ -63,7 +63,7 @@ TIME_LIMIT_S = 600
 # A worker's cases share a cache; its profile grows, and so does what libraries keep.
 CASES_OF_A_WORKER = 60
 STEPS = 3
-LARGE_GRAPH = 400
+LARGE_GRAPH = 150
 
 # Of a worker: a configuration that does not build small must not take the machine with it.
 ADDRESS_SPACE_GIB = 10

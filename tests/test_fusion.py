@@ -32,7 +32,7 @@ from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel, Phase, is_kernel, producers
-from tests.kernels import distance, gradients, interpret, stack
+from tests.kernels import distance, gradients, interpret, run, stack
 
 TABLE = inductor.decompositions()
 COMPILED = Options(compile=True, cache=False)
@@ -40,20 +40,6 @@ COMPILED = Options(compile=True, cache=False)
 
 def recorded(case: Case) -> Capture:
     return capture(case.model, case.args, case.kwargs)
-
-
-def run(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Capture:
-    """A recording of a function of parameters."""
-
-    class Of(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.given = nn.ParameterList(torch.randn(shape) for shape in shapes)
-
-        def forward(self) -> torch.Tensor:
-            return function(*self.given)
-
-    return capture(Of(), (), {})
 
 
 def kinds(made: Capture) -> dict[str, PartKind]:
@@ -163,6 +149,20 @@ def test_a_decomposition_that_fails_is_said(caplog: pytest.LogCaptureFixture) ->
     parts = parts_of(run(functional.silu, (8, 8)), frozenset(), table).parts
     assert parts[0].kind is PartKind.OPAQUE
     assert "aten.silu.default is not fused" in caplog.text
+
+
+def test_what_kernels_never_compute_is_opaque_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """PyTorch's own rule for products of groups refuses float32, which the product computes."""
+
+    def experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, weights, offs=torch.tensor([3, 8], dtype=torch.int32)) * 2
+
+    found = kinds(run(experts, (8, 16), (2, 16, 16)))
+    assert found["aten._grouped_mm.default"] is PartKind.OPAQUE
+    assert found["aten.mul.Tensor"] is PartKind.POINTWISE
+    assert "is not fused" not in caplog.text
 
 
 # What is stored, and which kernels there are
