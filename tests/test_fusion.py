@@ -672,6 +672,30 @@ def test_indices_that_are_made_of_larger_tensors_are_not_looked_up_in_kernels(
     assert "its indices are made of what is larger than they are" in caplog.text
 
 
+def test_what_reads_more_than_an_operator_takes(
+    interpreted: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stays as it is; other kernels do not grow to that."""
+    made = fused(run(lambda *x: torch.cat(x).exp() + 1, *[(4, 4)] * 65), False)
+    assert "it reads 65 tensors, of 64 at most" in caplog.text
+    assert "aten.cat.default" in [c.call.op for c in made.calls]
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, *by: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*by)
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            by = ctx.saved_tensors
+            of_each = (gradient.exp() * torch.stack(by[i::2]).sin().sum() for i in (0, 1))
+            return (*of_each, *[None] * len(by))
+
+    made = fused(run(Scaled.apply, (512,), (512,), *[()] * 66), False)
+    assert made.kernels and all(len(k.inputs) <= 64 for k in made.kernels)
+
+
 def test_the_code_calls_kernels_by_their_operators(interpreted: list[str]) -> None:
     case = stack(1)
     planned = rockplan.solve(case.model, case.args, "100%", options=COMPILED)
