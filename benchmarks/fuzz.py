@@ -12,7 +12,14 @@ predicted. A seed ends as
     unrepeated   two eager runs differ from one another, or eager refuses the network
     wrong        anything else
 
+With `--compile` plans are of compiled kernels. Then the bits are those of a plan for 1000 %, where
+nothing runs again; and each use of that is compared with the same of eager execution, from the same
+parameters: the generator ends where eager's does, and results, gradients and buffers are no further
+from eager's than `Options(check=True)` allows. `--compile operators` compiles nothing: kernels run
+by the operators that they fuse, which is quick, and finds what the pass itself does wrong.
+
 Command: OMP_NUM_THREADS=1 python -m benchmarks.fuzz --seconds 600 [--first 0] [--seed 17]
+         [--compile]
 Results: benchmarks/results/fuzz.jsonl, one line a run with `--keep`.
 
 With `--python-state` the seeds are models that keep something in Python, see
@@ -25,6 +32,7 @@ import argparse
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -52,6 +60,8 @@ from benchmarks.random_networks import Network, network
 from benchmarks.timing import where
 from benchmarks.zoo import FOR_CUDA, plan_roughly, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
+from rockplan import check
+from rockplan.graph_builder.fusion import inductor, kernels
 from tests.training import assert_equal_trees, assert_same_state, generator_states
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.jsonl"
@@ -341,7 +351,7 @@ class Drawn:
         return f"{self.model}\nbudget {self.budget}, {self.options}\n{uses}"
 
 
-def draw(seed: int, device: str = "cpu") -> Drawn:
+def draw(seed: int, device: str = "cpu", is_compiled: bool = False) -> Drawn:
     rng = random.Random(seed)
     model, inputs = network(rng)
     model, inputs = model.to(device), moved(inputs, device)
@@ -350,6 +360,7 @@ def draw(seed: int, device: str = "cpu") -> Drawn:
         bound_time_limit_s=0.05,
         cache=rng.random() < 0.5,
         check=rng.random() < 0.2,
+        compile=is_compiled,
     )
     uses = tuple((rng.choice(USES), rng.randrange(1 << 20)) for _ in range(rng.randint(2, 6)))
     budget = rng.choice(BUDGETS)
@@ -370,9 +381,9 @@ def tensors_of_result(model: Network, inputs: tuple[torch.Tensor, ...]) -> list[
 
 def use_both(
     first: Side, second: Side, use: Callable[[Side, int], Any], number: int, when: str
-) -> None:
-    """The same use of both; AssertionError where anything differs, EagerFailed where `first`
-    raises."""
+) -> Any:
+    """What the same use of both returns; AssertionError where anything differs, EagerFailed where
+    `first` raises."""
     torch.manual_seed(number)
     try:
         expected = use(first, number)
@@ -386,6 +397,55 @@ def use_both(
     gradients = [[t.grad for t in side.inputs] for side in (second, first)]
     assert_equal_trees(*gradients, f"{when}: gradients of inputs")
     assert_same_state(second.module, first.module, when)
+    return expected
+
+
+def use_nearly(
+    eager: Side,
+    found: Any,
+    kept: Side,
+    use: Callable[[Side, int], Any],
+    number: int,
+    when: str,
+) -> None:
+    """The use of `eager`, whose tensors are afterwards those of `kept`, which has had it and
+    returned `found`: AssertionError where that is far from eager's."""
+    state = torch.get_rng_state()
+    torch.manual_seed(number)
+    expected = use(eager, number)
+    assert torch.equal(torch.get_rng_state(), state), f"{when}: the generator is not as eager's"
+    dtypes = {
+        getattr(torch, value.spec.dtype.removeprefix("torch."))
+        for plan in kept.module.plans  # type: ignore[union-attr]
+        for value in plan.graph.values
+    }
+    shares = check.shares_of(named(kept, found), named(eager, expected))
+    far = {what: share for what, share in shares.items() if not share <= check.bound_of(dtypes)}
+    assert not far, f"{when}: far from eager: {far}"
+    with torch.no_grad():
+        take_over(eager, kept)
+
+
+def named(side: Side, result: Any) -> dict[str, torch.Tensor | None]:
+    """All that a use leaves, by names that `check.shares_of` knows."""
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return {
+        **{f"output {i}": t.detach() for i, t in enumerate(leaves)},
+        **{f"gradient of {n}": p.grad for n, p in side.module.named_parameters()},
+        **{f"gradient of input {i}": t.grad for i, t in enumerate(side.inputs)},
+        **{f"buffer {n}": b for n, b in side.module.named_buffers()},
+    }
+
+
+def take_over(eager: Side, kept: Side) -> None:
+    """Parameters, gradients and buffers of `eager` are those of `kept`."""
+    for one, other in zip(eager.module.parameters(), kept.module.parameters(), strict=True):
+        one.copy_(other)
+        one.grad = None if other.grad is None else other.grad.clone()
+    for buffer, other in zip(eager.module.buffers(), kept.module.buffers(), strict=True):
+        buffer.copy_(other)
+    for tensor, other in zip(eager.inputs, kept.inputs, strict=True):
+        tensor.grad = None if other.grad is None else other.grad.clone()
 
 
 class EagerFailed(Exception):
@@ -412,6 +472,7 @@ def examine(drawn: Drawn) -> tuple[str, str]:
         torch.manual_seed(0)
         eager = Side(copy.deepcopy(drawn.model), own_inputs(drawn.inputs))
         before = generator_states()
+        kept = solve_kept(drawn) if drawn.options.compile else None
         planned = solve(drawn)
         assert_equal_trees(generator_states(), before, "planning moved the generator")
         side = Side(planned, own_inputs(drawn.inputs))
@@ -419,8 +480,14 @@ def examine(drawn: Drawn) -> tuple[str, str]:
         eager.module.load_state_dict(side.module.state_dict())
         side.module.zero_grad()
         side.inputs = own_inputs(drawn.inputs)
+        if kept is not None:
+            kept.module.load_state_dict(side.module.state_dict())
         for position, (use, number) in enumerate(drawn.uses[:accepted]):
-            use_both(eager, side, use, number, f"{position} {use.__name__}")
+            when = f"{position} {use.__name__}"
+            if kept is None:
+                use_both(eager, side, use, number, when)
+                continue
+            use_nearly(eager, use_both(kept, side, use, number, when), kept, use, number, when)
     except rockplan.RockplanError as error:
         return "refused", f"{type(error).__name__}: {error}"
     except Exception:
@@ -435,6 +502,14 @@ def solve(drawn: Drawn) -> nn.Module:
     except rockplan.InfeasibleBudget as error:
         least = error.minimum_bytes
         return rockplan.solve(drawn.model, drawn.inputs, least, options=drawn.options)
+
+
+def solve_kept(drawn: Drawn) -> Side:
+    """The same kernels where nothing runs again, with a module of its own."""
+    options = dataclasses.replace(drawn.options, check=False)
+    model = copy.deepcopy(drawn.model)
+    planned = rockplan.solve(model, drawn.inputs, "1000%", options=options)
+    return Side(planned, own_inputs(drawn.inputs))
 
 
 def measure(side: Side, released: tuple[int, ...]) -> None:
@@ -468,7 +543,9 @@ def measure(side: Side, released: tuple[int, ...]) -> None:
     assert left_bytes == 0, f"{left_bytes} bytes left after a step"
 
 
-def sweep(first: int, stride: int, seconds: float, device: str) -> dict[str, Any]:
+def sweep(
+    first: int, stride: int, seconds: float, device: str, is_compiled: bool = False
+) -> dict[str, Any]:
     """Examine one seed after another; prints what is refused or wrong."""
     counts: collections.Counter[str] = collections.Counter()
     refusals: collections.Counter[str] = collections.Counter()
@@ -478,7 +555,7 @@ def sweep(first: int, stride: int, seconds: float, device: str) -> dict[str, Any
         for seed in itertools.count(first, stride):
             if time.monotonic() >= deadline:
                 break
-            outcome, said = examine(draw(seed, device))
+            outcome, said = examine(draw(seed, device, is_compiled))
             counts[outcome] += 1
             if outcome == "refused":
                 refusals[said.split(":")[0]] += 1
@@ -492,6 +569,13 @@ def sweep(first: int, stride: int, seconds: float, device: str) -> dict[str, Any
     }
 
 
+def run_by_operators() -> None:
+    """In this process no kernel is compiled."""
+    inductor.compiled = lambda wanted: {
+        kernel.op: functools.partial(kernels.computed, kernel) for kernel in wanted
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--first", type=int, default=0, help="first seed")
@@ -499,6 +583,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no seed after that")
     parser.add_argument("--seed", type=int, help="this one only, and print it")
     parser.add_argument("--device", default="cpu", help="that everything is moved to")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        choices=("inductor", "operators"),
+        help="plans of compiled kernels; operators: that run by the operators that they fuse",
+    )
     parser.add_argument("--keep", action="store_true", help="append to the results")
     parser.add_argument("--minutes", type=float, help="in place of the seconds")
     parser.add_argument("--python-state", action="store_true", help="models with state in Python")
@@ -511,16 +602,23 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     plan_roughly()
+    if arguments.compile == "operators":
+        run_by_operators()
+    is_compiled = arguments.compile is not None
     if arguments.device != "cpu":
         for name, value in FOR_CUDA.items():
             os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True, warn_only=True)
     if arguments.seed is not None:
-        drawn = draw(arguments.seed, arguments.device)
+        drawn = draw(arguments.seed, arguments.device, is_compiled)
         print(drawn)
         print(*examine(drawn))
         return
-    found = sweep(arguments.first, arguments.stride, arguments.seconds, arguments.device)
+    found = sweep(
+        arguments.first, arguments.stride, arguments.seconds, arguments.device, is_compiled
+    )
+    if is_compiled:
+        found["compile"] = arguments.compile
     line = json.dumps(found)
     print(line)
     if arguments.keep:

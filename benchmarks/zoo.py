@@ -14,12 +14,17 @@ steps beside eager execution; then its peak is measured. It ends as
     not built    no small configuration or no input was found that eager execution accepts
     wrong        anything else
 
+With `--compile` the plans are those of compiled kernels, at '100%', where nothing runs again, and
+at 'min'. Then equal is: the same bits at both budgets, and peaks as above; draws, and where the
+generator ends, as eager's; results, gradients and buffers of a step no further from eager's than
+`Options(check=True)` allows.
+
 Dropout is on. Off are SpecAugment and LayerDrop of transformers (`zoo_cases.OFF`).
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.zoo [--jobs 2] [--retry wrong] [--recheck 50]
-         [--device cuda] [--seconds 600]
-Results: benchmarks/results/zoo.jsonl (of a device zoo_cuda.jsonl), one line a case with the commit
-that it was examined at, kept and continued; zoo.md, the table.
+         [--device cuda] [--seconds 600] [--compile]
+Results: benchmarks/results/zoo.jsonl (of a device zoo_cuda.jsonl, of kernels zoo_compile.jsonl),
+one line a case with the commit that it was examined at, kept and continued; zoo.md, the table.
 """
 
 from __future__ import annotations
@@ -27,11 +32,13 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import copy
 import datetime
 import functools
 import gc
 import json
+import logging
 import os
 import platform
 import random
@@ -46,7 +53,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,11 +63,13 @@ TIME_LIMIT_S = 600
 # A worker's cases share a cache; its profile grows, and so does what libraries keep.
 CASES_OF_A_WORKER = 60
 STEPS = 3
+LARGE_GRAPH = 150
 
 # Of a worker: a configuration that does not build small must not take the machine with it.
 ADDRESS_SPACE_GIB = 10
 TOLERANCE = 0.02
 BUDGETS = ("min", "60%")
+COMPILED_BUDGETS = ("100%", "min")
 
 # Results of cuBLAS that repeat themselves, and an allocator that gives out what is asked for.
 FOR_CUDA = {
@@ -74,7 +83,7 @@ SOURCES = ("modules", "transformers", "timm")
 # --- worker: one case after another, results on the original stdout ------------------------------
 
 
-def work(budgets: list[str], gib: int, device: str) -> None:
+def work(budgets: list[str], gib: int, device: str, is_compiled: bool) -> None:
     """Read names from stdin, write a line of JSON for every stage and result."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -99,7 +108,7 @@ def work(budgets: list[str], gib: int, device: str) -> None:
         os.environ["ROCKPLAN_CACHE_DIR"] = folder
         for line in sys.stdin:
             started = time.process_time()
-            result = Examination(line.strip(), budgets, tell, device).run()
+            result = Examination(line.strip(), budgets, tell, device, is_compiled).run()
             result["seconds"] = round(time.process_time() - started, 1)
             result["package"] = package
             channel.write(json.dumps({"result": result}) + "\n")
@@ -137,11 +146,19 @@ def capture_once() -> None:
 class Examination:
     """One case: its stages, told as they begin, and its outcome."""
 
-    def __init__(self, name: str, budgets: list[str], tell: Any, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        name: str,
+        budgets: list[str],
+        tell: Any,
+        device: str = "cpu",
+        is_compiled: bool = False,
+    ) -> None:
         self.name = name
         self.budgets = budgets
         self.tell = tell
         self.device = device
+        self.is_compiled = is_compiled
         self.stage = ""
         self.facts: dict[str, Any] = {"name": name}
 
@@ -186,10 +203,50 @@ class Examination:
         take_input_gradients(case)
         self._begin("eager")
         train_side_by_side(case, copy.deepcopy(case.model), copy.deepcopy(case.model))
+        if self.is_compiled:
+            self._examine_kernels(case)
+            return
         for budget in self.budgets:
             self._examine_budget(case, budget)
 
     def _examine_budget(self, case: Any, budget: str) -> None:
+        import rockplan
+
+        eager = copy.deepcopy(case.model)
+        try:
+            planned = self._planned(case, budget)
+        except rockplan.InfeasibleBudget as error:
+            if budget == "min":
+                raise
+            self.facts[budget] = f"less than the minimum, {error.minimum_bytes} bytes"
+            return
+        self._begin(f"train {budget}")
+        train_side_by_side(case, planned, eager)
+        self._begin(f"measure {budget}")
+        self.facts[budget] = measure(case, planned, self.device)
+
+    def _examine_kernels(self, case: Any) -> None:
+        """Plans of compiled kernels: the first keeps everything, the others are as it is."""
+        eager = copy.deepcopy(case.model)
+        first, *others = self.budgets
+        started = time.perf_counter()
+        with lines_of_the_logger() as said:
+            kept = self._planned(case, first)
+        self.facts["planning_s"] = round(time.perf_counter() - started, 1)
+        self.facts["kernels"] = len(kept.plan.graph.kernels)
+        self.facts["said"] = [without_folders(line)[:300] for line in said]
+        planned = {first: kept, **{budget: self._planned(case, budget) for budget in others}}
+        self._begin("compare with eager")
+        self.facts |= compare_with_eager(case, copy.deepcopy(kept), eager)
+        for budget in others:
+            self._begin(f"train {budget}")
+            train_side_by_side(case, copy.deepcopy(planned[budget]), copy.deepcopy(kept))
+        for budget, module in planned.items():
+            self._begin(f"measure {budget}")
+            self.facts[budget] = measure(case, module, self.device)
+
+    def _planned(self, case: Any, budget: str) -> Any:
+        """Raises rockplan.RockplanError."""
         import torch
 
         import rockplan
@@ -198,25 +255,69 @@ class Examination:
         # In less time the smallest budget that is found is up to four times as large as it is, and
         # plans where memory is shortest run most again.
         limit_s = 2.0 if budget == "min" else 0.2
-        options = rockplan.Options(time_limit_s=limit_s, bound_time_limit_s=0.05)
-        eager = copy.deepcopy(case.model)
+        options = rockplan.Options(
+            time_limit_s=limit_s, bound_time_limit_s=0.05, compile=self.is_compiled
+        )
         self._begin(f"plan {budget}")
         torch.manual_seed(0)
         before = generator_states()
-        try:
-            planned = rockplan.solve(
-                case.model, case.args, budget, sample_kwargs=case.kwargs, options=options
-            )
-        except rockplan.InfeasibleBudget as error:
-            if budget == "min":
-                raise
-            self.facts[budget] = f"less than the minimum, {error.minimum_bytes} bytes"
-            return
+        planned = rockplan.solve(
+            case.model, case.args, budget, sample_kwargs=case.kwargs, options=options
+        )
         assert_equal_trees(generator_states(), before, "planning moved the generator")
-        self._begin(f"train {budget}")
-        train_side_by_side(case, planned, eager)
-        self._begin(f"measure {budget}")
-        self.facts[budget] = measure(case, planned, self.device)
+        return planned
+
+
+@contextlib.contextmanager
+def lines_of_the_logger() -> Iterator[list[str]]:
+    """What the package warns of."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rockplan")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def compare_with_eager(case: Any, planned: Any, eager: Any) -> dict[str, Any]:
+    """A step of each: how far results, gradients and buffers of `planned` are from eager's, and
+    milliseconds. Raises AssertionError beyond what rockplan.Options(check=True) allows."""
+    import torch
+
+    from rockplan import check
+
+    steps, milliseconds = [], []
+    for module in (eager, planned):
+        started = time.perf_counter()
+        steps.append(_named_step(case, module))
+        milliseconds.append(round(1e3 * (time.perf_counter() - started), 1))
+    shares = check.shares_of(steps[1], steps[0])
+    names = {v.spec.dtype.removeprefix("torch.") for v in planned.plan.graph.values}
+    bound = check.bound_of({getattr(torch, name) for name in names})
+    said = ", ".join(f"{what} {share:.1e}" for what, share in shares.items())
+    assert all(share <= bound for share in shares.values()), f"far from eager: {said}"
+    return {"from_eager": {w: float(f"{s:.1e}") for w, s in shares.items()}, "ms": milliseconds}
+
+
+def _named_step(case: Any, module: Any) -> dict[str, Any]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    seed_everything(1000)
+    module.zero_grad()
+    result = module(*case.args, **case.kwargs)
+    case.loss(result).backward()
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return {
+        **{f"output {i}": t.detach() for i, t in enumerate(leaves)},
+        **{f"gradient of {n}": p.grad for n, p in module.named_parameters()},
+        **{f"gradient of input {i}": g for i, g in enumerate(take_input_gradients(case))},
+        **{f"buffer {n}": b for n, b in module.named_buffers()},
+        "generator state": torch.get_rng_state(),
+    }
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -332,9 +433,11 @@ class Worker:
         limit_s: int = TIME_LIMIT_S,
         gib: int = ADDRESS_SPACE_GIB,
         device: str = "cpu",
+        is_compiled: bool = False,
     ) -> None:
         self.limit_s = limit_s
         worker = [sys.executable, "-m", "benchmarks.zoo", "--worker"]
+        worker += ["--compile"] * is_compiled
         self.process = subprocess.Popen(
             [*worker, "--gib", str(gib), "--device", device, "--budgets", *budgets],
             stdin=subprocess.PIPE,
@@ -507,9 +610,18 @@ def table(rows: dict[str, dict[str, Any]], command: str, where: str, left: int) 
         if chosen:
             lines += ["", f"## {outcome}", "", "| case | error |", "|---|---|"]
             lines += [f"| {r['name']} | {_cell(r)} |" for r in chosen]
+    equal = [r for r in ordered if r["outcome"] == "equal"]
     lines += ["", "## equal", "", "Bytes, measured.", ""]
-    lines += ["| case | operations | everything kept | 60% | min |", "|---|---|---|---|---|"]
-    lines += [_equal_line(r) for r in ordered if r["outcome"] == "equal"]
+    if any("kernels" in r for r in rows.values()):
+        lines += [
+            "| case | operations | kernels | stay eager | everything kept | min | gradients from "
+            "eager's | seconds to plan first |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        lines += [_compiled_line(r) for r in equal]
+    else:
+        lines += ["| case | operations | everything kept | 60% | min |", "|---|---|---|---|---|"]
+        lines += [_equal_line(r) for r in equal]
     return "\n".join(lines) + "\n"
 
 
@@ -545,6 +657,16 @@ def _equal_line(row: dict[str, Any]) -> str:
     )
 
 
+def _compiled_line(row: dict[str, Any]) -> str:
+    kept, least = row["100%"], row["min"]
+    left = sum("cannot be compiled" in line for line in row["said"])
+    return (
+        f"| {row['name']} | {kept['operations']} | {row['kernels']} | {left} "
+        f"| {kept['measured_bytes']:,} | {least['measured_bytes']:,} "
+        f"| {row['from_eager']['gradients']:.1e} | {row['planning_s']} |"
+    )
+
+
 def choose(
     listed: list[str], rows: dict[str, dict[str, Any]], retry: list[str], recheck: int
 ) -> list[str]:
@@ -560,6 +682,26 @@ def choose(
     return sorted(names, key=lambda n: (n not in again, "/base/" in n, seed_of(n)))
 
 
+def spread(names: list[str], plain: dict[str, dict[str, Any]]) -> list[str]:
+    """In an order in which a run that is cut short has seen something of everything: one of each
+    kind of architecture, then another of each. plain: rows without kernels; what was not equal in
+    them comes last, and large graphs after small ones, for which it takes minutes to compile."""
+
+    def cost(name: str) -> int:
+        row = plain.get(name, {})
+        is_equal = row.get("outcome", "equal") == "equal"
+        operations = row["min"]["operations"] if "min" in row else 0
+        return operations // LARGE_GRAPH if is_equal else 1 << 20
+
+    seen: collections.Counter[str] = collections.Counter()
+    places = {}
+    for name in sorted(names, key=lambda n: (cost(n), seed_of(n))):
+        kind = name.rpartition("/")[0] if name.startswith("transformers") else name.split("/")[0]
+        places[name] = (cost(name), seen[kind])
+        seen[kind] += 1
+    return sorted(names, key=lambda n: (*places[n], seed_of(n)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -569,34 +711,42 @@ def main() -> None:
     )
     parser.add_argument("--recheck", type=int, default=0, help="equal ones to examine again")
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    parser.add_argument("--budgets", nargs="+", default=list(BUDGETS))
+    parser.add_argument("--budgets", nargs="+")
     parser.add_argument("--limit", type=int, default=TIME_LIMIT_S, help="seconds for a case")
     parser.add_argument(
         "--gib", type=int, default=ADDRESS_SPACE_GIB, help="address space for a case"
     )
     parser.add_argument("--device", default="cpu", help="cuda: everything is moved there")
+    parser.add_argument("--compile", action="store_true", help="plans of compiled kernels")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     parser.add_argument("--only", default="", help="part of the names to examine")
     parser.add_argument("--results", type=Path, help="else zoo.jsonl, of a device zoo_cuda.jsonl")
     arguments = parser.parse_args()
+    is_compiled = arguments.compile
+    budgets = arguments.budgets or list(COMPILED_BUDGETS if is_compiled else BUDGETS)
     if arguments.worker:
-        work(arguments.budgets, arguments.gib, arguments.device)
+        work(budgets, arguments.gib, arguments.device, is_compiled)
         return
     if arguments.results is None:
-        name = "zoo.jsonl" if arguments.device == "cpu" else f"zoo_{arguments.device}.jsonl"
-        arguments.results = RESULTS / name
+        kinds = ["zoo"] + ["compile"] * is_compiled
+        kinds += [arguments.device] * (arguments.device != "cpu")
+        arguments.results = RESULTS / f"{'_'.join(kinds)}.jsonl"
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     rows = read_results(arguments.results)
     listed = case_names(arguments.sources)
     wanted = [n for n in listed if arguments.only in n]
     names = choose(wanted, rows, arguments.retry, arguments.recheck)
-    how = (arguments.budgets, arguments.limit, arguments.gib, arguments.device)
+    if is_compiled:
+        names = spread(names, read_results(RESULTS / "zoo.jsonl"))
+    how = (budgets, arguments.limit, arguments.gib, arguments.device, is_compiled)
     deadline = time.monotonic() + arguments.seconds
     sweep(names, arguments.results, arguments.jobs, functools.partial(Worker, *how), deadline)
     rows = read_results(arguments.results)
     lines = "".join(json.dumps(rows[name]) + "\n" for name in sorted(rows))
     arguments.results.write_text(lines, encoding="utf-8")
     command = f"OMP_NUM_THREADS=1 python -m benchmarks.zoo --jobs {arguments.jobs}"
+    if is_compiled:
+        command += " --compile"
     if arguments.device != "cpu":
         command += f" --device {arguments.device}"
     arguments.results.with_suffix(".md").write_text(

@@ -183,18 +183,18 @@ def distance(
     """
     given = _Given.of(module, original, args, kwargs)
 
-    def step(forward: Callable[..., Any]) -> _Named:
+    def step(forward: Callable[..., Any]) -> NamedTensors:
         with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
             given.snapshot.begin()
             return dict(_run(given, forward, starts, args, kwargs, _drawn).tensors)
 
     expected = step(original)
-    shares = _shares(step(planned), expected)
+    shares = shares_of(step(planned), expected)
     if _furthest(shares) <= bound:
         return shares["gradients"]
     says = ", ".join(f"{what} differ by {s:.1e}" for what, s in shares.items() if not s <= bound)
     says += f" of their norm, where {bound:g} is allowed"
-    if _furthest(_shares(step(original), expected)) <= bound:
+    if _furthest(shares_of(step(original), expected)) <= bound:
         raise CheckFailed(
             f"the step of compiled kernels is too far from eager: {says}. Where that is not for "
             "want of digits (try Options(compile='near'), or a larger dtype), it is a bug of "
@@ -207,7 +207,7 @@ def distance(
 _GROUPS = {"results": "output ", "gradients": "gradient of ", "buffers": "buffer "}
 """What is compared -> how the names of its tensors begin."""
 
-_Named = Mapping[str, torch.Tensor | None]
+NamedTensors = Mapping[str, torch.Tensor | None]
 
 
 def bound_of(dtypes: Iterable[torch.dtype]) -> float:
@@ -215,15 +215,16 @@ def bound_of(dtypes: Iterable[torch.dtype]) -> float:
     return 0.1 if any(t.is_floating_point and t.itemsize <= 2 for t in dtypes) else 1e-3
 
 
-def _shares(found: _Named, expected: _Named) -> dict[str, float]:
-    """What is compared -> the norm of the difference, as a share of that of `expected`."""
+def shares_of(found: NamedTensors, expected: NamedTensors) -> dict[str, float]:
+    """What is compared ('results', 'gradients', 'buffers') -> the norm of the difference, as a
+    share of that of `expected`; infinite where generator states differ."""
     shares = {what: _share(found, expected, start) for what, start in _GROUPS.items()}
     states = [n for n in expected if n.startswith("generator state")]
     is_same = all(_is_equal(found[n], expected[n]) for n in states)
     return shares | {"generator states": 0.0 if is_same else math.inf}
 
 
-def _share(found: _Named, expected: _Named, start: str) -> float:
+def _share(found: NamedTensors, expected: NamedTensors, start: str) -> float:
     error = norm = 0.0
     for name in (n for n in {**expected, **found} if n.startswith(start)):
         one, other = found.get(name), expected.get(name)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from benchmarks.models import Case
 from rockplan.graph_builder.fusion import inductor, kernels
+from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.values.graph import Kernel
 
 Failing = Callable[[Kernel], bool]
@@ -33,6 +34,20 @@ def interpret(monkeypatch: pytest.MonkeyPatch, fails: Failing = lambda kernel: F
     monkeypatch.setattr(inductor, "compiled", compiled)
     monkeypatch.setattr(kernels, "_functions", {})
     return asked
+
+
+def run(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Capture:
+    """A recording of a function of parameters."""
+
+    class Of(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+        def forward(self) -> torch.Tensor:
+            return function(*self.given)
+
+    return capture(Of(), (), {})
 
 
 class Norm(nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import rockplan
 from benchmarks.models import Case, gpt2, llama
 from rockplan.cli.main import app
 from rockplan.graph_builder.fusion import inductor, kernels
+from rockplan.graph_builder.fusion.fuse import proposed
 from rockplan.options import Options
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef
-from tests.kernels import distance, gradients, mean_square
+from tests.kernels import distance, gradients, mean_square, run
 
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)
 
@@ -149,6 +150,28 @@ def test_a_result_that_looks_otherwise_is_refused() -> None:
     kernel = _kernel(TensorSpec((8,), (2,), 0, "torch.float64", "cpu"))
     with pytest.raises(rockplan.CaptureError, match=r"cannot be compiled here .* was recorded"):
         kernels.functions_of([kernel])
+
+
+OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "several views of one list": lambda x: (p := (x * 2).chunk(2, -1))[0].sigmoid() * p[1],
+    "unbound": lambda x: sum(p.exp() for p in (x * 2).view(8, 2, 4).unbind(1)),
+}
+
+
+def test_what_is_fused_compiles() -> None:
+    """One kernel of each, all of them together; as eager computes it."""
+    wanted, expected = [], []
+    for name, function in OPERATORS.items():
+        x = torch.randn(8, 8)
+        made = run(function, (8, 8))
+        found = proposed(made, False, inductor.decompositions(), frozenset()).fused[0].kernel
+        assert len(found.inputs) == 1, name
+        wanted.append(found)
+        expected.append((x, function(x)))
+    assert kernels.made(wanted) == {}
+    for kernel, (x, result) in zip(wanted, expected, strict=True):
+        (computed,) = kernels.functions_of([kernel])[kernel.op]([x])
+        torch.testing.assert_close(computed, result)
 
 
 _SECOND = """

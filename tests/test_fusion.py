@@ -32,7 +32,7 @@ from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel, Phase, is_kernel, producers
-from tests.kernels import distance, gradients, interpret, stack
+from tests.kernels import distance, gradients, interpret, run, stack
 
 TABLE = inductor.decompositions()
 COMPILED = Options(compile=True, cache=False)
@@ -40,20 +40,6 @@ COMPILED = Options(compile=True, cache=False)
 
 def recorded(case: Case) -> Capture:
     return capture(case.model, case.args, case.kwargs)
-
-
-def run(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Capture:
-    """A recording of a function of parameters."""
-
-    class Of(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.given = nn.ParameterList(torch.randn(shape) for shape in shapes)
-
-        def forward(self) -> torch.Tensor:
-            return function(*self.given)
-
-    return capture(Of(), (), {})
 
 
 def kinds(made: Capture) -> dict[str, PartKind]:
@@ -163,6 +149,20 @@ def test_a_decomposition_that_fails_is_said(caplog: pytest.LogCaptureFixture) ->
     parts = parts_of(run(functional.silu, (8, 8)), frozenset(), table).parts
     assert parts[0].kind is PartKind.OPAQUE
     assert "aten.silu.default is not fused" in caplog.text
+
+
+def test_what_kernels_never_compute_is_opaque_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """PyTorch's own rule for products of groups refuses float32, which the product computes."""
+
+    def experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, weights, offs=torch.tensor([3, 8], dtype=torch.int32)) * 2
+
+    found = kinds(run(experts, (8, 16), (2, 16, 16)))
+    assert found["aten._grouped_mm.default"] is PartKind.OPAQUE
+    assert found["aten.mul.Tensor"] is PartKind.POINTWISE
+    assert "is not fused" not in caplog.text
 
 
 # What is stored, and which kernels there are
@@ -671,6 +671,30 @@ def test_indices_that_are_made_of_larger_tensors_are_not_looked_up_in_kernels(
     calls = [c.call.op for c in fused(run(best, (8, 16)), False).calls]
     assert "aten.gather.default" in calls
     assert "its indices are made of what is larger than they are" in caplog.text
+
+
+def test_what_reads_more_than_an_operator_takes(
+    interpreted: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stays as it is; other kernels do not grow to that."""
+    made = fused(run(lambda *x: torch.cat(x).exp() + 1, *[(4, 4)] * 65), False)
+    assert "it reads 65 tensors, of 64 at most" in caplog.text
+    assert "aten.cat.default" in [c.call.op for c in made.calls]
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, *by: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*by)
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            by = ctx.saved_tensors
+            of_each = (gradient.exp() * torch.stack(by[i::2]).sin().sum() for i in (0, 1))
+            return (*of_each, *[None] * len(by))
+
+    made = fused(run(Scaled.apply, (512,), (512,), *[()] * 66), False)
+    assert made.kernels and all(len(k.inputs) <= 64 for k in made.kernels)
 
 
 def test_the_code_calls_kernels_by_their_operators(interpreted: list[str]) -> None:

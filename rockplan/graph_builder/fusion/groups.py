@@ -29,6 +29,10 @@ MOST_LARGE = 3
 """Large results of a kernel of the backward phase."""
 
 
+MOST_READ = 64
+"""Tensors that an operator takes at most: a limit of PyTorch's schemas."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """targets: storages that a kernel makes, in order; reads: storages that it reads; at: where it
@@ -113,6 +117,8 @@ class _Merging:
         reads = (one.reads | two.reads) - frozenset(targets)
         if ((one.reads | two.reads) - reads) & self._flow.whole.keys():
             return None  # one reads the other's result through a view that no kernel makes
+        if len(reads) > MOST_READ:
+            return None
         for at in sorted((one.at, two.at), reverse=True):
             made = Group(targets, reads, one.phase, at)
             is_ready = all(self._available(read) < at for read in reads)

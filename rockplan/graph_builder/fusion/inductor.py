@@ -192,7 +192,7 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         # Inductor's mark for what eager computes, and rounds, by itself.
         node.meta["low_precision_pointwise_barrier"] = any(r in rounded for r in call.results)
         returns = overload._schema.returns
-        is_one = len(returns) == 1 and "[]" not in str(returns[0].type)
+        is_one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
         made = ((r, place) for place, r in enumerate(call.results) if r is not None)
         for result, place in made:
             item = node if is_one else graph.call_function(operator.getitem, (node, place))

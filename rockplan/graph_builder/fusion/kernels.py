@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.fusion import inductor
+from rockplan.graph_builder.fusion.groups import MOST_READ
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
 from rockplan.values.graph import NAMESPACE, Kernel, ValueRef, refs
@@ -40,7 +41,7 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     """Compile what is not compiled yet, and make operators of all that could be: name of the
     operator -> why it could not."""
     missing = {k.op: k for k in kernels if k.op not in _functions}
-    looks = {op: look_at_indices(kernel) for op, kernel in missing.items()}
+    looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
     for op, found in inductor.compiled(wanted).items():
@@ -51,6 +52,11 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
         _functions[op] = found if look is None else functools.partial(_looked_at, look, found)
         _define(missing[op])
     return failed
+
+
+def _too_many(kernel: Kernel) -> str | None:
+    given = len(kernel.inputs)
+    return f"it reads {given} tensors, of {MOST_READ} at most" if given > MOST_READ else None
 
 
 def _looked_at(

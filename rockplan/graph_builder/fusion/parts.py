@@ -395,6 +395,8 @@ class _Decomposing(TorchDispatchMode):
         return self._record(func, args, kwargs)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _is_fusible(func):
+            raise _NotFused(f"{func}")
         given = [self._known(t) for t in facts.tensors((args, kwargs))]
         result = func(*args, **kwargs)
         made = [m for m in flat_results(result) if isinstance(m, torch.Tensor)]
@@ -466,6 +468,15 @@ _DIVISIONS = frozenset(["div", "floor_divide", "fmod", "remainder"])
 
 _BY_MEMORY = frozenset(["as_strided", "view_as_complex", "view_as_real", "real", "imag"])
 """Views that are not told by the elements of what they are views of."""
+
+
+def _is_fusible(func: OpOverload) -> bool:
+    """False for an operator that kernels never compute, which need not run on fake tensors, either:
+    those of other libraries cannot always."""
+    is_view = any(r.alias_info is not None for r in func._schema.returns)
+    is_pointwise = torch.Tag.pointwise in func.tags or _packet(func) in _POINTWISE
+    is_scatter = func is torch.ops.aten.scatter.value
+    return is_view or is_pointwise or is_scatter or _packet(func) in _REDUCTIONS
 
 
 def _are_floating(arguments: Any) -> bool:
