@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rockplan.graph_builder.tracing import flex_attention
 from rockplan.graph_builder.tracing.eager_paths import (
     PATCHES,
     WARNING_OF_COMPILED_MODULES,
@@ -19,7 +20,7 @@ from rockplan.graph_builder.tracing.eager_paths import (
     patched,
 )
 
-ROWS = [*PATCHES, WARNING_OF_COMPILED_MODULES]
+ROWS = [*PATCHES, *flex_attention.PATCHES, WARNING_OF_COMPILED_MODULES]
 PRESENT = [row for row in ROWS if not isinstance(row.owner, str)]
 
 

@@ -347,12 +347,6 @@ def mapped(net: Any, x: torch.Tensor) -> torch.Tensor:
     return map(lambda t: net.a(t), x)
 
 
-def flex(net: Any, x: torch.Tensor) -> torch.Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return net.a(flex_attention(*[x[None, None]] * 3)[0, 0])
-
-
 @pytest.mark.parametrize(
     ("use", "name"),
     [
@@ -360,13 +354,21 @@ def flex(net: Any, x: torch.Tensor) -> torch.Tensor:
         (loop, "while_loop"),
         (scan, "scan"),
         (mapped, "map"),
-        (flex, "flex_attention"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_operators_that_take_functions_are_refused_by_name(use: Any, name: str) -> None:
     message = refusal(use)
     assert f"{name} is a higher-order operator" in message and "Recorder" not in message
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_condition_that_is_a_bool_is_planned(chosen: bool) -> None:
+    def condition(net: Any, x: torch.Tensor) -> Any:
+        is_true = bool((net.plain > 0).all()) == chosen
+        return torch.cond(is_true, lambda h: net.a(h), lambda h: h.sin(), (net.b(x),))
+
+    train(condition)
 
 
 @torch.library.custom_op("rockplan_tests::copied", mutates_args=())

@@ -61,11 +61,14 @@ def tensors(arguments: object) -> Iterator[torch.Tensor]:
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
     """What the schema and the rows say of an operator of PyTorch or a library. operator: an
-    overload, or a name; what takes functions, and is no overload, is refused."""
+    overload, or a name; what takes functions, and is no overload, is refused unless a row says that
+    what it calls is recorded."""
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
-        return _merged(OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS), str(operator))
+        found = _merged(OperatorFacts(str(operator)), str(operator))
+        refused = OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS)
+        return found if found.composite else _merged(refused, str(operator))
     namespace, packet, _ = str(operator).split(".")
     names = (f"*.{packet}", f"{namespace}.{packet}", str(operator))
     found = _merged(_facts_of_schema(operator), *names)

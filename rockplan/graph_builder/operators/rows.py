@@ -160,12 +160,11 @@ OF_UNKNOWN_SIZES = "whose sizes a plan cannot follow"
 PAD = "use padded tensors (to_padded_tensor, pad_sequence)"
 """Of nested tensors, and what to do about them."""
 
-_BOTH = "compute both branches and choose (torch.where), or decide before the call of the module"
-_LOOP = "write a Python loop, of as many steps for each call"
-_ATTENTION = (
-    "use torch.nn.functional.scaled_dot_product_attention with a mask (transformers: "
-    "attn_implementation='sdpa')"
+_BOTH = (
+    "compute both branches and choose (torch.where), or pass a bool: bool(predicate), where that "
+    "is made of integer arguments"
 )
+_LOOP = "write a Python loop, of as many steps for each call"
 _EXCHANGES = "exchanges the storage of a tensor, which a plan cannot follow"
 _NEW_TENSOR = "create a new tensor instead"
 _STATISTICS = ("running_mean", "running_var")
@@ -185,15 +184,8 @@ ROWS: tuple[OperatorFacts, ...] = (
         instead=_LOOP,
     ),
     OperatorFacts("cond", called="torch.cond", refused_because=HIGHER_ORDER, instead=_BOTH),
-    OperatorFacts(
-        "flex_attention", called="flex_attention", refused_because=HIGHER_ORDER, instead=_ATTENTION
-    ),
-    OperatorFacts(
-        "flex_attention_backward",
-        called="flex_attention",
-        refused_because=HIGHER_ORDER,
-        instead=_ATTENTION,
-    ),
+    OperatorFacts("flex_attention", called="flex_attention", composite=True),
+    OperatorFacts("flex_attention_backward", called="flex_attention", composite=True),
     OperatorFacts(
         "map_impl",
         called="torch map",

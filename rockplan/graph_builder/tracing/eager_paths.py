@@ -8,6 +8,7 @@ registries, which are no names, have a context manager each. A new PyTorch is a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -21,11 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from rockplan.errors import CaptureError, InvalidInput
 from rockplan.graph_builder.tracing import foreign_kernels
-from rockplan.graph_builder.tracing.recorder import is_same_memory
+from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
 from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
 
 _COMPILED = (
@@ -206,6 +207,35 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
     return tell
 
 
+def _compile(original: Any, recording: RecordingAccess) -> Any:
+    """What is made refers to no recording: the forward may keep it."""
+
+    def compile(function: Any = None, **how: Any) -> Any:
+        if function is None:
+            return functools.partial(compile, **how)
+        if isinstance(function, nn.Module):
+            return original(function, **how)
+        return functools.wraps(function)(_CompiledLater(original, function, how))
+
+    return compile
+
+
+class _CompiledLater:
+    """Runs as it is written while a forward is recorded, and is compiled when it is called next."""
+
+    def __init__(self, compile: Callable[..., Any], function: Any, how: dict[str, Any]) -> None:
+        self._compile, self._function, self._how = compile, function, how
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(_get_current_dispatch_mode(), Recorder):
+            return self._function(*args, **kwargs)
+        return self._compiled(*args, **kwargs)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return self._compile(self._function, **self._how)
+
+
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     def data_ptr(owner: Any) -> Any:
         # Copies of tensors ask whether there is memory.
@@ -286,6 +316,13 @@ PATCHES: tuple[Patch, ...] = (
         _ctc_loss,
         "of lengths that are numbers it makes a tensor by writing into its memory, of which fake "
         "tensors have none; of lengths that are tensors it computes the same bits",
+    ),
+    Patch(
+        torch,
+        "compile",
+        _compile,
+        "a call of it leaves what it knows of PyTorch in caches, where functions that are others "
+        "while a forward is recorded would stay",
     ),
     CACHE_OF_PARAMETRIZATIONS,
     Patch(checkpoint, _CHECKPOINT_HOOKS, _no_hooks, _CHECKPOINTED),

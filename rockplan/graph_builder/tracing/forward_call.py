@@ -24,6 +24,7 @@ from rockplan.errors import (
 )
 from rockplan.graph_builder.tracing import (
     eager_paths,
+    flex_attention,
     foreign_kernels,
     host_random,
     opaque_calls,
@@ -165,6 +166,7 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
     recording = eager_paths.RecordingAccess(
         refuse, read_all, recorder.is_active, recorder.refuse, recorder.place
     )
+    patches = (*eager_paths.PATCHES, *flex_attention.PATCHES, *opaque_calls.patches())
     torch.clear_autocast_cache()
     with (
         torch.enable_grad(),
@@ -172,7 +174,7 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         eager_paths.without_hooks_on_all_modules(),
         eager_paths.without_saved_tensor_hooks(),
         eager_paths.without_logs_of_fake_tensors(),
-        eager_paths.patched((*eager_paths.PATCHES, *opaque_calls.patches()), recording),
+        eager_paths.patched(patches, recording),
     ):
         try:
             yield

@@ -42,6 +42,8 @@ from rockplan.values.interface import Guard
 
 # What C++ asks of a fake tensor more often than anything else.
 _DEVICE = torch.ops.prim.device.default
+# Of operators that take functions: what calls ordinary ones.
+_DENSE = torch._C.DispatchKey.CompositeExplicitAutograd
 # What PyTorch says of an operator that was made by torch.library.custom_op.
 _NO_RULE = "no fake impl registered"
 _INDEX = torch.ops.aten.index.Tensor
@@ -277,6 +279,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         module, source = self.place()
         self._refuse_unsupported(func, module, source)
+        if not isinstance(func, OpOverload):
+            with self:
+                return func.py_kernels[_DENSE](*args, **kwargs)
         if kwargs.get("generator") is not None:
             raise NAMED["generator"].at(module, source, operator=func)
         args, kwargs, given = self._known(args, kwargs)
