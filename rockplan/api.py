@@ -42,6 +42,7 @@ from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of
 from rockplan.search.problem import Problem, measured
+from rockplan.sizes import SizedCall, sized_calls
 from rockplan.store.plan_file import fit, outline, read_plans
 from rockplan.values.curve import Curve
 from rockplan.values.garbage_collection import paused_collection
@@ -72,7 +73,8 @@ def solve(
     CUDA 'auto': what is free when `solve` is called, with room for gradients that do not exist
     yet and a margin (`rockplan.free_memory`); 'auto-4GB' leaves room for what comes later, such as
     an optimizer's state. Calls of other shapes are planned under the same bytes; where they are
-    larger than the sample, a share means theirs.
+    larger than the sample, a share means theirs. options.sizes says how large they get: then the
+    largest is planned first, and a share means its.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
     what it executes. A module that is planned already is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
@@ -81,21 +83,55 @@ def solve(
     wanted = in_bytes(parse_budget(budget), model)
     model = planned_modules.unplanned(model)
     with outside_of_initialization():
-        program = _program(model, args, kwargs, None, budget=wanted, options=options)
+        first, *others = _calls(model, args, kwargs, options)
+        with first.named_in_errors():
+            program = _program(
+                model, first.args, first.kwargs, None, budget=wanted, options=options
+            )
         _advise(program, options)
         later = replace(wanted, least_bytes=program.plan.budget_bytes)
-        return planned_modules.planned_module(
+        make = functools.partial(_program, budget=later, options=options)
+        planned = planned_modules.planned_module(
             model,
             program,
-            args,
-            kwargs,
-            make_program=functools.partial(
-                program_in_training,
-                make=functools.partial(_program, budget=later, options=options),
-            ),
+            first.args,
+            first.kwargs,
+            make_program=functools.partial(program_in_training, make=make),
             on_mismatch=options.on_mismatch,
             on_infeasible=options.on_infeasible,
             outputs_chosen=options.differentiated is not None,
+        )
+        _plan_ahead(planned, others, make)
+        return planned
+
+
+def _calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> tuple[SizedCall, ...]:
+    """What is planned before training, the largest first."""
+    check_options(options)
+    return sized_calls(planned_modules.original_forward(model), args, kwargs, options)
+
+
+def largest_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> SizedCall:
+    """The sample with the largest of `Options.sizes`; without any, as it is."""
+    return _calls(model, args, kwargs, options)[0]
+
+
+def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:
+    for call in calls:
+        with call.named_in_errors():
+            program = make(planned, call.args, call.kwargs, None)
+        planned_modules.add_program(planned, call.args, call.kwargs, program)
+
+
+def check_options(options: object) -> None:
+    if not isinstance(options, Options):
+        raise InvalidInput(
+            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
+            "are the options"
         )
 
 
@@ -110,11 +146,13 @@ def plan(
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
-    with outside_of_initialization():
-        source = captured_call(model, args, kwargs, options)
-        problem = _problem(source, options)
-    with _advised(source.lowered, options):
-        return _planned(problem, wanted, options)
+    call = largest_call(model, args, kwargs, options)
+    with call.named_in_errors():
+        with outside_of_initialization():
+            source = captured_call(model, call.args, call.kwargs, options)
+            problem = _problem(source, options)
+        with _advised(source.lowered, options):
+            return _planned(problem, wanted, options)
 
 
 def plan_each(
@@ -130,12 +168,14 @@ def plan_each(
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = [in_bytes(budget, model) for budget in parsed]
-    problem = _prepared(model, args, kwargs, options)
+    call = largest_call(model, args, kwargs, options)
+    problem = _prepared(model, call, options)
     least = planning.least_peak_of(problem, options)
     found: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
-            found.append(planning.plan_within(problem, budget, options, least))
+            with call.named_in_errors():
+                found.append(planning.plan_within(problem, budget, options, least))
         except InfeasibleBudget as error:
             found.append(error)
     return tuple(found)
@@ -157,7 +197,8 @@ def pareto(
     encoder, 37 to 64 s for the MLP of the examples, on one core.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    return curve_of(_prepared(model, args, kwargs, options), options)
+    call = largest_call(model, args, kwargs, options)
+    return curve_of(_prepared(model, call, options), options)
 
 
 def load(
@@ -185,21 +226,25 @@ def load(
     )
     model = planned_modules.unplanned(model)
     with outside_of_initialization():
-        first = make_program(model, args, kwargs, None)
+        first, *others = _calls(model, args, kwargs, options)
+        with first.named_in_errors():
+            program = make_program(model, first.args, first.kwargs, None)
         on_mismatch = options.on_mismatch
         if on_mismatch == "replan":
-            budget = Budget(size_bytes=first.plan.budget_bytes)
+            budget = Budget(size_bytes=program.plan.budget_bytes)
             make_program = functools.partial(make_program, budget=budget)
-        return planned_modules.planned_module(
+        planned = planned_modules.planned_module(
             model,
-            first,
-            args,
-            kwargs,
+            program,
+            first.args,
+            first.kwargs,
             make_program=functools.partial(program_in_training, make=make_program),
             on_infeasible=options.on_infeasible,
             on_mismatch="original" if on_mismatch == "original" else "replan",
             outputs_chosen=options.differentiated is not None,
         )
+        _plan_ahead(planned, others, make_program)
+        return planned
 
 
 def arguments(
@@ -319,11 +364,7 @@ def captured_call(
     incoming: Incoming | None = None,
 ) -> CapturedCall:
     report("capturing the model")
-    if not isinstance(options, Options):
-        raise InvalidInput(
-            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
-            "are the options"
-        )
+    check_options(options)
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = planned_modules.original_forward(module)
@@ -339,11 +380,9 @@ def captured_call(
     return CapturedCall(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))
 
 
-def _prepared(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Problem:
-    with outside_of_initialization():
-        return _problem(captured_call(module, args, kwargs, options), options)
+def _prepared(module: nn.Module, call: SizedCall, options: Options) -> Problem:
+    with outside_of_initialization(), call.named_in_errors():
+        return _problem(captured_call(module, call.args, call.kwargs, options), options)
 
 
 def _problem(source: CapturedCall, options: Options) -> Problem:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from rockplan.errors import InvalidInput
+
+
+class SizeRange(NamedTuple):
+    """Which sizes a dimension has. argument: name of the tensor, '' for all tensors that have the
+    dimension."""
+
+    argument: str
+    dimension: int
+    least: int
+    most: int
+
+
+Range = tuple[int, int]
+Sizes = Mapping[int, Range] | Mapping[str, Mapping[int, Range]] | tuple[SizeRange, ...]
+"""As users write them: {1: (64, 2048)}, or by tensor {'input_ids': {1: (64, 2048)}}; both may be
+mixed. The last is what `Options` makes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,10 @@ class Options:
     compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,
     Triton on CUDA), in place of the operators of eager execution; 'near': kernels that round
     between their operators as eager does (docs/compiled.md).
+    sizes: from where to where a dimension of the sample varies, such as {1: (64, 2048)} for lengths
+    in dimension 1 of its tensors, or {'input_ids': {1: (64, 2048)}} of one tensor. The largest
+    sample is planned first, then the given one and the smallest, so that `solve` says before
+    training whether all fit the budget. `solve_blocks`, `plan` and `pareto` plan the largest.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -76,6 +96,7 @@ class Options:
     without: Sequence[str] = ()
     on_refused: Literal["error", "leave"] = "error"
     compile: bool | Literal["near"] = False
+    sizes: Sizes = ()
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -106,6 +127,47 @@ class Options:
             )
         if self.on_refused not in ("error", "leave"):
             raise InvalidInput(f"on_refused is {self.on_refused!r}; choose 'error' or 'leave'")
+        object.__setattr__(self, "sizes", tuple(_size_ranges(self.sizes)))
+
+
+def _size_ranges(given: object) -> Iterator[SizeRange]:
+    if isinstance(given, tuple) and all(isinstance(one, SizeRange) for one in given):
+        yield from given
+        return
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"sizes is {given!r}; {_SIZES}")
+    for key, value in given.items():
+        if isinstance(key, str) and key and isinstance(value, Mapping):
+            yield from (_size_range(key, dimension, one) for dimension, one in value.items())
+        else:
+            yield _size_range("", key, value)
+
+
+_SIZES = (
+    "write {1: (64, 2048)} where dimension 1 of the sample's tensors is from 64 to 2048, or "
+    "{'input_ids': {1: (64, 2048)}} for one tensor"
+)
+
+
+def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
+    place = f"sizes[{argument!r}]" if argument else "sizes"
+    if type(dimension) is not int or dimension < 0:
+        raise InvalidInput(
+            f"{place} has {dimension!r} for a dimension, which count from 0; {_SIZES}"
+        )
+    sizes = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(sizes) != 2 or not all(type(size) is int and size >= 1 for size in sizes):
+        raise InvalidInput(
+            f"{place}[{dimension}] is {given!r}; pass the smallest and the largest size, two "
+            f"numbers of at least 1: {_SIZES}"
+        )
+    least, most = sizes
+    if least > most:
+        raise InvalidInput(
+            f"{place}[{dimension}] is {given!r}, and {least} is more than {most}; the smallest "
+            "size comes first"
+        )
+    return SizeRange(argument, dimension, least, most)
 
 
 def _positions(name: str, given: object) -> tuple[int, ...]:

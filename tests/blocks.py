@@ -63,6 +63,11 @@ def batch(rows: int = 48) -> torch.Tensor:
     return torch.randn(rows, 16, generator=generator)
 
 
+def factory() -> tuple[nn.Module, torch.Tensor]:
+    """As the command line takes it."""
+    return Stack().train(), batch()
+
+
 def train(module: Any, call: Callable[[Any], Any], steps: int = 3) -> list[torch.Tensor]:
     """Losses of steps by SGD, each from a seed of its own."""
     optimizer = torch.optim.SGD(module.parameters(), 0.1)

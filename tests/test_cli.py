@@ -67,6 +67,40 @@ def process(*words: str, **settings: Any) -> subprocess.Popen[str]:
     )
 
 
+# Blocks
+
+STACK = "tests.blocks:factory"
+
+
+def test_blocks_are_planned_for_each_budget() -> None:
+    words = ("blocks", STACK, "layers.*", "-b", "60%", "-b", "2kB", "--time-limit", "1")
+    found = as_json(*words, code=ExitCode.INFEASIBLE)
+    assert found["model"] == STACK
+    plan, least = found["plans"]
+    assert plan["feasible"] and plan["peak_bytes"] <= plan["budget_bytes"]
+    assert [block["path"] for block in plan["blocks"]] == [f"layers.{i}" for i in range(4)]
+    assert 0 < plan["before_first_block_bytes"] <= plan["between_blocks_bytes"]
+    assert not least["feasible"] and least["minimum_bytes"] > least["budget_bytes"] == 2000
+
+
+def test_blocks_are_shown_by_kind() -> None:
+    said = run("blocks", STACK, "-b", "min", "--time-limit", "1")
+    for words in ("beside blocks", "layers.*  x4  kind 0", "kind 0, such as layers.0  x4"):
+        assert words in said
+    assert re.search(r"^    recomputes        .*gelu", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((STACK,), "blocks are planned for a --budget"),
+        ((STACK, "layer.*", "-b", "min"), "names no module of this model; nearest: 'layers"),
+    ],
+)
+def test_blocks_that_cannot_be_named(words: tuple[str, ...], expected: str) -> None:
+    assert expected in errors("blocks", *words, code=ExitCode.USAGE)
+
+
 # Stdout
 
 

@@ -18,9 +18,8 @@ from benchmarks import models
 from benchmarks.models import Case
 from rockplan.api import captured_call
 from rockplan.budget import Budget
-from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.costs.call_key import call_key, call_keys
-from rockplan.graph_builder.costs.estimate import estimate, roofline
+from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import measure
 from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled
 from rockplan.graph_builder.costs.scaled import plain_workspace_bytes, sized
@@ -30,8 +29,8 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
 from rockplan.search.adapt import adapted
 from rockplan.search.problem import Problem, problem_of
-from rockplan.values import progress
 from rockplan.values.graph import Call, CDGraph, DataKind, DataNode, Value, ValueRef
+from tests.planning import heard, set_times
 from tests.training import assert_same_state, assert_same_tensor, train_side_by_side
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0)
@@ -58,24 +57,9 @@ def of_size(case: Case, batch: int, length: int) -> Case:
     return replace(case, kwargs=kwargs)
 
 
-def heard(step: Any) -> set[str]:
-    """The stages of planning that `step` went through."""
-    stages: set[str] = set()
-    with progress.listening(lambda said: stages.add(said.stage)):
-        step()
-    return stages
-
-
 @pytest.fixture(autouse=True)
 def _times_of_a_set_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured on a busy one leads to other plans each time."""
-
-    def times(inputs: Any, calls: dict[str, list[Any]], scratch: Tensor) -> dict[str, list[int]]:
-        progress.report("measuring times")
-        estimated = {k: estimate(inputs.graph, c[0], 10e9, 50e9) for k, c in calls.items()}
-        return {key: [1 + cost.time_ns] * 3 for key, cost in estimated.items()}
-
-    monkeypatch.setattr(price, "measure_times", times)
+    set_times(monkeypatch)
 
 
 WITHOUT_SEARCH = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.api import arguments
+from rockplan.api import arguments, check_options, largest_call
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, named_blocks
 from rockplan.blocks.inputs import SampleCall, sample_calls, without_history
@@ -84,23 +84,28 @@ def solve_blocks(
     says what it needs. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
     blocks that `compare` finds. loss: of the result of the model, for the measured steps; None: the
     model returns its loss, or what the caller's needs is left out.
-    Calls of other shapes are planned when they come, under what their block has of the budget.
+    Calls of other shapes are planned when they come, under what their block has of the budget;
+    with options.sizes the sample stands for the largest of them.
     What an earlier call planned of this model is undone first, also where this one fails.
     Raises InvalidInput for blocks that overlap, that the sample does not reach, or that it calls
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
     """
     given = arguments(model, sample_input, sample_kwargs, says_cache=False)
-    args, kwargs = without_history(*given)
     _check_options(options)
+    call = largest_call(model, *without_history(*given), options)
     wanted = in_bytes(parse_budget(budget), model)
     named = named_blocks(model, blocks)
     restore_blocks(model)
     programs = BlockPrograms(options)
-    with outside_of_initialization(), key_value_cache.switched_off(model):
+    with (
+        outside_of_initialization(),
+        key_value_cache.switched_off(model),
+        call.named_in_errors(),
+    ):
         report("looking for the inputs of blocks")
-        calls = sample_calls(model, named, args, kwargs)
-        job = _Job(model, args, kwargs, loss, options, programs)
+        calls = sample_calls(model, named, call.args, call.kwargs)
+        job = _Job(model, call.args, call.kwargs, loss, options, programs)
         job.plan({path: named[path] for path in calls}, calls, wanted)
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
@@ -371,13 +376,9 @@ def _incoming(program: PlannedProgram) -> Incoming:
     return {position: strides for position, strides in pairs if strides is not None}
 
 
-def _check_options(options: object) -> None:
+def _check_options(options: Options) -> None:
     """Raises InvalidInput for what means nothing for blocks."""
-    if not isinstance(options, Options):
-        raise InvalidInput(
-            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
-            "are the options"
-        )
+    check_options(options)
     for name in ("differentiated", "released", "keep", "recompute"):
         if getattr(options, name):
             raise InvalidInput(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +44,15 @@ Compiled = Annotated[
 Near = Annotated[
     bool, typer.Option("--near", help="With --compile: kernels that round as eager does.")
 ]
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size",
+        metavar="DIMENSION=LEAST:MOST",
+        help="The range of a dimension of the sample's tensors, such as 1=64:2048, or of one "
+        "tensor, input_ids.1=64:2048: the largest sample is planned. May be repeated.",
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
 TimeLimit = Annotated[
     float | None,
@@ -73,11 +84,32 @@ def planning_options(
     check: bool = False,
     compiled: bool = False,
     near: bool = False,
+    sizes: list[str] | None = None,
 ) -> Options:
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
-    options = Options(cache=not no_cache, check=check, compile="near" if near else compiled)
+    options = Options(
+        cache=not no_cache,
+        check=check,
+        compile="near" if near else compiled,
+        sizes=_size_ranges(sizes or ()),
+    )
     return options if time_limit is None else replace(options, time_limit_s=time_limit)
+
+
+def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
+    """As `Options.sizes` has them, which says what is wrong with their numbers."""
+    found: dict[Any, Any] = {}
+    for text in texts:
+        match = re.fullmatch(r"(?:(.+)\.)?(\d+)=(\d+):(\d+)", text)
+        if match is None:
+            raise InvalidInput(
+                f"--size {text}: write 1=64:2048 for dimension 1 of the sample's tensors, or "
+                "input_ids.1=64:2048 for one tensor"
+            )
+        ranges = found.setdefault(match[1], {}) if match[1] else found
+        ranges[int(match[2])] = (int(match[3]), int(match[4]))
+    return found
 
 
 def is_plan_file(source: str, for_model: bool) -> bool:

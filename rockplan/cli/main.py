@@ -1,4 +1,4 @@
-"""The command line: `rockplan profile|solve|show|compare|plot|facts|cache`, a file a command.
+"""The command line: a file a command, in the order of the help.
 
 Results go to stdout, as tables or with --json as one JSON document; progress, warnings, errors and
 what the user's code prints go to stderr. torch is imported only by commands that need a model or an
@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from rockplan.cli import cache, compare, facts, plot, profile, show, solve
+from rockplan.cli import blocks, cache, compare, facts, plot, profile, show, solve
 from rockplan.cli.ending import EXIT_CODES, ExitCode
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app = typer.Typer(
 # In the order of the help.
 app.command(epilog=profile.EXAMPLE)(profile.profile)
 app.command(epilog=solve.EXAMPLE)(solve.solve)
+app.command(epilog=blocks.EXAMPLE)(blocks.blocks)
 app.command(epilog=show.EXAMPLE)(show.show)
 app.command(epilog=compare.EXAMPLE)(compare.compare)
 app.command(epilog=plot.EXAMPLE)(plot.plot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
+    Sizes,
     TimeLimit,
     planning_options,
     under_autocast,
@@ -30,6 +31,9 @@ from rockplan.reports.search_trace import search_trace
 from rockplan.store.plan_file import write_whole
 from rockplan.values.curve import Curve
 from rockplan.values.plan import Plan
+
+if TYPE_CHECKING:
+    from rockplan.sizes import SizedCall
 
 EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
@@ -70,14 +74,17 @@ def solve(
     no_cache: NoCache = False,
     compiled: Compiled = False,
     near: Near = False,
+    size: Sizes = None,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
         _check_save("--save", save, budget or [])
         _check_save("--export", export, budget or [])
         subject = make_subject(model)
-        options = planning_options(no_cache, time_limit, check, compiled, near)
+        options = planning_options(no_cache, time_limit, check, compiled, near, size)
         with under_autocast(subject, autocast):
+            if size:
+                typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
             curve = None if budget else _curve(subject, options)
             plans = _plans(subject, budget, options) if budget else ()
         pairs = tuple(zip(budget or (), plans, strict=True))
@@ -96,6 +103,13 @@ def solve(
         typer.echo(f"rockplan: {error}", err=True)
     if errors:
         raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+def _largest(subject: Subject, options: Options) -> SizedCall:
+    from rockplan.api import arguments, largest_call
+
+    args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
+    return largest_call(subject.model, args, kwargs, options)
 
 
 def _plans(

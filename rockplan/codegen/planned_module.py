@@ -128,9 +128,9 @@ class _PlannedState:
             self.programs.setdefault(key, []).append(_bind(module, bound.program))
 
     def add(self, key: Any, bound: BoundProgram) -> None:
-        """For calls like `key`. What was planned for the sample goes if nothing was called like it,
-        and this is its plan, adapted to what is called."""
-        if not self.has_run and bound.program.adapted_from:
+        """For calls like `key`. What was planned for the sample alone goes if nothing was called
+        like it, and this is its plan, adapted to what is called."""
+        if not self.has_run and bound.program.adapted_from and len(self.programs) == 1:
             self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
 
@@ -591,6 +591,15 @@ def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What programs are found by, in the state that PyTorch is in."""
     leaves, input_spec = trees.tree_flatten((args, kwargs))
     return input_spec, call_key((args, kwargs), leaves)
+
+
+def add_program(
+    planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: PlannedProgram
+) -> None:
+    """Before any call: `program` is for calls like (args, kwargs)."""
+    assert isinstance(planned, Planned)
+    known = planned._rockplan.programs.setdefault(kind_of_call(args, kwargs), [])
+    known.append(_bind(planned, program))
 
 
 def plan_in_place(

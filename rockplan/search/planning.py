@@ -151,7 +151,9 @@ def profile_source(profile: Profile) -> str:
 
 
 # Options that do not decide which plan is found.
-_BESIDE_THE_PLAN = frozenset({"on_mismatch", "on_infeasible", "on_refused", "check", "cache"})
+_BESIDE_THE_PLAN = frozenset(
+    {"on_mismatch", "on_infeasible", "on_refused", "check", "cache", "sizes"}
+)
 
 
 def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from rockplan.errors import InvalidInput
-from rockplan.values.graph import CDGraph, DataKind, is_kernel
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, is_kernel
 from rockplan.values.names import operator_of
 from rockplan.values.schedule import Compute, Schedule
 
@@ -216,21 +217,30 @@ def _block_lines(plan: Plan) -> list[str]:
     rows: dict[tuple[str, str, str], int] = {}
     for block in plan.blocks:
         own = [plan.graph.nodes[n] for n in block.forward]
-        kept_here = [(n, d) for n in own for d in n.writes if d in kept]
-        size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
-        names = Counter(operator_of(n) for n, _ in kept_here)
-        repeated = Counter(operator_of(n) for n in own for _ in range(again.get(n.index, 0)))
-        row = (
-            re.sub(r"\d+", "*", block.name) or "(root)",
-            f"{format_bytes(size)}: {_listing(names)}" if kept_here else "nothing",
-            _listing(repeated) or "nothing",
-        )
+        row = (re.sub(r"\d+", "*", block.name) or "(root)", *_listed(plan, own, kept, again))
         rows[row] = rows.get(row, 0) + 1
     lines = []
     for (name, keeps, repeats), count in rows.items():
         lines += ["", f"{name}" + (f"  x{count}" if count > 1 else "")]
         lines += [f"    keeps       {keeps}", f"    recomputes  {repeats}"]
     return lines
+
+
+def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
+    """What of the forward is kept for backward, and what of it runs again, in words."""
+    return _listed(plan, plan.graph.forward, kept_data(plan), recomputations(plan))
+
+
+def _listed(
+    plan: Plan, nodes: Sequence[ComputeNode], kept: frozenset[int], again: dict[int, int]
+) -> tuple[str, str]:
+    """Of these nodes what is kept, and what runs again."""
+    kept_here = [(n, d) for n in nodes for d in n.writes if d in kept]
+    size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
+    names = Counter(operator_of(n) for n, _ in kept_here)
+    repeated = Counter(operator_of(n) for n in nodes for _ in range(again.get(n.index, 0)))
+    keeps = f"{format_bytes(size)}: {_listing(names)}" if kept_here else "nothing"
+    return keeps, _listing(repeated) or "nothing"
 
 
 def _listing(names: Counter[str]) -> str:

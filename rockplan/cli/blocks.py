@@ -1,0 +1,170 @@
+"""`rockplan blocks`: the repeated blocks of a model planned one by one, for each budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+import rockplan
+from rockplan.blocks.report import BlocksPlan, PlacedBlock
+from rockplan.cli import display
+from rockplan.cli.arguments import (
+    Autocast,
+    Budgets,
+    Compiled,
+    Json,
+    Model,
+    Near,
+    NoCache,
+    Sizes,
+    TimeLimit,
+    planning_options,
+    under_autocast,
+)
+from rockplan.cli.ending import ExitCode, ending
+from rockplan.cli.factory import Subject, make_subject
+from rockplan.errors import InfeasibleBudget, InvalidInput
+from rockplan.options import Options
+from rockplan.reports.progress_bars import waiting
+from rockplan.values.plan import Plan, keeps_and_recomputes
+
+EXAMPLE = "Example: rockplan blocks rockplan.examples:transformer 'layers.*' -b 40%"
+
+Patterns = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PATTERN]...",
+        help="Which submodules are the blocks, such as 'model.layers.*'; those that repeat, if "
+        "none is named.",
+    ),
+]
+
+
+def blocks(
+    model: Model,
+    pattern: Patterns = None,
+    budget: Budgets = None,
+    as_json: Json = False,
+    autocast: Autocast = None,
+    time_limit: TimeLimit = None,
+    no_cache: NoCache = False,
+    compiled: Compiled = False,
+    near: Near = False,
+    size: Sizes = None,
+) -> None:
+    """Plan the repeated blocks of MODEL one by one, and measure what the rest of a step needs."""
+    with ending(as_json), waiting():
+        if not budget:
+            raise InvalidInput("blocks are planned for a --budget of a whole step; name one")
+        subject = make_subject(model)
+        options = planning_options(no_cache, time_limit, compiled=compiled, near=near, sizes=size)
+        with under_autocast(subject, autocast):
+            solved = _solve_each(subject, budget, pattern, options)
+    if as_json:
+        rows = [
+            one.row if isinstance(one, SolvedBlocks) else display.infeasible_row(asked, one)
+            for asked, one in zip(budget, solved, strict=True)
+        ]
+        display.print_json({"model": model, "plans": rows})
+    else:
+        plans = [one for one in solved if isinstance(one, SolvedBlocks)]
+        print(display.printable("\n\n\n".join(map(str, plans))))
+    errors = [one for one in solved if isinstance(one, InfeasibleBudget)]
+    for error in errors:
+        typer.echo(f"rockplan: {error}", err=True)
+    if errors:
+        raise typer.Exit(ExitCode.INFEASIBLE)
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedBlocks:
+    """What was planned for one budget. kinds: of blocks with one graph that run alike, (how many,
+    the first of them, what each keeps or returns, what it computes again)."""
+
+    asked: str
+    plan: BlocksPlan
+    kinds: tuple[tuple[int, PlacedBlock, str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"asked           {self.asked}", str(self.plan)]
+        for count, first, keeps, recomputes in self.kinds:
+            lines += ["", f"kind {first.kind}, such as {first.path}  x{count}"]
+            lines += [f"    keeps or returns  {keeps}", f"    recomputes        {recomputes}"]
+        return "\n".join(lines)
+
+    @property
+    def row(self) -> display.Row:
+        plan = self.plan
+        return {
+            "budget": self.asked,
+            "feasible": True,
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "eager_peak_bytes": plan.eager_peak_bytes,
+            "saved_bytes": plan.saved_bytes,
+            "overhead": plan.overhead,
+            "before_first_block_bytes": plan.first_bytes,
+            "between_blocks_bytes": plan.beside.outside_bytes,
+            "blocks": [_placed_row(block) for block in plan.blocks],
+            "left": [{"path": path, "why": why} for path, why in plan.left],
+        }
+
+
+def _placed_row(block: PlacedBlock) -> display.Row:
+    return {
+        "path": block.path,
+        "kind": block.kind,
+        "saved_bytes": block.option.saved_bytes,
+        "forward_peak_bytes": block.option.forward_peak_bytes,
+        "backward_peak_bytes": block.option.backward_peak_bytes,
+        "time_ns": block.option.time_ns,
+        "eager_time_ns": block.eager.time_ns,
+    }
+
+
+def _solve_each(
+    subject: Subject, budgets: Sequence[str], patterns: Sequence[str] | None, options: Options
+) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
+    """For a budget that is too small the error that `rockplan.solve_blocks` raises. The model is
+    left as it was."""
+    found: list[SolvedBlocks | InfeasibleBudget] = []
+    for asked in budgets:
+        try:
+            found.append(_solved(subject, asked, patterns, options))
+        except InfeasibleBudget as error:
+            found.append(error)
+        finally:
+            rockplan.restore_blocks(subject.model)
+    return tuple(found)
+
+
+def _solved(
+    subject: Subject, asked: str, patterns: Sequence[str] | None, options: Options
+) -> SolvedBlocks:
+    model = rockplan.solve_blocks(
+        subject.model,
+        subject.sample_input,
+        asked,
+        blocks=patterns or None,
+        sample_kwargs=subject.sample_kwargs,
+        options=options,
+    )
+    plan = rockplan.blocks_of(model)
+    alike: dict[object, list[PlacedBlock]] = {}
+    for block in plan.blocks:
+        alike.setdefault((block.kind, block.option), []).append(block)
+    return SolvedBlocks(
+        asked,
+        plan,
+        tuple(
+            (len(same), same[0], *keeps_and_recomputes(_plan_of(model, same[0])))
+            for same in alike.values()
+        ),
+    )
+
+
+def _plan_of(model: Any, block: PlacedBlock) -> Plan:
+    return rockplan.plan_of(model.get_submodule(block.path))

@@ -1,0 +1,189 @@
+"""Sizes: a sample and the ranges of its dimensions -> the calls that are planned before training.
+
+takes: the arguments of a call, `Options.sizes`. returns: calls like it of the largest and of the
+smallest sizes. guarantees: each tensor holds values of the sample alone, in the layout that it has
+there, so that integers stay valid indices; what is one tensor stays one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput
+from rockplan.options import Options, SizeRange
+from rockplan.python_state import trees
+from rockplan.python_state.reach import named_arguments
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SizedCall:
+    """name: which of the sizes it has, '' of a sample without any; shapes: (name, shape) of the
+    tensors that vary."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str = ""
+    shapes: tuple[tuple[str, Shape], ...] = ()
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in self.shapes)
+        return f"the {self.name} ({shown})"
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """What cannot be planned says of which sizes that is."""
+        try:
+            yield
+        except (CaptureError, InfeasibleBudget) as error:
+            if self.name:
+                error.args = (f"{self} cannot be planned: {error}",)
+            raise
+
+
+def sized_calls(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> tuple[SizedCall, ...]:
+    """The largest call, the sample and the smallest one, those of them that differ; the sample
+    alone without `Options.sizes`. Raises InvalidInput for sizes that are not those of the sample.
+    """
+    ranges = options.sizes
+    assert isinstance(ranges, tuple)
+    if not ranges:
+        return (SizedCall(args, kwargs),)
+    leaves, spec = trees.tree_flatten((args, kwargs))
+    given = named_arguments(forward, args, kwargs)
+    names = [f"{name}{path}" for name, a in given for path, _ in trees.named_leaves(a)]
+    tensors = {n: t for n, t in zip(names, leaves, strict=True) if _has_strides(t)}
+    varying = _varying(ranges, tensors)
+    found: dict[tuple[tuple[str, Shape], ...], SizedCall] = {}
+    for which in ("largest size", "sample", "smallest size"):
+        shapes = {name: _shape(which, tensors[name], of) for name, of in varying.items()}
+        made: dict[tuple[int, Shape], torch.Tensor] = {}
+        others = [
+            _once(made, leaf, shapes[name]) if name in shapes else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        own_args, own_kwargs = trees.tree_unflatten(others, spec)
+        rows = tuple(shapes.items())
+        found.setdefault(rows, SizedCall(own_args, own_kwargs, which, rows))
+    return tuple(found.values())
+
+
+def _has_strides(leaf: Any) -> bool:
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return is_tensor and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _varying(
+    ranges: Sequence[SizeRange], tensors: dict[str, torch.Tensor]
+) -> dict[str, dict[int, SizeRange]]:
+    """By name of a tensor, the ranges of its dimensions. What is said of one tensor comes first."""
+    found: dict[str, dict[int, SizeRange]] = {}
+    for one in sorted(ranges, key=lambda r: not r.argument):
+        if one.argument:
+            names = [_named(one, tensors)]
+        else:
+            names = [
+                name
+                for name, tensor in tensors.items()
+                if tensor.dim() > one.dimension and one.dimension not in found.get(name, {})
+            ]
+            names = _of_one_size(one, names, tensors)
+        for name in names:
+            found.setdefault(name, {})[one.dimension] = one
+    return found
+
+
+def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
+    tensor = tensors.get(one.argument)
+    if tensor is None:
+        raise InvalidInput(
+            f"sizes names {one.argument!r}, which is no tensor of the sample; its tensors are "
+            f"{_listed(tensors)}"
+        )
+    if tensor.dim() <= one.dimension:
+        raise InvalidInput(
+            f"sizes names dimension {one.dimension} of {one.argument!r}, which has "
+            f"{tensor.dim()} in the sample; they count from 0"
+        )
+    _refuse_outside(one, one.argument, tensor.shape[one.dimension])
+    return one.argument
+
+
+def _of_one_size(
+    one: SizeRange, names: Sequence[str], tensors: dict[str, torch.Tensor]
+) -> list[str]:
+    """Those of `names` that vary: a size of one beside others stands for any (broadcasting)."""
+    if not names:
+        raise InvalidInput(
+            f"sizes names dimension {one.dimension}, which no tensor of the sample has that is not "
+            f"named itself; its tensors are {_listed(tensors)}"
+        )
+    sizes = {name: tensors[name].shape[one.dimension] for name in names}
+    several = {*sizes.values()} - {1} or {1}
+    if len(several) > 1:
+        shown = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
+        raise InvalidInput(
+            f"sizes names dimension {one.dimension}, which is {shown}; say which tensors vary: "
+            f"{{{names[0]!r}: {{{one.dimension}: ({one.least}, {one.most})}}, ...}}"
+        )
+    (size,) = several
+    varying = [name for name in names if sizes[name] == size]
+    _refuse_outside(one, varying[0], size)
+    return varying
+
+
+def _refuse_outside(one: SizeRange, name: str, size: int) -> None:
+    if not one.least <= size <= one.most:
+        raise InvalidInput(
+            f"sizes has ({one.least}, {one.most}) for dimension {one.dimension}, and {name!r} of "
+            f"the sample has {size}; pass a range with the sample in it"
+        )
+
+
+def _listed(tensors: dict[str, torch.Tensor]) -> str:
+    found = (f"{name!r} ({'x'.join(map(str, t.shape))})" for name, t in tensors.items())
+    return ", ".join(found) or "none"
+
+
+def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Shape:
+    sizes = [*tensor.shape]
+    if which != "sample":
+        for dimension, one in ranges.items():
+            sizes[dimension] = one.most if which == "largest size" else one.least
+    return tuple(sizes)
+
+
+def _once(
+    made: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
+) -> torch.Tensor:
+    if tensor.shape == shape:
+        return tensor
+    key = (id(tensor), shape)
+    if key not in made:
+        made[key] = _of_shape(tensor, shape)
+    return made[key]
+
+
+def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """`tensor`, repeated or cut off: in the order of strides that it has, and expanded where it
+    is."""
+    source = tensor.detach()
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            source = source.narrow(dimension, 0, 1)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    source = source.permute(order)
+    for position, dimension in enumerate(order):
+        if tensor.stride(dimension):
+            index = torch.arange(shape[dimension], device=tensor.device) % tensor.shape[dimension]
+            source = source.index_select(position, index)
+    found = source.permute([order.index(d) for d in range(tensor.dim())]).expand(shape)
+    return found.requires_grad_(tensor.requires_grad)
