@@ -140,9 +140,11 @@ def _kernel(result: TensorSpec) -> Kernel:
 
 
 def test_a_result_of_another_shape_in_the_same_memory_is_restored() -> None:
+    """Some versions of Inductor leave out dimensions of size 1, on some devices."""
     kernel = _kernel(TensorSpec((1, 8), (8, 1), 0, "torch.float32", "cpu"))
+    function = inductor._finished(kernel, lambda arguments: [arguments[0].square()], [])
     x = torch.arange(8.0)
-    (found,) = kernels.functions_of([kernel])[kernel.op]([x])
+    (found,) = function([x])
     assert found.shape == (1, 8) and torch.equal(found[0], x * x)
 
 
