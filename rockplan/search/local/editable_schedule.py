@@ -13,8 +13,8 @@ what it makes need not have stayed alive before it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -38,45 +38,52 @@ _NOWHERE = -1
 
 
 class _Gaps:
-    """Spans in which a storage is alive and unused, as rows (storage, last use, next read)."""
+    """Spans in which a storage is alive and unused, as rows (storage, last use, next read); of a
+    row that is free the next read is nowhere."""
 
     def __init__(self) -> None:
-        self._table: NDArray[np.int64] = np.full((3, 0), _NOWHERE)
+        self._data: NDArray[np.int64] = np.full(0, _NOWHERE)
+        self._last_use, self._next_read = self._data.copy(), self._data.copy()
         self._rows: dict[int, list[int]] = {}
         self._free: list[int] = []
 
-    def replace(self, data: int, gaps: Iterable[tuple[int, int]]) -> None:
+    def replace(self, data: int, gaps: Sequence[tuple[int, int]]) -> None:
         """From now on these (last use, next read) are the gaps of the storage."""
-        old = self._rows.pop(data, [])
-        for row in old:
-            self._table[:, row] = _NOWHERE
-        self._free += old
-        rows = self._rows[data] = []
-        for last_use, next_read in gaps:
+        rows = self._rows.setdefault(data, [])
+        while len(rows) > len(gaps):
+            row = rows.pop()
+            self._next_read[row] = _NOWHERE
+            self._free.append(row)
+        while len(rows) < len(gaps):
             if not self._free:
                 self._grow()
             row = self._free.pop()
-            self._table[:, row] = data, last_use, next_read
+            self._data[row] = data
             rows.append(row)
+        for row, (last_use, next_read) in zip(rows, gaps, strict=True):
+            self._last_use[row], self._next_read[row] = last_use, next_read
 
     def around(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Storages with a gap strictly around `position`, ascending, and where each is read next;
         a storage has one gap there at most."""
-        data, last_use, next_read = self._table
-        rows = np.flatnonzero((last_use < position) & (next_read > position))
-        rows = rows[np.argsort(data[rows])]
-        return data[rows], next_read[rows]
+        rows = ((self._last_use < position) & (self._next_read > position)).nonzero()[0]
+        data = self._data[rows]
+        ascending = data.argsort()
+        return data[ascending], self._next_read[rows[ascending]]
 
     def move(self, moved: NDArray[np.int64]) -> None:
         """Positions are others: what was at p is at moved[p]."""
-        used = self._table[1] != _NOWHERE
-        self._table[1:, used] = moved[self._table[1:, used]]
+        used = self._next_read != _NOWHERE
+        self._last_use[used] = moved[self._last_use[used]]
+        self._next_read[used] = moved[self._next_read[used]]
 
     def _grow(self) -> None:
-        size = self._table.shape[1]
-        more = np.full((3, max(size, 64)), _NOWHERE)
-        self._table = np.concatenate([self._table, more], axis=1)
-        self._free += range(size, self._table.shape[1])
+        size = len(self._data)
+        more = np.full(max(size, 64), _NOWHERE)
+        self._data = np.concatenate([self._data, more])
+        self._last_use = np.concatenate([self._last_use, more])
+        self._next_read = np.concatenate([self._next_read, more])
+        self._free += range(size, len(self._data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,10 @@ class Draft:
         self._takes = view.takes
         self._takers = {d for takes in self._takes for d in takes}
         self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]
+        # Beside what is alive they take the same wherever they run, but for a generator's state.
+        self._is_plain = [
+            not self._takes[n.index] and self._held.isdisjoint(n.writes) for n in graph.nodes
+        ]
         self._gaps, self._changed = _Gaps(), set(view.may_go)
         self._changes: list[_Change] = []
         many = max(LEAST_SLOTS, min(MOST_SLOTS, POSITIONS // max(len(backward), 1)))
@@ -181,7 +192,8 @@ class Draft:
         """Runs `node` at an empty position."""
         before = self._state_span(node)
         insort(self._runs[node], position)
-        self._weigh_state(node, before)
+        if self._state_bytes[node]:
+            self._weigh_state(node, before)
         self.nodes[position] = node
         self.time_ns += self.graph.nodes[node].time_ns
         for d in self.reads[node]:
@@ -197,7 +209,8 @@ class Draft:
         node = self.nodes[position]
         before = self._state_span(node)
         self._runs[node].remove(position)
-        self._weigh_state(node, before)
+        if self._state_bytes[node]:
+            self._weigh_state(node, before)
         self.nodes[position] = EMPTY
         self._beside[position] = -_FORBIDDEN
         self.time_ns -= self.graph.nodes[node].time_ns
@@ -288,21 +301,28 @@ class Draft:
         """From each use of a copy to its next read, if that is in the backward phase."""
         made, read = self._made[d], self._read[d]
         found: list[tuple[int, int]] = []
-        for j in range(bisect_right(read, self.boundary), len(read)):
-            copy = made[bisect_left(made, read[j]) - 1]
-            last_use = max(copy, read[j - 1] if j else EMPTY)
-            if read[j] - last_use > 1:
-                found.append((last_use, read[j]))
+        first = bisect_right(read, self.boundary)
+        last_use = read[first - 1] if first else EMPTY
+        for next_read in read[first:]:
+            last_use = max(made[bisect_left(made, next_read) - 1], last_use)
+            if next_read - last_use > 1:
+                found.append((last_use, next_read))
+            last_use = next_read
         return found
 
     def outlives(self, d: int, position: int) -> bool:
         """Is d, made before `position`, alive there and read later?"""
-        made, read = self._made[d], self._read[d]
-        k = bisect_left(made, position)
-        if not k or d in self._held:
-            return bool(k)
-        j = bisect_left(read, position)
-        return j < len(read) and (k == len(made) or read[j] < made[k])
+        made = self._made[d]
+        if not made or made[0] >= position:
+            return False
+        if d in self._held:
+            return True
+        read = self._read[d]
+        if not read or read[-1] < position:
+            return False
+        if made[-1] < position:
+            return True
+        return read[bisect_left(read, position)] < made[bisect_left(made, position)]
 
     def slot_before(self, position: int) -> int:
         """An empty position after whatever runs before `position`. It may move what is at others:
@@ -328,7 +348,8 @@ class Draft:
         room = np.where(old < self.boundary, 1, self._slots)
         new = np.cumsum(room) - room
         # Where nothing runs all is as it is after what runs before: APART leaves one such position.
-        nodes = [self.nodes[p] for p in old.tolist()]
+        before = old.tolist()
+        nodes = [self.nodes[p] for p in before]
         after = np.where((np.array(nodes) == EMPTY) & (old != self.boundary), old, old + 1)
         source = np.repeat(after, room)
         source[new] = old
@@ -336,15 +357,15 @@ class Draft:
         moved[old] = new
         self.end = len(source)
         self.nodes = [EMPTY] * self.end
-        for p, node in zip(new.tolist(), nodes, strict=True):
+        now: dict[int, int] = dict(zip(before, new.tolist(), strict=True))
+        for p, node in zip(now.values(), nodes, strict=True):
             self.nodes[p] = node
         self._bytes, self._beside = self._bytes[source], self._beside[source]
-        now = dict(zip(old.tolist(), new.tolist(), strict=True))
         for positions in (*self._made, *self._read, *self._runs):
-            positions[:] = [now[p] for p in positions]
+            positions[:] = map(now.__getitem__, positions)
         self._gaps.move(moved)
-        self._changes = [replace(c, position=now[c.position]) for c in self._changes]
-        return int(now[position])
+        self._changes = [_Change(now[c.position], c.node, c.inserted) for c in self._changes]
+        return now[position]
 
     def fits_without(self, position: int, budget_bytes: int) -> bool:
         """False only if the re-execution there cannot be left out within the budget: where most is
@@ -484,9 +505,9 @@ class Draft:
         alive read from there on?"""
         made, read = self._made[d], self._read[d]
         k, j = bisect_left(made, position), bisect_left(read, position)
-        ends = made[k] if k < len(made) else self.end
-        is_last = d not in self._held and k > 0 and not (j < len(read) and read[j] < ends)
-        return k, j, is_last
+        if not k or d in self._held:
+            return k, j, False
+        return k, j, j == len(read) or (k < len(made) and read[j] >= made[k])
 
     def _settle(self, d: int, k: int, j: int, end: int, sign: int) -> None:
         """Copy k of d is alive, or no longer is, from its last use, the j-th read or its making,
@@ -511,9 +532,9 @@ class Draft:
     def _state_span(self, node: int) -> tuple[int, int]:
         """From where to before where the generator state of a node that draws more than once is
         saved; empty for others."""
-        runs = self._runs[node]
-        if not runs or not self._state_bytes[node]:
+        if not self._state_bytes[node] or not self._runs[node]:
             return 0, 0
+        runs = self._runs[node]
         return runs[0], runs[-1] + 1 if len(runs) > 1 else runs[0]
 
     def _weigh_state(self, node: int, before: tuple[int, int]) -> None:
@@ -533,6 +554,9 @@ class Draft:
         beside = node.workspace_bytes
         if self._runs[index][0] != position:
             beside += self._state_bytes[index]
+        if self._is_plain[index]:
+            self._beside[position] = beside
+            return
         again = [d for d in node.writes if d in self._held and self._made[d][0] != position]
         beside += sum(self.sizes[d] for d in again)
         if not again and any(self._dies(d, position) for d in self._takes[index]):

@@ -295,6 +295,11 @@ class _ExchangeSearch:
         times_ns = [0 if n.index in draft.movable else n.time_ns for n in graph.nodes]
         self.least_ns = 1.0 + np.array(times_ns, dtype=np.float64)
         self.makers = np.array([draft.producer.get(d.index, -1) for d in graph.data])
+        # Of each storage that can be made again: the time of its maker, and what that reads.
+        makers = [draft.maker(d.index) for d in graph.data]
+        self.remaking = [
+            None if i is None else (1.0 + graph.nodes[i].time_ns, draft.reads[i]) for i in makers
+        ]
 
     def prune(self) -> None:
         self.spent += self.limits.leaving_out * len(self.draft.reruns())
@@ -339,10 +344,15 @@ class _ExchangeSearch:
         if not draft.movable or position <= draft.boundary:
             return False
         first, most_bytes = EMPTY, 0.0
-        for read in sorted(set(gaps[1].tolist())):
-            self.spent += 1
-            if rule.hastened[draft.nodes[read]] < self.limits.repeats:
-                bytes_ = draft.hastened_bytes(read, position) * self._noise()
+        reads = sorted(set(gaps[1].tolist()))
+        self.spent += len(reads)
+        for read in reads:
+            node = draft.nodes[read]
+            if rule.hastened.get(node, 0) >= self.limits.repeats:
+                continue
+            noise = self._noise()
+            if node in draft.movable:
+                bytes_ = draft.hastened_bytes(read, position) * noise
                 if bytes_ > most_bytes:
                     first, most_bytes = read, bytes_
         if first == EMPTY:
@@ -380,19 +390,21 @@ class _ExchangeSearch:
         at_least = self.least_ns[makers] / weights
         if rule.never is not None:
             at_least[makers == rule.never] = NEVER
+        columns = at_least.tolist(), data.tolist(), next_read.tolist(), weights.tolist()
         best, least = None, NEVER
-        for k in np.argsort(at_least, kind="stable").tolist():
+        for k in at_least.argsort(kind="stable").tolist():
+            # Of numpy each of these would be an object of its own.
+            at_least_ns, d, read, weight = (column[k] for column in columns)
             # The others cost more already without what has to be made again for them.
-            if at_least[k] >= least:
+            if at_least_ns >= least:
                 break
-            d, read = int(data[k]), int(next_read[k])
-            if rule.made[d, draft.nodes[read]] >= self.limits.repeats:
+            if rule.made.get((d, draft.nodes[read]), 0) >= self.limits.repeats:
                 continue
-            maker = draft.producer[d]
-            less_ns = self.graph.nodes[maker].time_ns if draft.is_delayed(maker, read) else 0
-            limit_ns = least * weights[k] + less_ns
-            cost_ns = self._cost_ns(d, read, {}, 0, limit_ns) - less_ns
-            score = cost_ns / weights[k] * self._noise()
+            maker, less_ns = draft.producer[d], 0
+            if maker in draft.movable and draft.is_delayed(maker, read):
+                less_ns = self.graph.nodes[maker].time_ns
+            cost_ns = self._cost_ns(d, read, {}, 0, least * weight + less_ns) - less_ns
+            score = cost_ns / weight * self._noise()
             if score < least:
                 best, least = (d, read), score
         return best
@@ -402,18 +414,17 @@ class _ExchangeSearch:
     ) -> float:
         """Time to make `d` again before `position`, with what has to be made again for it; NEVER if
         it is not less than the limit."""
-        draft = self.draft
         self.spent += 1
-        maker = draft.maker(d)
-        if maker is None or depth > self.limits.depth:
+        remaking = self.remaking[d]
+        if remaking is None or depth > self.limits.depth:
             return NEVER
-        cost_ns = 1.0 + self.graph.nodes[maker].time_ns
-        for r in draft.reads[maker]:
+        cost_ns, reads = remaking
+        for r in reads:
             if cost_ns >= limit_ns:
                 return NEVER
             if r not in known:
                 known[r] = 0.0
-                if not draft.outlives(r, position):
+                if not self.draft.outlives(r, position):
                     known[r] = self._cost_ns(r, position, known, depth + 1, limit_ns - cost_ns)
             cost_ns += known[r]
         return cost_ns if cost_ns < limit_ns else NEVER
