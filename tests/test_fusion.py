@@ -8,7 +8,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -569,6 +569,40 @@ def test_check_knows_gradients_that_are_zero_but_for_roundings(interpreted: list
     options = Options(compile=True, cache=False, check=True)
     planned = rockplan.solve(Shares(), (torch.randn(8, 16),), "100%", options=options)
     assert "gradients differ from eager's by" in rockplan.plan_of(planned).checked
+
+
+def test_check_tells_want_of_digits_from_kernels_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of shares that are summed up are zero, whatever comes from above, but for
+    roundings, which kernels have at other places."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x) * 2).softmax(-1).sum(-1)
+
+    interpret(monkeypatch)
+    computed, error = kernels.computed, 1e-7
+    monkeypatch.setattr(
+        kernels,
+        "computed",
+        lambda kernel, given: [r * (1 + error) for r in computed(kernel, given)],
+    )
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(64, 16)
+    before = copy.deepcopy(model.state_dict())
+    options = Options(compile=True, cache=False, check=True)
+    with pytest.warns(UserWarning, match="so is eager from itself where parameters and inputs"):
+        rockplan.solve(model, (x,), "100%", options=options)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    monkeypatch.setattr(kernels, "_functions", {})
+    error = 0.01
+    with pytest.raises(rockplan.CheckFailed, match="gradients differ by"):
+        rockplan.solve(model, (x,), "100%", options=options)
 
 
 def test_kernels_are_the_same_under_the_callers_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
