@@ -28,6 +28,7 @@ from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.dataflow import dataflow_of
 from rockplan.graph_builder.fusion.fuse import Proposal, fused, proposed
 from rockplan.graph_builder.fusion.parts import PartKind, parts_of
+from rockplan.graph_builder.fusion.stored import COMPUTED
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
@@ -241,6 +242,43 @@ def test_kinds_do_not_depend_on_the_number_of_layers() -> None:
         return {one.kernel.op for one in proposal.fused}
 
     assert names(3) == names(8)
+
+
+def test_kernels_of_recurrences_do_not_begin_at_the_first_step() -> None:
+    """Each would compute all steps before it."""
+
+    def recurrence(steps: int) -> list[Kernel]:
+        def of(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            h, made = w, []
+            for step in range(steps):
+                h = (h.sigmoid() * w + x[step].sin()).tanh() * h
+                made.append(h @ w)
+            return torch.stack(made)
+
+        made = proposed(run(of, (steps, 4), (4,)), False, TABLE, frozenset())
+        return [one.kernel for one in made.fused]
+
+    few, many = (recurrence(steps) for steps in (20, 60))
+    computed = [sum(len(k.calls) for k in kernels) for kernels in (few, many)]
+    assert computed[1] < 4 * computed[0]
+    assert max(len(k.calls) for k in many) < 200
+    assert len({k.op for k in many}) < 1.5 * len({k.op for k in few})
+
+
+def test_a_kernel_computes_no_more_than_a_compiler_takes() -> None:
+    """Of a long chain, and of many results side by side."""
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(150):
+            x = x.sin() * 2
+        return x
+
+    def many(*parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([(p.sin() * 2).exp().cos() for p in parts])
+
+    for function, shapes in ((chain, [(4, 4)]), (many, [(4, 4)] * 40)):
+        found = proposed(run(function, *shapes), False, TABLE, frozenset()).fused
+        assert max(len(one.kernel.calls) for one in found) <= 3 * COMPUTED, function
 
 
 def test_kernels_are_told_apart_by_all_that_they_compute() -> None:
@@ -534,6 +572,40 @@ def test_check_knows_gradients_that_are_zero_but_for_roundings(interpreted: list
     assert "gradients differ from eager's by" in rockplan.plan_of(planned).checked
 
 
+def test_check_tells_want_of_digits_from_kernels_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of shares that are summed up are zero, whatever comes from above, but for
+    roundings, which kernels have at other places."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner(x) * 2).softmax(-1).sum(-1)
+
+    interpret(monkeypatch)
+    computed, error = kernels.computed, 1e-7
+    monkeypatch.setattr(
+        kernels,
+        "computed",
+        lambda kernel, given: [r * (1 + error) for r in computed(kernel, given)],
+    )
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(64, 16)
+    before = copy.deepcopy(model.state_dict())
+    options = Options(compile=True, cache=False, check=True)
+    with pytest.warns(UserWarning, match="so is eager from itself where parameters and inputs"):
+        rockplan.solve(model, (x,), "100%", options=options)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    monkeypatch.setattr(kernels, "_functions", {})
+    error = 0.01
+    with pytest.raises(rockplan.CheckFailed, match="gradients differ by"):
+        rockplan.solve(model, (x,), "100%", options=options)
+
+
 def test_kernels_are_the_same_under_the_callers_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """What autocast does is in the capture; decompositions and compilers run without it."""
     seen: list[bool] = []
@@ -677,7 +749,7 @@ def test_what_reads_more_than_an_operator_takes(
     interpreted: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stays as it is; other kernels do not grow to that."""
-    made = fused(run(lambda *x: torch.cat(x).exp() + 1, *[(4, 4)] * 65), False)
+    made = fused(run(lambda *x: torch.cat([one * 2 for one in x]), *[(4, 4)] * 65), False)
     assert "it reads 65 tensors, of 64 at most" in caplog.text
     assert "aten.cat.default" in [c.call.op for c in made.calls]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from rockplan.graph_builder.fusion.dataflow import Dataflow
+from rockplan.graph_builder.fusion.stored import COMPUTED
 from rockplan.values.graph import Phase
 
 SMALL = 8
@@ -31,6 +32,10 @@ MOST_LARGE = 3
 
 MOST_READ = 64
 """Tensors that an operator takes at most: a limit of PyTorch's schemas."""
+
+
+MOST_COMPUTED = 2 * COMPUTED
+"""Values that a kernel of several results computes, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class _Merging:
 
     def __init__(self, flow: Dataflow, stored: Collection[int]) -> None:
         self._flow = flow
+        self._stored = stored
         self.groups: dict[int, Group] = {}
         self._maker: dict[int, int] = {}
         self._readers: defaultdict[int, set[int]] = defaultdict(set)
@@ -118,6 +124,8 @@ class _Merging:
         if ((one.reads | two.reads) - reads) & self._flow.whole.keys():
             return None  # one reads the other's result through a view that no kernel makes
         if len(reads) > MOST_READ:
+            return None
+        if len(self._flow.interior(targets, self._stored)) > MOST_COMPUTED:
             return None
         for at in sorted((one.at, two.at), reverse=True):
             made = Group(targets, reads, one.phase, at)

@@ -25,6 +25,15 @@ USERS = 12
 
 ROUNDS = 3
 
+COMPUTED = 64
+"""Values on the way to a result of a kernel, at most: compilers take longer than in proportion."""
+
+READ = 32
+"""Tensors that a kernel reads for a result, at most, where storing another makes it fewer."""
+
+AGAIN = 256
+"""Values that the next kernels compute for the sake of one that is not stored, at most."""
+
 CALL_BYTES = {"cpu": 1 << 14, "cuda": 1 << 20}
 """What a memory moves in the time that it takes to call a kernel."""
 
@@ -34,26 +43,57 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
     statistics: set[int] = set()
     there = set(flow.forced)
     for storage in flow.made:
-        if storage in there:
-            continue
-        if _is_statistic(flow, storage, there):
+        if storage not in there and _is_statistic(flow, storage, there):
             statistics.add(storage)
             there.add(storage)
-        elif _is_worth_it(flow, storage, there, call_bytes):
+        elif storage not in there and _is_to_be(flow, storage, there, call_bytes):
             there.add(storage)
+        _store_operands(flow, storage, there)
     for _ in range(ROUNDS):
         before = frozenset(there)
         for storage in sorted(there - flow.forced, key=lambda s: -flow.made[s].maker):
             there.discard(storage)
             is_used = storage in statistics and len(flow.nearest_users(storage, there, 2)) == 2
-            if is_used or _is_worth_it(flow, storage, there, call_bytes):
+            if is_used or _is_to_be(flow, storage, there, call_bytes):
                 there.add(storage)
         for storage in flow.made:
-            if storage not in there and _is_worth_it(flow, storage, there, call_bytes):
+            if storage not in there and _is_to_be(flow, storage, there, call_bytes):
                 there.add(storage)
+            _store_operands(flow, storage, there)
         if before == there:
             break
     return frozenset(there)
+
+
+def _is_to_be(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
+    return _is_computed_too_often(flow, storage, there) or _is_worth_it(
+        flow, storage, there, call_bytes
+    )
+
+
+def _is_computed_too_often(flow: Dataflow, storage: int, there: set[int]) -> bool:
+    computed = len(flow.interior([storage], there))
+    if computed * USERS <= AGAIN:
+        return False
+    users = len(flow.nearest_users(storage, there, USERS))
+    return users > 1 and computed * users > AGAIN
+
+
+def _store_operands(flow: Dataflow, storage: int, there: set[int]) -> None:
+    """Store of what `storage` is made of what makes its kernel compute, or read, too much."""
+
+    def effort(one: int) -> tuple[int, int]:
+        return len(flow.interior([one], there)), len(flow.leaves([one], there))
+
+    computed, read = effort(storage)
+    while computed > COMPUTED or read > READ:
+        operands = [s for s in flow.made[storage].reads if s in flow.made and s not in there]
+        efforts = {operand: effort(operand) for operand in operands}
+        if max(efforts.values(), default=(1, 1)) <= (1, 1):
+            return
+        by = 0 if computed > COMPUTED else 1
+        there.add(max(operands, key=lambda s: (efforts[s][by], efforts[s], s)))
+        computed, read = effort(storage)
 
 
 def _is_statistic(flow: Dataflow, storage: int, there: set[int]) -> bool:
