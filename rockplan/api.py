@@ -33,6 +33,7 @@ from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.lowering.lower import Lowered, lower
+from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.options import DEFAULT_OPTIONS, Options
@@ -41,10 +42,11 @@ from rockplan.python_state import key_value_cache
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of
+from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.problem import Problem, measured
 from rockplan.sizes import SizedCall, sized_calls
 from rockplan.store.plan_file import fit, outline, read_plans
-from rockplan.values.curve import Curve
+from rockplan.values.curve import Curve, best_of
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import as_eager
 from rockplan.values.interface import Incoming
@@ -150,9 +152,9 @@ def plan(
     with call.named_in_errors():
         with outside_of_initialization():
             source = captured_call(model, call.args, call.kwargs, options)
-            problem = _problem(source, options)
+            problems = _problems(source, options)
         with _advised(source.lowered, options):
-            return _planned(problem, wanted, options)
+            return _planned(problems, wanted, options)
 
 
 def plan_each(
@@ -169,13 +171,13 @@ def plan_each(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = [in_bytes(budget, model) for budget in parsed]
     call = largest_call(model, args, kwargs, options)
-    problem = _prepared(model, call, options)
-    least = planning.least_peak_of(problem, options)
+    problems = _prepared(model, call, options)
+    least = [planning.least_peak_of(problem, options) for problem in problems]
     found: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
             with call.named_in_errors():
-                found.append(planning.plan_within(problem, budget, options, least))
+                found.append(_best(problems, budget, options, least))
         except InfeasibleBudget as error:
             found.append(error)
     return tuple(found)
@@ -198,7 +200,8 @@ def pareto(
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     call = largest_call(model, args, kwargs, options)
-    return curve_of(_prepared(model, call, options), options)
+    problems = _prepared(model, call, options)
+    return best_of([curve_of(problem, options) for problem in problems])
 
 
 def load(
@@ -338,11 +341,18 @@ def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """One kind of call of a module, without prices. hooked: names of parameters that have hooks."""
+    """One kind of call of a module, without prices. hooked: names of parameters that have hooks;
+    in_parts: the same with the head in parts, where that is asked for and there is one."""
 
     captured: Capture
     lowered: Lowered
     hooked: frozenset[str]
+    in_parts: CapturedCall | None = None
+
+    @property
+    def ways(self) -> tuple[CapturedCall, ...]:
+        """In which it can be planned."""
+        return (self,) if self.in_parts is None else (self, self.in_parts)
 
     @property
     def waits(self) -> Waits:
@@ -371,23 +381,46 @@ def captured_call(
     # Not a decorator: its frame would be taken for the user's line.
     with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
         captured = capture(module, args, kwargs, forward, incoming)
-        device = _device(module, captured)
-        if options.compile:
-            captured = fused(captured, keeps_roundings=options.compile == "near")
-        lowered = lower(captured, rng_replay.state_bytes(device), options.released)
-        check_layouts(lowered.graph, lowered.samples)
-    parameters = module.named_parameters(remove_duplicate=False)
-    return CapturedCall(captured, lowered, frozenset(n for n, p in parameters if has_hooks(p)))
+        parameters = module.named_parameters(remove_duplicate=False)
+        hooked = frozenset(n for n, p in parameters if has_hooks(p))
+        state_bytes = rng_replay.state_bytes(_device(module, captured))
+        head = _head(captured, options) if options.tile else None
+        in_parts = None if head is None else _lowered(head, state_bytes, hooked, options)
+        return replace(_lowered(captured, state_bytes, hooked, options), in_parts=in_parts)
 
 
-def _prepared(module: nn.Module, call: SizedCall, options: Options) -> Problem:
+def _head(captured: Capture, options: Options) -> Capture | None:
+    """The run with its head in parts; where that cannot be, a line on the logger says why."""
+    made = tiled(captured, None if options.tile is True else options.tile)
+    if isinstance(made, str):
+        _LOGGER.warning("nothing is tiled: %s", made)
+        return None
+    return made
+
+
+def _lowered(
+    captured: Capture, state_bytes: int, hooked: frozenset[str], options: Options
+) -> CapturedCall:
+    if options.compile:
+        captured = fused(captured, keeps_roundings=options.compile == "near")
+    lowered = lower(captured, state_bytes, options.released)
+    check_layouts(lowered.graph, lowered.samples)
+    return CapturedCall(captured, lowered, hooked)
+
+
+def _prepared(module: nn.Module, call: SizedCall, options: Options) -> tuple[Problem, ...]:
     with outside_of_initialization(), call.named_in_errors():
-        return _problem(captured_call(module, call.args, call.kwargs, options), options)
+        return _problems(captured_call(module, call.args, call.kwargs, options), options)
 
 
-def _problem(source: CapturedCall, options: Options) -> Problem:
+def _problems(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
+    """Of each way; what several have in common is measured once."""
+    found: tuple[Problem, ...] = ()
     with planned_modules.PLANNING:
-        return measured(source.lowered, options, source.waits)
+        for way in source.ways:
+            known = found[0].profile if found else None
+            found += (measured(way.lowered, options, way.waits, known),)
+    return found
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
@@ -444,20 +477,51 @@ def _shown() -> AbstractContextManager[object]:
     return waiting()
 
 
-def _planned(problem: Problem, budget: Budget, options: Options, is_backward: bool = False) -> Plan:
+def _best(
+    problems: Sequence[Problem],
+    budget: Budget,
+    options: Options,
+    least: Sequence[LeastPeak],
+) -> Plan:
+    """Of the plans of all problems the fastest within the budget, the first where others are no
+    faster; for the smallest budget that which needs least. Raises InfeasibleBudget."""
+    size_bytes = budget.within(problems[0].unplanned.peak_bytes)
+    # A share is one of what the call needs as the model writes it.
+    as_bytes = budget if size_bytes is None else Budget(size_bytes=size_bytes)
+    plans: list[Plan] = []
+    errors: list[InfeasibleBudget] = []
+    for problem, own in zip(problems, least, strict=True):
+        asked = budget if problem is problems[0] else as_bytes
+        try:
+            plans.append(planning.plan_within(problem, asked, options, own))
+        except InfeasibleBudget as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda e: e.minimum_bytes)
+    if budget.is_minimum:
+        best = min(plans, key=lambda p: (p.peak_bytes, p.time_ns))
+    else:
+        best = min(plans, key=lambda p: p.time_ns)
+    if len(problems) > 1 and not best.graph.tiles:
+        _LOGGER.info("the head stays whole: no plan with its rows in parts is better")
+    return best
+
+
+def _planned(
+    problems: Sequence[Problem], budget: Budget, options: Options, is_backward: bool = False
+) -> Plan:
     """The plan within the budget, or what the options say where there is none.
 
     is_backward: of a call whose forward has run: the original is no choice any more."""
-    if options.on_infeasible == "error":
-        return planning.plan_within(problem, budget, options)
-    least = planning.least_peak_of(problem, options)
+    least = [planning.least_peak_of(problem, options) for problem in problems]
     try:
-        return planning.plan_within(problem, budget, options, least)
+        return _best(problems, budget, options, least)
     except InfeasibleBudget as found:
-        if options.on_infeasible == "original" and not is_backward:
+        is_left = options.on_infeasible == "original" and not is_backward
+        if options.on_infeasible == "error" or is_left:
             raise
         error = found
-    made = planning.plan_within(problem, Budget(is_minimum=True), options, least)
+    made = _best(problems, Budget(is_minimum=True), options, least)
     excess_bytes = made.peak_bytes - error.budget_bytes
     if excess_bytes > 0:
         warnings.warn(
@@ -481,22 +545,37 @@ def _program(
     options: Options,
 ) -> PlannedProgram:
     source = captured_call(module, args, kwargs, options, incoming)
-    known = _known(module, source)
-    if (same := _same(known, source)) is not None:
-        return built_program(module, same, source, args, kwargs, options)
-    if (found := _adapted(known, source, budget, options)) is not None:
-        program = built_program(module, found.plan, source, args, kwargs, options)
-        digest = "" if found.has_other_sizes else found.known.graph_digest
-        return replace(program, adapted_from=digest)
+    for way in source.ways:
+        known = _known(module, way)
+        if (same := _same(known, way)) is not None:
+            return built_program(module, same, way, args, kwargs, options)
+        if (found := _adapted(known, way, budget, options)) is not None:
+            program = built_program(module, found.plan, way, args, kwargs, options)
+            digest = "" if found.has_other_sizes else found.known.graph_digest
+            return replace(program, adapted_from=digest)
+    return _new_program(module, source, args, kwargs, budget, options, incoming is not None)
+
+
+def _new_program(
+    module: nn.Module,
+    source: CapturedCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budget: Budget,
+    options: Options,
+    is_backward: bool,
+) -> PlannedProgram:
     with _advised(source.lowered, options):
-        made = _planned(_problem(source, options), budget, options, incoming is not None)
-    return built_program(module, made, source, args, kwargs, options)
+        made = _planned(_problems(source, options), budget, options, is_backward)
+    way = next(w for w in source.ways if w.captured.tiles.parts == made.graph.tiles)
+    return built_program(module, made, way, args, kwargs, options)
 
 
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
-    """The plans of a planned module for calls whose gradients have the same hooks."""
-    programs = planned_modules.programs_of(module)
-    return tuple(p.plan for p in programs if p.hooked == source.hooked)
+    """The plans of a planned module for calls whose gradients have the same hooks, and whose head
+    is whole, or in parts, as this one's."""
+    plans = (p.plan for p in planned_modules.programs_of(module) if p.hooked == source.hooked)
+    return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.captured.tiles.parts))
 
 
 def _adapted(
@@ -564,22 +643,27 @@ def _stored_program(
     modes = modes - {""} or modes
     if len(modes) == 1:
         options = replace(options, compile=_COMPILE[modes.pop()])
-    source = captured_call(module, args, kwargs, options, incoming)
-    graph = source.lowered.graph
-    try:
-        made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
-        verify(made.graph, made.schedule)
-        waiting = planning.waiting(made, source.waits)
-        made = waiting if waiting.peak_bytes <= made.budget_bytes else made
-    except PlanMismatch:
-        if budget is None:
-            raise
-        found = _adapted(_known(module, source), source, budget, options)
-        if found is None:
-            made = _planned(_problem(source, options), budget, options, incoming is not None)
-        else:
-            made = found.plan
-    return built_program(module, made, source, args, kwargs, options)
+    # Each of its plans says in how many parts the head is.
+    for parts in sorted({p.graph.tiles for p in plans}):
+        options = replace(options, tile=parts or options.tile)
+        source = captured_call(module, args, kwargs, options, incoming)
+        for way in source.ways:
+            graph = way.lowered.graph
+            try:
+                made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
+            except PlanMismatch as error:
+                mismatch = error
+                continue
+            verify(made.graph, made.schedule)
+            waiting = planning.waiting(made, way.waits)
+            made = waiting if waiting.peak_bytes <= made.budget_bytes else made
+            return built_program(module, made, way, args, kwargs, options)
+    if budget is None:
+        raise mismatch
+    for way in source.ways:
+        if (found := _adapted(_known(module, way), way, budget, options)) is not None:
+            return built_program(module, found.plan, way, args, kwargs, options)
+    return _new_program(module, source, args, kwargs, budget, options, incoming is not None)
 
 
 def built_program(
@@ -622,8 +706,8 @@ def _checked(
     bound: float,
 ) -> PlannedProgram:
     """`program`, whose plan records what two steps compared with eager execution showed; with its
-    own kernels where nothing runs again, if these are compiled, and how far that is from eager,
-    which may be `bound`."""
+    own graph where nothing runs again, if its kernels are compiled or its head is in parts, and how
+    far that is from eager, which may be `bound`."""
     outputs = program.interface.outputs
     starts = {
         i: program.plan.graph.values[leaf.tangent].spec.stride
@@ -633,7 +717,7 @@ def _checked(
     original = planned_modules.original_forward(module)
     planned = planned_modules.bound_forward(module, program)
     with key_value_cache.switched_off(module):
-        if program.plan.compiled:
+        if program.plan.compiled or program.plan.graph.tiles:
             kept = planned_modules.bound_forward(module, _keep_all(program))
             found = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
             share = distance(module, original, planned, starts, args, kwargs, bound)

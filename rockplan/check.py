@@ -198,16 +198,17 @@ def distance(
     says = ", ".join(f"{what} differ by {s:.1e}" for what, s in shares.items() if not s <= bound)
     says += f" of their norm, where {bound:g} is allowed"
     if _furthest(shares_of(step(original), expected)) > bound:
-        warnings.warn(f"eager is as far from itself as kernels are from it: {says}", stacklevel=2)
+        warnings.warn(f"eager is as far from itself as the plan is from it: {says}", stacklevel=2)
     elif too_far(shares, bound, lambda: shares_of(step(original, is_rounded=True), expected)):
         raise CheckFailed(
-            f"the step of compiled kernels is too far from eager: {says}. Where that is not for "
+            f"the planned step is too far from eager: {says}. Where that is not for "
             "want of digits (try Options(compile='near'), or a larger dtype), it is a bug of "
-            "rockplan or of the compiler; plan without `compile`, and please report the model"
+            "rockplan or of the compiler; plan without `compile` and `tile`, and please report the "
+            "model"
         )
     else:
         warnings.warn(
-            f"kernels are far from eager: {says}; but so is eager from itself where parameters and "
+            f"the plan is far from eager: {says}; but so is eager from itself where parameters and "
             "inputs are changed by a rounding",
             stacklevel=2,
         )

@@ -81,6 +81,10 @@ class Options:
     in dimension 1 of its tensors, or {'input_ids': {1: (64, 2048)}} of one tensor. The largest
     sample is planned first, then the given one and the smallest, so that `solve` says before
     training whether all fit the budget. `solve_blocks`, `plan` and `pareto` plan the largest.
+    tile: plan the head of the model (its largest matrix product, with the loss of it) in parts of
+    its rows as well, and take which plan is better: logits of all tokens are never there at once
+    then. True: parts by size; a number of at least 2: so many. What is summed over rows, the loss
+    and the gradient of the weight, is rounded otherwise than eager's (docs/tiled.md).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -97,6 +101,7 @@ class Options:
     on_refused: Literal["error", "leave"] = "error"
     compile: bool | Literal["near"] = False
     sizes: Sizes = ()
+    tile: bool | int = False
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -111,6 +116,10 @@ class Options:
         object.__setattr__(self, "released", _positions("released", self.released))
         if self.compile not in (False, True, "near"):
             raise InvalidInput(f"compile is {self.compile!r}; choose False, True or 'near'")
+        if type(self.tile) is not bool and not (type(self.tile) is int and self.tile >= 2):
+            raise InvalidInput(
+                f"tile is {self.tile!r}; choose False, True or a number of parts, at least 2"
+            )
         for name in ("keep", "recompute", "without"):
             patterns = getattr(self, name)
             if not _is_sequence(patterns) or not all(isinstance(p, str) for p in patterns):

@@ -93,6 +93,18 @@ class Stack(nn.Module):
         return result
 
 
+class LossOf(nn.Module):
+    """Of a model of transformers, the loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**given).loss
+        return loss
+
+
 def mean_square(result: torch.Tensor) -> torch.Tensor:
     return result.pow(2).mean()
 

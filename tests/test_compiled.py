@@ -23,7 +23,7 @@ from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.fuse import proposed
 from rockplan.options import Options
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef
-from tests.kernels import distance, gradients, mean_square, run
+from tests.kernels import LossOf, distance, gradients, mean_square, run
 
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)
 
@@ -53,6 +53,20 @@ def small_llama() -> Case:
 def small_gpt2() -> Case:
     torch.manual_seed(0)
     return gpt2(layers=1, width=32, heads=2, vocabulary=64, length=32, attention="eager")
+
+
+def test_kernels_of_a_head_in_parts() -> None:
+    """The loss alone, in float32; 64 rows in 4 parts."""
+    torch.manual_seed(0)
+    case = llama(1, 32, 2, 1, vocabulary=256, batch=2, length=32)
+    case = replace(case, model=LossOf(case.model), loss=lambda loss: loss)
+    expected = gradients(case, case.model)
+    planned = solved(case, "min", replace(OPTIONS, tile=4, check=True))
+    plan = rockplan.plan_of(planned)
+    assert plan.graph.tiles == 4 and "of their norm" in plan.checked
+    assert 0 < distance(gradients(case, planned), expected) < 2e-6
+    measured = rockplan.peak_live_bytes(lambda: case.step(planned)).peak_bytes
+    assert plan.peak_bytes - 8 <= measured <= plan.peak_bytes
 
 
 @pytest.mark.parametrize("make", [small_llama, small_gpt2])

@@ -19,7 +19,7 @@ import rockplan
 from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
 from benchmarks.models import Case, bert, densenet, gpt2, resnet18
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
-from rockplan.graph_builder.operators.rows import ROWS
+from rockplan.graph_builder.operators.rows import FIRST_OPERAND, ROWS
 from rockplan.graph_builder.partition import partition
 from rockplan.oracles.lifetimes import alive_at, lifetimes
 from rockplan.oracles.simulate import simulate, taken_over, timeline
@@ -52,7 +52,7 @@ from tests.training import (
     twin,
 )
 
-OPERATORS = sorted(row.name for row in ROWS if row.may_write_into)
+OPERATORS = sorted(row.name for row in ROWS if row.may_write_into not in ("", FIRST_OPERAND))
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -108,6 +108,26 @@ def test_what_is_written_over_an_operand_is_bit_for_bit_the_result(
             assert all(same_bits(operands[i], tensors[i]) for i in others)
             taken += 1
     assert taken > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(5, 7, 9), (33, 33, 33), (256, 130, 64), (1, 64, 1000)]
+)
+def test_what_is_added_to_is_all_that_a_product_takes(
+    rows: int, inner: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Whether the first factor is transposed or not, and where all shapes are equal."""
+    added, other = drawn(dtype, (rows, columns), 0), drawn(dtype, (inner, columns), 2)
+    for factor in (drawn(dtype, (rows, inner), 1), drawn(dtype, (inner, rows), 1).t()):
+        tensors = [added, factor, other]
+        call = Call("aten.addmm.default", (ValueRef(0), ValueRef(1), ValueRef(2)), (), (3,))
+        expected = execute(call, tensors)
+        (node,) = with_takeovers(graph_of(call, tensors, expected)).nodes
+        assert node.takes == (0,)
+        taken = added.clone()
+        assert execute(node.taking[0], [taken, factor, other]) is taken
+        assert same_bits(taken, expected)
 
 
 def test_one_tensor_twice_is_taken_over() -> None:

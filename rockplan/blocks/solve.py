@@ -379,7 +379,7 @@ def _incoming(program: PlannedProgram) -> Incoming:
 def _check_options(options: Options) -> None:
     """Raises InvalidInput for what means nothing for blocks."""
     check_options(options)
-    for name in ("differentiated", "released", "keep", "recompute"):
+    for name in ("differentiated", "released", "keep", "recompute", "tile"):
         if getattr(options, name):
             raise InvalidInput(
                 f"Options({name}=...) says something of one module, and means nothing for the "

@@ -53,6 +53,13 @@ Sizes = Annotated[
         "tensor, input_ids.1=64:2048: the largest sample is planned. May be repeated.",
     ),
 ]
+Tile = Annotated[
+    bool,
+    typer.Option(
+        "--tile",
+        help="Plan the head (logits and loss) in parts of its rows as well, and take the better.",
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
 TimeLimit = Annotated[
     float | None,
@@ -85,6 +92,7 @@ def planning_options(
     compiled: bool = False,
     near: bool = False,
     sizes: list[str] | None = None,
+    tile: bool = False,
 ) -> Options:
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
@@ -93,6 +101,7 @@ def planning_options(
         check=check,
         compile="near" if near else compiled,
         sizes=_size_ranges(sizes or ()),
+        tile=tile,
     )
     return options if time_limit is None else replace(options, time_limit_s=time_limit)
 

@@ -16,6 +16,7 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
+    Tile,
     TimeLimit,
     planning_options,
     under_autocast,
@@ -46,6 +47,7 @@ def compare(
     no_cache: NoCache = False,
     compiled: Compiled = False,
     near: Near = False,
+    tile: Tile = False,
 ) -> None:
     """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
     with ending(as_json), waiting():
@@ -58,7 +60,9 @@ def compare(
                 sample_kwargs=subject.sample_kwargs,
                 compile_budgets=compile_budget or (),
                 rounds=rounds,
-                options=planning_options(no_cache, time_limit, compiled=compiled, near=near),
+                options=planning_options(
+                    no_cache, time_limit, compiled=compiled, near=near, tile=tile
+                ),
             )
     print(comparison.to_json() if as_json else display.printable(str(comparison)))
     is_planned = any(row.budget_bytes is not None for row in comparison.rows)

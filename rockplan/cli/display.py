@@ -97,6 +97,7 @@ def plan_row(asked: str, plan: Plan) -> Row:
         "profile_source": plan.profile_source,
         "torch_version": plan.torch_version,
         "checked": plan.checked,
+        **({"tiles": plan.graph.tiles} if plan.graph.tiles else {}),
     }
 
 

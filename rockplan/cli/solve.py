@@ -18,6 +18,7 @@ from rockplan.cli.arguments import (
     Near,
     NoCache,
     Sizes,
+    Tile,
     TimeLimit,
     planning_options,
     under_autocast,
@@ -75,13 +76,14 @@ def solve(
     compiled: Compiled = False,
     near: Near = False,
     size: Sizes = None,
+    tile: Tile = False,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
         _check_save("--save", save, budget or [])
         _check_save("--export", export, budget or [])
         subject = make_subject(model)
-        options = planning_options(no_cache, time_limit, check, compiled, near, size)
+        options = planning_options(no_cache, time_limit, check, compiled, near, size, tile)
         with under_autocast(subject, autocast):
             if size:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)

@@ -54,9 +54,12 @@ class Goal:
     cache: Cache | None = None
 
 
-def measured(lowered: Lowered, options: Options, waits: Waits = ()) -> Problem:
-    """The problem of a captured graph under costs that are measured here, or were."""
-    made = problem_of(lowered.graph, _profile(lowered, cache_of(options)), options)
+def measured(
+    lowered: Lowered, options: Options, waits: Waits = (), known: Profile | None = None
+) -> Problem:
+    """The problem of a captured graph under costs that are measured here, or were. known: of
+    another graph, some calls of which it has."""
+    made = problem_of(lowered.graph, _profile(lowered, cache_of(options), known), options)
     return replace(made, waits=waits)
 
 
@@ -89,10 +92,10 @@ def cache_of(options: Options) -> Cache | None:
     return Cache(default_folder()) if options.cache else None
 
 
-def _profile(lowered: Lowered, cache: Cache | None) -> Profile:
-    """Measured costs of every call; what is in the cache is not measured again."""
+def _profile(lowered: Lowered, cache: Cache | None, known: Profile | None) -> Profile:
+    """Measured costs of every call; what is known, or in the cache, is not measured again."""
     key = {"profile": profile_key(lowered.graph)}
-    known = cache.profile(key) if cache else None
+    known = (cache.profile(key) if cache else None) or known
     profile = measure(lowered.graph, lowered.samples, known=known)
     before = frozenset(known.costs) if known else frozenset()
     new = tuple(cost for cost in profile.costs if cost not in before)

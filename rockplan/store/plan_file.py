@@ -300,6 +300,7 @@ def _graph_row(graph: CDGraph) -> dict[str, object]:
         "held": list(graph.held),
         "handed": list(graph.handed),
         "eager_order": list(graph.eager_order),
+        **({"tiles": graph.tiles} if graph.tiles else {}),
         "rng_state_bytes": graph.rng_state_bytes,
     }
 
@@ -358,6 +359,7 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
         handed=handed,
         rng_state_bytes=natural(row["rng_state_bytes"]),
         eager_order=_read_order(row, phases),
+        tiles=natural(row.get("tiles", 0)),
     )
 
 

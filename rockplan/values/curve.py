@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from rockplan.values.plan import Certificate, Status, format_bytes
 
@@ -35,6 +35,12 @@ def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
         if not found or point.time_ns < found[-1].time_ns:
             found.append(point)
     return tuple(found)
+
+
+def best_of(curves: Sequence[Curve]) -> Curve:
+    """Of several ways to plan one call: at each peak the fastest. What is not planned is that of
+    the first."""
+    return replace(curves[0], points=useful(p for curve in curves for p in curve.points))
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,8 @@ class CDGraph:
     dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
     backward phase: whatever needs them later makes them again.
     eager_order: all nodes in the order in which eager executes them; empty if it is theirs.
-    kernels: compiled ones that calls name.
+    kernels: compiled ones that calls name. tiles: how many parts the head is written in, 0 where it
+    is whole.
     """
 
     data: tuple[DataNode, ...]
@@ -242,6 +243,7 @@ class CDGraph:
     dropped: tuple[int, ...] = ()
     eager_order: tuple[int, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    tiles: int = 0
 
     @property
     def forward(self) -> tuple[ComputeNode, ...]:

@@ -171,6 +171,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
         *_kernel_lines(plan),
+        *([f"tiled           the head, in {plan.graph.tiles} parts"] if plan.graph.tiles else []),
         *([f"origin          {plan.origin}"] if plan.origin else []),
         *_held_lines(plan),
         f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",

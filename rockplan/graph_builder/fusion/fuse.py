@@ -79,9 +79,16 @@ def proposed(
 ) -> Proposal:
     """What could be compiled. opaque: positions of calls that stay as they are."""
     opaque |= gradient_sums.sums(capture)
+    # One kernel of all parts of a head would need all of them at once.
+    opaque |= {
+        position
+        for position, recorded in enumerate(capture.calls)
+        if capture.tiles.joined.intersection(recorded.call.results)
+    }
     parts = parts_of(capture, opaque, table)
     roots = {o.value for o in capture.outputs if o.value is not None}
     roots |= {gradient for _, gradient in capture.gradients if gradient is not None}
+    roots |= capture.tiles.whole
     flow = dataflow_of(parts, roots, _kept(capture, parts))
     there = stored(flow, device_type_of(capture))
     found = [

@@ -215,6 +215,7 @@ def _assemble(
         rng_state_bytes=rng_state_bytes,
         values=numbering.views_with_siblings(),
         kernels=capture.kernels,
+        tiles=capture.tiles.parts,
     )
     of = numbering.value_of
     samples = {of[v]: t for v, t in capture.samples.items() if v in of}

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import (
+    FIRST_OPERAND,
     OPERAND,
     OPERAND_ON_CPU,
     ViewKind,
@@ -66,13 +67,15 @@ def _takeovers(
         return
     spec = graph.values[result].spec
     admitted = row_of(call.op).may_write_into
-    if admitted != OPERAND and not (admitted == OPERAND_ON_CPU and spec.device == "cpu"):
+    is_admitted = admitted in (OPERAND, FIRST_OPERAND)
+    if not is_admitted and not (admitted == OPERAND_ON_CPU and spec.device == "cpu"):
         return
     operands = _operands(graph, call)
+    may_be_taken = operands[:1] if admitted == FIRST_OPERAND else operands
     read_later = {operand.data for other in rest for operand in _operands(graph, other)}
     if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in operands):
         return
-    for operand in operands:
+    for operand in may_be_taken:
         alone = sum(o.data == operand.data for o in operands) == 1
         if (
             alone

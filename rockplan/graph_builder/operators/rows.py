@@ -16,6 +16,7 @@ OPAQUE = "rockplan_opaque"
 
 OPERAND = "an operand"
 OPERAND_ON_CPU = "an operand on CPU"
+FIRST_OPERAND = "the first operand"
 
 
 class ViewKind(StrEnum):
@@ -379,7 +380,13 @@ ROWS: tuple[OperatorFacts, ...] = (
         repeats_heads=True,
     ),
     # Matrix products.
-    OperatorFacts("aten.addmm.default", function="torch._VF.addmm", matrix_product=True),
+    # It copies what it adds to where the result is to be, unless that is there already.
+    OperatorFacts(
+        "aten.addmm.default",
+        may_write_into=FIRST_OPERAND,
+        function="torch._VF.addmm",
+        matrix_product=True,
+    ),
     OperatorFacts("aten.baddbmm.default", function="torch._VF.baddbmm", matrix_product=True),
     OperatorFacts("aten.bmm.default", function="torch._VF.bmm", matrix_product=True),
     OperatorFacts(

@@ -72,6 +72,19 @@ from rockplan.values.interface import (
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """parts: how many; whole: values of which each part reads rows; joined: those that are made of
+    parts, put together or added up. None of these is computed part by part."""
+
+    parts: int = 0
+    whole: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
+
+
+NO_TILES = Tiles()
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """One recorded run.
 
@@ -82,7 +95,8 @@ class Capture:
     output_spec: tree structure of the result.
     samples: real tensors of integer inputs and of what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
-    `lowering.buffer_copies`. kernels: that calls name, see `fusion`.
+    `lowering.buffer_copies`. kernels: that calls name, see `fusion`. tiles: the parts that the head
+    is written in, see `tiling`.
     """
 
     values: tuple[RecordedValue, ...]
@@ -101,6 +115,7 @@ class Capture:
     samples: dict[int, torch.Tensor]
     copies: tuple[tuple[int, int], ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    tiles: Tiles = NO_TILES
 
 
 def capture(

@@ -1,0 +1,258 @@
+"""Region: the head of a model, which is independent by rows, among the calls of a recorded run.
+
+takes: a Capture in which nothing is changed in place but what the caller owns. returns: Region, or
+why there is none. guarantees: nothing outside of the region reads a wide result that it makes.
+
+The seed is the largest matrix product of the forward phase, [R, V]. Down from there, all that has
+rows of it and is computed from wide rows is in the region, to results of less than half its width;
+these are followed only where that leads back to wide ones (a statistic of each row), and not
+through products: norms and MLPs of all layers would be in it. Up, what makes the wide things that
+it reads is, too (zeros to which a gradient is scattered).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from rockplan.graph_builder.lowering import gradient_sums
+from rockplan.graph_builder.tiling.rules import (
+    FIRST,
+    PRODUCTS,
+    Groups,
+    Rows,
+    RowWise,
+    row_wise,
+    viewed,
+)
+from rockplan.graph_builder.tiling.run import RecordedRun
+from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.values.graph import Phase, refs
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """seed: position of the product; calls: position -> how it is cut, in order; rows: of the
+    values that these calls make in parts, and of views of them; depth: columns of what the seed
+    multiplies."""
+
+    run: RecordedRun
+    groups: Groups
+    seed: int
+    calls: Mapping[int, RowWise]
+    rows: Mapping[int, Rows]
+    depth: int
+
+
+def regions_of(capture: Capture) -> Iterator[Region | str]:
+    """For each way to cut the head the region, or why there is none."""
+    run = RecordedRun(capture)
+    seed = _seed(run)
+    if isinstance(seed, str):
+        yield seed
+        return
+    for groups in _groups_of(run, seed):
+        yield _Growth(run, seed, groups).region()
+
+
+def _seed(run: RecordedRun) -> int | str:
+    sizes: dict[int, int] = {}
+    for position in run.live:
+        recorded = run.capture.calls[position]
+        if recorded.phase is Phase.FORWARD and recorded.call.op in PRODUCTS:
+            sizes[position] = prod(run.spec(run.made_by(position)[0]).shape)
+    largest = [p for p, size in sizes.items() if size == max(sizes.values())]
+    if not largest:
+        return "the forward has no matrix product"
+    if len(largest) > 1:
+        return f"its {len(largest)} largest matrix products are equally large, and none is the head"
+    if run.spec(run.made_by(largest[0])[0]).shape[0] < 2:
+        return "its largest matrix product has one row"
+    return largest[0]
+
+
+def _groups_of(run: RecordedRun, seed: int) -> Iterator[Groups]:
+    """By single rows; or by what views of the seed have as their first dimension."""
+    (made,) = run.made_by(seed)
+    rows = run.spec(made).shape[0]
+    yield Groups(rows)
+    shapes = [run.spec(v).shape for v in run.views if run.storage(v) == run.storage(made)]
+    for size in sorted({s[0] for s in shapes if len(s) > 2 and 1 < s[0] < rows}):
+        if rows % size == 0:
+            yield Groups(size, of_sequences=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _WideMaker:
+    """How a call that makes something wide is cut; rows: of what it makes, and of views of it."""
+
+    cut: RowWise
+    rows: Mapping[int, Rows]
+
+
+class _Growth:
+    """Walks down from the seed, and from what is wide and not made of it, which is found on the
+    way up from what reads it."""
+
+    def __init__(self, run: RecordedRun, seed: int, groups: Groups) -> None:
+        self._run, self._seed, self._groups = run, seed, groups
+        self._sums = gradient_sums.sums(run.capture)
+        (self._made,) = run.made_by(seed)
+        self._left = refs(run.capture.calls[seed].call)[-2].index
+        self._elements = prod(run.spec(self._made).shape)
+        self._known: dict[int, Rows] = {}
+        self._found: dict[int, RowWise] = {}
+        self._core: set[int] = set()
+
+    def region(self) -> Region | str:
+        found = self._grown(goes_up=True)
+        # A wide thing that others read, too, stays whole, and parts read rows of it.
+        without = self._grown(goes_up=False) if isinstance(found, str) else found
+        return found if isinstance(without, str) else without
+
+    def _grown(self, goes_up: bool) -> Region | str:
+        run, makers = self._run, dict[int, _WideMaker]()
+        while True:
+            self._start(makers)
+            self._go_down()
+            calls = self._with_statistics()
+            more = self._makers(calls) if goes_up else {}
+            if not more:
+                break
+            makers |= more
+        reason = self._open_at(calls)
+        if reason:
+            return reason
+        made = run.storages(v for p in calls for v in run.made_by(p))
+        rows = {v: r for v, r in self._known.items() if run.storage(v) in made}
+        depth = run.spec(self._left).shape[1]
+        return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
+
+    def _start(self, makers: Mapping[int, _WideMaker]) -> None:
+        run, call = self._run, self._run.capture.calls[self._seed].call
+        # Where the caller gets the result of the seed it is whole, and parts read rows of it.
+        self._known = {self._made: FIRST}
+        self._found = {position: maker.cut for position, maker in makers.items()}
+        for maker in makers.values():
+            self._known |= maker.rows
+        seed = row_wise(call, run.spec, {self._left: FIRST}, self._groups)
+        if seed and run.storage(self._made) not in run.roots and run.is_plain(self._seed):
+            self._found[self._seed] = seed
+        self._core = set(self._found)
+
+    def _go_down(self) -> None:
+        live = frozenset(self._run.live) - self._sums
+        for position in range(len(self._run.capture.calls)):
+            base = self._run.viewed_by(position)
+            if base in self._known:
+                self._look(position, self._known[base])
+            elif position in live and position not in self._found and position != self._seed:
+                self._add(position)
+
+    def _is_wide(self, value: int) -> bool:
+        return 2 * prod(self._run.spec(value).shape) >= self._elements
+
+    def _look(self, position: int, rows: Rows) -> None:
+        recorded = self._run.capture.calls[position]
+        found = viewed(recorded.call, self._run.spec, rows, self._groups)
+        if found is not None:
+            self._known[self._run.made_by(position)[0]] = found
+
+    def _add(self, position: int) -> None:
+        """A call that reads what is known to have rows, if it is independent by rows."""
+        run = self._run
+        recorded = run.capture.calls[position]
+        if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):
+            return
+        found = row_wise(recorded.call, run.spec, self._known, self._groups)
+        if found is None:
+            return
+        made = {
+            v: rows
+            for v, rows in zip(recorded.call.results, found.results, strict=True)
+            if v is not None and rows is not None
+        }
+        is_wide = any(self._is_wide(v) for v in (*made, *found.operands.keys() & self._known))
+        if not is_wide and recorded.call.op in PRODUCTS:
+            return
+        self._known |= made
+        if any(self._is_wide(v) and run.storage(v) in run.roots for v in made):
+            return
+        self._found[position] = found
+        if is_wide:
+            self._core.add(position)
+
+    def _with_statistics(self) -> dict[int, RowWise]:
+        """What reads or makes wide rows, and what lies between."""
+        run, needed = self._run, set(self._core)
+        for position in sorted(self._found, reverse=True):
+            if position in needed:
+                read = (v for v in self._found[position].operands if v in self._known)
+                makers = {run.maker_of(v) for v in read}
+                needed |= {m for m in makers if m in self._found}
+        return {p: found for p, found in self._found.items() if p in needed}
+
+    def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
+        """Of wide things that the calls read, and that are not made by them."""
+        run, found = self._run, dict[int, _WideMaker]()
+        for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
+            position = run.maker_of(value)
+            if position is None or position in calls or not run.is_plain(position):
+                continue
+            base = next(v for v in run.made_by(position) if run.storage(v) == run.storage(value))
+            if not self._is_wide(base) or run.storage(base) in run.roots:
+                continue
+            of_views = self._cut_of_base(value, rows)
+            call = run.capture.calls[position].call
+            cut = of_views and row_wise(call, run.spec, {}, self._groups, wanted=of_views[base])
+            if of_views and cut:
+                found[position] = _WideMaker(cut, of_views)
+        return found
+
+    def _cut_of_base(self, value: int, rows: Rows) -> dict[int, Rows] | None:
+        """Rows of what `value` is a view of such that its own are `rows`."""
+        run, found = self._run, {value: rows}
+        while (position := run.views.get(value)) is not None:
+            base = run.viewed_by(position)
+            if base is None:
+                return None
+            dims = range(len(run.spec(base).shape))
+            call = run.capture.calls[position].call
+            tried = (Rows(a, b) for a in dims for b in dims if a <= b)
+            shape = run.spec(base).shape
+            fit = (
+                r
+                for r in tried
+                if prod(shape[r.first : r.last + 1]) % self._groups.count == 0
+                and viewed(call, run.spec, r, self._groups) == found[value]
+            )
+            of_base = next(fit, None)
+            if of_base is None:
+                return None
+            value, found[base] = base, of_base
+        return found
+
+    def _open_at(self, calls: Mapping[int, RowWise]) -> str:
+        """Why the calls are no region, '' if they are one."""
+        run = self._run
+        (seed,) = run.made_by(self._seed)
+        if calls.keys() <= {self._seed}:
+            reader = next(iter(run.readers.get(run.storage(seed), ())), None)
+            return self._reason(reader) if reader else "its loss is computed by the caller"
+        for position in calls:
+            for value in run.made_by(position):
+                readers = run.readers.get(run.storage(value), ())
+                outside = next((r for r in readers if r not in calls), None)
+                if value in self._known and self._is_wide(value) and outside is not None:
+                    return self._reason(outside)
+        return ""
+
+    def _reason(self, position: int) -> str:
+        recorded = self._run.capture.calls[position]
+        is_returned = self._run.storages(self._run.made_by(position)) & self._run.roots
+        what = "makes what the caller gets of all rows" if is_returned else "reads all rows at once"
+        return (
+            f"{recorded.call.op} in module '{recorded.module or '(root)'}' at "
+            f"{recorded.source or 'an unknown line'} {what}"
+        )

@@ -1,0 +1,397 @@
+"""Tile: a recorded run -> the same run, in which the head works on a part of its rows at a time.
+
+takes: a Capture. returns: a Capture in which the calls of the head (`region`) are there once for
+each part, in a phase one part after the other; or why that cannot be. guarantees: every other call
+stays as it is, in its order, with all that is drawn or written; each result of the head has the
+numbers of eager's but for the roundings of what is summed over rows.
+
+What a part reads are slices, which take no memory. What only parts read is in a storage for each
+part, so that the planner decides for each what is kept and what is made again. What others read of
+it is put together (`cat`); what is summed over rows (the gradient of the weight, the loss) is a
+chain of sums, for products by `addmm`, which may be written over the sum before it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rockplan.graph_builder.costs.execution import flat_results
+from rockplan.graph_builder.costs.specs import dtype_of
+from rockplan.graph_builder.lowering.functionalize import with_versions
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tiling.region import Region, regions_of
+from rockplan.graph_builder.tiling.rules import MEANS, NLL, PRODUCT, Groups, Rows, RowWise, in_part
+from rockplan.graph_builder.tracing.capture import Capture, Tiles
+from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.graph_builder.tracing.fake_results import Results
+from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
+from rockplan.values.graph import Call, Phase, ValueRef, refs
+
+LEAST_ROWS = 128
+"""Of a part: matrix products of fewer are slower by more than they save."""
+
+SHARE_OF_DEPTH = 4
+"""A part has a row for so many columns of what the head multiplies: then its results are a fraction
+of the gradient of the weight, which has to be there anyway."""
+
+MOST_PARTS = 32
+"""Each is some ten operations to plan."""
+
+
+def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
+    """`capture` with its head in parts, or why it has none. parts: how many; None: by size."""
+    changed = with_versions(capture, everywhere=True)
+    reason = ""
+    for region in regions_of(changed):
+        made = region if isinstance(region, str) else _written(region, parts)
+        if not isinstance(made, str):
+            return made
+        reason = reason or made
+    return reason
+
+
+def _written(region: Region, parts: int | None) -> Capture | str:
+    (seed,) = region.run.made_by(region.seed)
+    size = _size(region.groups, region.run.spec(seed).shape[0], region.depth, parts)
+    if size >= region.groups.count:
+        kind = "sequences" if region.groups.of_sequences else "rows"
+        return f"its head has {region.groups.count} {kind}, which are one part"
+    try:
+        return _TiledRun(region, size).capture()
+    except _NotTiled as reason:
+        return str(reason)
+
+
+def _size(groups: Groups, rows: int, depth: int, parts: int | None) -> int:
+    """Groups of a part."""
+    if parts is not None:
+        return -(-groups.count // parts)
+    wanted = max(-(-depth // (SHARE_OF_DEPTH * LEAST_ROWS)) * LEAST_ROWS, LEAST_ROWS)
+    size = max(wanted * groups.count // rows, 1)
+    return max(size, -(-groups.count // MOST_PARTS))
+
+
+class _NotTiled(Exception):
+    """Says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsPart:
+    """Groups from `begin` on; made: (value, how it is cut) -> what it is in this part."""
+
+    begin: int
+    size: int
+    made: dict[tuple[int, Rows], int]
+
+
+class _TiledRun:
+    """Calls in their new order. Values keep their numbers; those of parts are new."""
+
+    def __init__(self, region: Region, size: int) -> None:
+        self._region, self._run, self._groups = region, region.run, region.groups
+        self._recorded = region.run.capture
+        self._values = list(self._recorded.values)
+        self._calls: list[RecordedCall] = []
+        self._results = Results(FakeTensorMode())
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._ordinals: dict[int, int] = {}
+        self._memory: dict[int, torch.Tensor] = {}
+        self._storages = 1 + max(v.storage for v in self._values)
+        self._merged: dict[tuple[int, Rows], int] = {}
+        self._sums: dict[int, int] = {}
+        self._sliced: set[int] = set()
+        self._joined: set[int] = set()
+        count = self._groups.count
+        self._parts = [_RowsPart(b, min(size, count - b), {}) for b in range(0, count, size)]
+        made = {v for p in region.calls for v in self._run.made_by(p) if v in region.rows}
+        self._whole = {v for v in made if self._is_read_whole(v)}
+        self._in_parts = self._run.storages(made - self._whole)
+
+    def capture(self) -> Capture:
+        """Raises _NotTiled."""
+        for beside, head in self._levels():
+            for position in sorted(beside):
+                self._calls.append(self._recorded.calls[position])
+            for part in self._parts:
+                for position in head:
+                    self._add(position, part)
+            for position in head:
+                self._complete(position)
+        return replace(
+            self._recorded,
+            values=tuple(self._values),
+            calls=tuple(self._calls),
+            tiles=Tiles(len(self._parts), frozenset(self._sliced), frozenset(self._joined)),
+        )
+
+    def _is_read_whole(self, value: int) -> bool:
+        storage = self._run.storage(value)
+        readers = self._run.readers.get(storage, [])
+        return storage in self._run.roots or any(r not in self._region.calls for r in readers)
+
+    # -- order -----------------------------------------------------------------------------
+
+    def _levels(self) -> list[tuple[list[int], list[int]]]:
+        """Positions of calls beside the head, and those of the head that run after them; what of
+        the head needs what is made of other results of it comes later. Calls beside the head that
+        are no views stay in their order."""
+        levels: list[tuple[list[int], list[int]]] = []
+        for phase in Phase:
+            found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+            parts: dict[int, int] = {}  # storage made in parts -> level
+            ready: dict[int, int] = {}  # storage that is whole -> the first level that may read it
+            now = 0
+            for position, is_view in self._running(phase):
+                cut = self._region.calls.get(position)
+                read = self._run.storages(self._recorded.calls[position].reads)
+                made = self._run.storages(self._run.made_by(position))
+                if cut is None:
+                    level = max((ready.get(s, 0) for s in read), default=0)
+                    if not is_view:
+                        level = now = max(now, level)
+                        ready |= dict.fromkeys(made, level)
+                    found[level][0].append(position)
+                    continue
+                level = max((parts.get(s, ready.get(s, 0)) for s in read), default=0)
+                found[level][1].append(position)
+                for result in self._run.made_by(position):
+                    place = ready if result not in self._region.rows else parts
+                    storage = self._run.storage(result)
+                    place[storage] = level + (place is ready)
+                    if result in self._whole:
+                        ready[storage] = level + 1
+            levels += [found[level] for level in sorted(found)]
+        return levels
+
+    def _running(self, phase: Phase) -> Iterator[tuple[int, bool]]:
+        """Positions of a phase, and whether they are views: without those of what is there in
+        parts only, and what nothing needs."""
+        live = frozenset(self._run.live)
+        for position, recorded in enumerate(self._recorded.calls):
+            if recorded.phase is not phase:
+                continue
+            is_view = self._run.is_view(position)
+            if not is_view and position in live:
+                yield position, False
+            elif is_view and not self._run.storages(recorded.reads) & self._in_parts:
+                yield position, True
+
+    # -- one call --------------------------------------------------------------------------
+
+    def _add(self, position: int, part: _RowsPart) -> None:
+        """A call of the head for a part."""
+        recorded, cut = self._recorded.calls[position], self._region.calls[position]
+        args, kwargs = in_part(recorded.call, cut, self._run.spec, self._groups, part.size)
+
+        def own(value: int) -> ValueRef:
+            rows = cut.operands.get(value)
+            return ValueRef(value if rows is None else self._part_of(value, rows, part, recorded))
+
+        args = _renamed(args, own)
+        kwargs = tuple((name, _renamed(a, own)) for name, a in kwargs)
+        call = recorded.call
+        if call.op == NLL and cut.results[0] is None:
+            made = self._loss(recorded, args)
+        elif call.op == PRODUCT and cut.results == (None,) and call.results[0] in self._sums:
+            before = ValueRef(self._sums[call.results[0]])
+            made = self._call(recorded, "aten.addmm.default", (before, *args))
+            self._sums[call.results[0]] = made[0]
+            self._joined.add(made[0])
+            return
+        else:
+            made = self._call(recorded, call.op, args, kwargs)
+        if call.op in MEANS and cut.results == (None,):
+            share = part.size / self._groups.count
+            made = self._call(recorded, "aten.mul.Scalar", (ValueRef(made[0]), share))
+        for result, rows, own_result in zip(call.results, cut.results, made, strict=True):
+            if result is not None and rows is not None:
+                self._check(own_result, result, rows, part)
+                part.made[result, rows] = own_result
+            elif result is not None:
+                self._sum(recorded, result, own_result)
+
+    def _loss(self, recorded: RecordedCall, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Sum of the losses of a part, and of the weights by which it is divided in the end; of 16
+        bits these would be too few for either."""
+        scores, targets, weight, _, ignored = args
+        if self._values[scores.index].spec.dtype in _SHORT:
+            scores = self._as(recorded, scores, torch.float32)
+            weight = None if weight is None else self._as(recorded, weight, torch.float32)
+        return self._call(recorded, NLL, (scores, targets, weight, _SUM, ignored))
+
+    def _as(self, recorded: RecordedCall, value: ValueRef, dtype: torch.dtype) -> ValueRef:
+        (made,) = self._call(recorded, "aten._to_copy.default", (value,), (("dtype", dtype),))
+        return ValueRef(made)
+
+    def _sum(self, recorded: RecordedCall, result: int, addend: int) -> None:
+        before = self._sums.get(result)
+        if before is not None:
+            terms = (ValueRef(before), ValueRef(addend))
+            (addend,) = self._call(recorded, "aten.add.Tensor", terms)
+            self._joined.add(addend)
+        self._sums[result] = addend
+
+    def _part_of(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
+        """The rows of `value` that are those of a part, for a call that reads them."""
+        if (value, rows) in part.made:
+            return part.made[value, rows]
+        if value in self._region.rows:
+            view = self._recorded.calls[self._run.views[value]]
+            base = view.call.args[0]
+            assert isinstance(base, ValueRef)
+            of_base = self._region.rows[base.index]
+            own = ValueRef(self._part_of(base.index, of_base, part, recorded))
+            cut = RowWise({base.index: of_base}, (rows,))
+            args, kwargs = in_part(view.call, cut, self._run.spec, self._groups, part.size)
+            (made,) = self._call(recorded, view.call.op, (own, *args[1:]), kwargs)
+        else:
+            made = self._slice(value, rows, part, recorded)
+        self._check(made, value, rows, part)
+        part.made[value, rows] = made
+        return made
+
+    def _slice(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
+        self._sliced.add(value)
+        shape = self._run.spec(value).shape
+        one = rows.shape(shape, self._groups.count, self._groups.count)
+        if one != shape:
+            if (value, rows) not in self._merged:
+                (merged,) = self._call(recorded, _VIEW, (ValueRef(value), one))
+                self._merged[value, rows] = merged
+            value = self._merged[value, rows]
+        each = one[rows.last] // self._groups.count
+        begin, end = part.begin * each, (part.begin + part.size) * each
+        (made,) = self._call(recorded, _SLICE, (ValueRef(value), rows.last, begin, end))
+        return made
+
+    def _check(self, made: int, whole: int, rows: Rows, part: _RowsPart) -> None:
+        wanted = rows.shape(self._run.spec(whole).shape, self._groups.count, part.size)
+        spec = self._values[made].spec
+        if (spec.shape, spec.dtype) != (wanted, self._run.spec(whole).dtype):
+            raise _NotTiled(f"a part of {wanted} is made as {spec.shape} of {spec.dtype}")
+
+    # -- what is whole -----------------------------------------------------------------------
+
+    def _complete(self, position: int) -> None:
+        """What a call of the head makes, for those who read all of it."""
+        recorded, cut = self._recorded.calls[position], self._region.calls[position]
+        if recorded.call.op == NLL and cut.results[0] is None:
+            self._divide(recorded)
+        for result, rows in zip(recorded.call.results, cut.results, strict=True):
+            if result is None:
+                continue
+            if rows is None:
+                self._is_now(recorded, result, self._sums[result])
+            elif result in self._whole:
+                parts = tuple(ValueRef(part.made[result, rows]) for part in self._parts)
+                (made,) = self._call(recorded, "aten.cat.default", (parts, rows.last))
+                self._joined.add(made)
+                shape = self._run.spec(result).shape
+                whole = made
+                if self._values[made].spec.shape != shape:
+                    (whole,) = self._call(recorded, _VIEW, (ValueRef(made), shape))
+                self._is_now(recorded, result, whole)
+
+    def _divide(self, recorded: RecordedCall) -> None:
+        """The loss by the weights, where it is a mean, in the dtype that it has."""
+        loss, weights = recorded.call.results
+        if loss is None or weights is None:
+            raise _NotTiled("the loss has no weights")
+        is_mean = recorded.call.args[3] == _MEAN
+        if is_mean:
+            terms = tuple(ValueRef(self._sums[r]) for r in (loss, weights))
+            (self._sums[loss],) = self._call(recorded, "aten.div.Tensor", terms)
+        for result in (loss, weights):
+            dtype = dtype_of(self._run.spec(result))
+            if self._values[self._sums[result]].spec.dtype != str(dtype):
+                made = self._as(recorded, ValueRef(self._sums[result]), dtype)
+                self._sums[result] = made.index
+
+    def _is_now(self, recorded: RecordedCall, result: int, made: int) -> None:
+        """`result`, as recorded, is what was made of parts."""
+        if self._values[made].spec != self._run.spec(result):
+            raise _NotTiled(
+                f"{self._values[made].spec} is made of parts, where eager makes "
+                f"{self._run.spec(result)}"
+            )
+        storage = self._values[made].storage
+        for value, found in enumerate(self._values):
+            if found.storage == storage:
+                self._values[value] = replace(found, storage=self._run.storage(result))
+        call = Call("aten.alias.default", (ValueRef(made),), (), (result,))
+        self._calls.append(replace(recorded, call=call, reads=(made,), writes=()))
+
+    # -- calls on fake tensors ---------------------------------------------------------------
+
+    def _call(
+        self,
+        like: RecordedCall,
+        op: str,
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...] = (),
+    ) -> tuple[int, ...]:
+        """Add a call, of the module and line of another one; the values that it makes."""
+        given = [substitute(a, self._fake) for a in args]
+        named = {name: substitute(a, self._fake) for name, a in kwargs}
+        try:
+            with torch.no_grad(), torch._C._DisableAutocast(), self._results.fake_mode:
+                made = self._results.of(facts.resolve(op), tuple(given), named)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise _NotTiled(f"{op} cannot run on a part of the rows ({error})") from error
+        results = tuple(self._value(t) for t in flat_results(made))
+        call = Call(op, args, kwargs, results)
+        reads = tuple(dict.fromkeys(r.index for r in refs(call)))
+        self._calls.append(replace(like, call=call, reads=reads, writes=()))
+        return results
+
+    def _value(self, tensor: Any) -> int:
+        """The number of a tensor that a call has made."""
+        if not isinstance(tensor, torch.Tensor):
+            raise _NotTiled("a call makes what is no tensor")
+        storage = tensor.untyped_storage()
+        ordinal = self._ordinals.get(storage._cdata)
+        if ordinal is None:
+            ordinal = self._ordinals[storage._cdata] = self._storages
+            self._memory[ordinal] = tensor
+            self._storages += 1
+        number = len(self._values)
+        self._values.append(RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes())))
+        self._fakes[number] = tensor
+        return number
+
+    def _fake(self, value: int) -> torch.Tensor:
+        """A fake tensor, in one storage with those that share one."""
+        if value not in self._fakes:
+            found = self._values[value]
+            spec, device = found.spec, found.spec.device
+            with self._results.fake_mode:
+                if found.storage not in self._memory:
+                    whole = torch.empty(found.storage_bytes, dtype=torch.uint8, device=device)
+                    self._memory[found.storage] = whole
+                    self._ordinals[whole.untyped_storage()._cdata] = found.storage
+                storage = self._memory[found.storage].untyped_storage()
+                made = torch.empty(0, dtype=dtype_of(spec), device=device)
+                made.set_(storage, spec.offset, spec.shape, spec.stride)
+            self._fakes[value] = made
+        return self._fakes[value]
+
+
+def _renamed(argument: Any, own: Callable[[int], ValueRef]) -> Any:
+    if isinstance(argument, ValueRef):
+        return own(argument.index)
+    if isinstance(argument, tuple):
+        return tuple(_renamed(a, own) for a in argument)
+    return argument
+
+
+_VIEW, _SLICE = "aten.view.default", "aten.slice.Tensor"
+_MEAN, _SUM = 1, 2
+"""Reductions of a loss."""
+
+_SHORT = ("torch.bfloat16", "torch.float16")
