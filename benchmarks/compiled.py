@@ -46,7 +46,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "gpt2": partial(
         models.gpt2,
-        layers=6,
+        layers=3,
         width=192,
         heads=6,
         vocabulary=1024,
@@ -54,8 +54,11 @@ CASES: dict[str, Callable[[], Case]] = {
         length=192,
         attention="eager",
     ),
-    "bert": partial(models.bert, layers=6, width=192, heads=6, batch=4, length=192),
-    "vit": partial(models.vit, layers=6, width=192, heads=3, batch=10, size=96),
+    "bert": partial(models.bert, layers=3, width=192, heads=6, batch=4, length=192),
+    "vit": partial(models.vit, layers=3, width=192, heads=3, batch=10, size=96),
+    "resnet-50": partial(models.resnet, width=16, batch=8, size=64),
+    "unet": partial(models.unet, levels=3, width=16, batch=4, size=64),
+    "t5": partial(models.t5, layers=3, width=128, vocabulary=1024, batch=4, length=128),
 }
 
 Row = dict[str, str | float | int | None]
@@ -67,12 +70,12 @@ def rows_of(name: str, rounds: int) -> list[Row]:
     case = CASES[name]()
     made: dict[str, tuple[nn.Module, float, int | None]] = {"eager": (case.model, 0.0, None)}
     made["checkpoint"] = (per_block(case.model), 0.0, None)
-    with _no_cache():
+    with empty_cache():
         begin = time.perf_counter()
         whole = torch.compile(sharing_copy(case.model))
         case.step(whole)
         made["torch.compile"] = (whole, time.perf_counter() - begin, None)
-    with _no_cache():
+    with empty_cache():
         begin = time.perf_counter()
         both = torch.compile(per_block(case.model))
         case.step(both)
@@ -84,7 +87,7 @@ def rows_of(name: str, rounds: int) -> list[Row]:
         "half of torch.compile's peak": peaks["torch.compile"] // 2,
         "smallest": "min",
     }
-    with _no_cache():
+    with empty_cache():
         begin = time.perf_counter()
         fused(capture(case.model, case.args, case.kwargs), keeps_roundings=False)
         seconds = time.perf_counter() - begin
@@ -98,7 +101,7 @@ def rows_of(name: str, rounds: int) -> list[Row]:
                 )
                 predicted = rockplan.plan_of(planned).peak_bytes
                 made[way] = (planned, seconds if is_compiled else 0.0, predicted)
-    exact = _gradients(case, case.model)
+    exact = gradients(case, case.model)
     steps = {way: partial(case.step, module) for way, (module, _, _) in made.items()}
     times = interleaved_seconds(steps, rounds)
     return [
@@ -109,15 +112,16 @@ def rows_of(name: str, rounds: int) -> list[Row]:
             "predicted_bytes": predicted,
             "milliseconds": round(1e3 * statistics.median(times[way]), 1),
             "compile_s": round(compile_s, 1),
-            "difference": _distance(_gradients(case, module), exact),
+            "difference": distance(gradients(case, module), exact),
+            "where": machine_now(),
         }
         for way, (module, compile_s, predicted) in made.items()
     ]
 
 
 @contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """Inductor finds nothing on disk."""
+def empty_cache() -> Iterator[None]:
+    """Inductor finds nothing on disk, and Dynamo nothing in memory."""
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -134,40 +138,65 @@ def _peak(case: Case, module: nn.Module) -> int:
     return rockplan.peak_live_bytes(partial(case.step, module)).peak_bytes
 
 
-def _gradients(case: Case, module: nn.Module) -> list[torch.Tensor]:
+def gradients(case: Case, module: nn.Module) -> list[torch.Tensor]:
     """Of a step from the same generator state."""
     torch.manual_seed(1)
     module.zero_grad()
     case.step(module)
-    return [p.grad.double() for p in module.parameters() if p.grad is not None]
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-def _distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """As a share of the norm of all."""
-    error = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
-    return float((error / sum(float(b.square().sum()) for b in exact)) ** 0.5)
+    pairs = zip(found, exact, strict=True)
+    error = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    return float((error / sum(float(b.double().square().sum()) for b in exact)) ** 0.5)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], notes: list[str]) -> str:
+    """notes: what is said above the rows. A row that has an error has nothing else."""
     lines = [
-        f"{where()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        *notes,
         "",
         "| model | way | peak MiB | predicted MiB | ms | compile s | difference to eager |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        predicted = row["predicted_bytes"]
-        cells = (
-            row["model"],
-            row["way"],
-            mebibytes(int(row["peak_bytes"] or 0)),
-            "" if predicted is None else mebibytes(int(predicted)),
-            row["milliseconds"],
-            row["compile_s"] or "",
-            f"{row['difference']:.1e}" if row["difference"] else "none",
-        )
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *map(line, rows)]) + "\n"
+
+
+def line(row: Row) -> str:
+    if "error" in row:
+        return f"| {row['model']} | {row['way']} | {row['error']} | | | | |"
+    predicted = row["predicted_bytes"]
+    cells = (
+        row["model"],
+        row["way"],
+        mebibytes(int(row["peak_bytes"] or 0)),
+        "" if predicted is None else mebibytes(int(predicted)),
+        row["milliseconds"] or "",
+        row["compile_s"] or "",
+        f"{row['difference']:.1e}" if row["difference"] else "none",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """Above the table: what may be compared, and where the rows of each model were made."""
+    places = {row["model"]: row["where"] for row in rows}
+    return [
+        "# Compiled kernels",
+        "",
+        "`python -m benchmarks.compiled`. The rows of a model are of one run, steps in turns, "
+        "on a machine that others were using: compare times of one model with each other alone. "
+        "Seconds to compile are those of that machine. The difference is that of all gradients to "
+        "eager's, as a share of their norm; `torch.compile` draws other dropout masks than eager.",
+        "",
+        *(f"- {model}: {place}" for model, place in places.items()),
+    ]
+
+
+def machine_now() -> str:
+    return f"{where()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def main() -> None:
@@ -180,8 +209,8 @@ def main() -> None:
         rows = [row for row in known if row["model"] != name]
         known = rows + rows_of(name, arguments.rounds)
         ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in known))
-        TABLE.write_text(table(known))
-        print(table([row for row in known if row["model"] == name]))
+        TABLE.write_text(table(known, notes(known)))
+        print(table([row for row in known if row["model"] == name], []))
 
 
 if __name__ == "__main__":

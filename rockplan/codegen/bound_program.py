@@ -6,7 +6,7 @@ that call, why it is not, or what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,8 +138,14 @@ def _guards_hold(program: PlannedProgram, leaves: Sequence[Any]) -> bool:
     return all(is_same(check(leaves, program.constants), guard.expected) for check, guard in checks)
 
 
-def bind(module: nn.Module, forward: Callable[..., Any], program: PlannedProgram) -> BoundProgram:
-    """`program` on the tensors that `module`, whose unplanned forward is `forward`, has now."""
+def bind(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    program: PlannedProgram,
+    signature: ModuleSignature | None = None,
+) -> BoundProgram:
+    """`program` on the tensors that `module`, whose unplanned forward is `forward`, has now.
+    signature: of the module as it is now, for the constants of `program`, if one is known."""
     interface = program.interface
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -150,8 +156,18 @@ def bind(module: nn.Module, forward: Callable[..., Any], program: PlannedProgram
     named = {i: name for i, (name, _) in enumerate(interface.parameters)}
     early = (i for i in program.executable.early if i in named)
     unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
-    signature = module_signature(module, forward, program.constants)
+    signature = signature or module_signature(module, forward, program.constants)
     return BoundProgram(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
+
+
+def known_signature(
+    bounds: Iterable[BoundProgram], program: PlannedProgram
+) -> ModuleSignature | None:
+    """Of the module as it is now, for the constants of `program`: that of another program."""
+    constants = [*map(id, program.constants)]
+    same = (b.signature for b in bounds if [*map(id, b.program.constants)] == constants)
+    latest = {id(signature): signature for signature in same}
+    return next(filter(signature_holds, reversed(latest.values())), None)
 
 
 def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
@@ -178,11 +194,19 @@ def rebind(
 ) -> None:
     """Bind what was planned to the tensors that the module has now, where these replaced others
     like them (functional_call, load_state_dict(assign=True)): nothing else keeps those alive."""
+    held = {id(b.signature): b.signature for bounds in programs.values() for b in bounds}
+    others = {
+        number: signature
+        for number, signature in held.items()
+        if not signature_holds(signature) and holds_for_others(signature)
+    }
+    made: dict[int, ModuleSignature] = {}
     for bounds in programs.values():
         for position, bound in enumerate(bounds):
-            is_bound = signature_holds(bound.signature)
-            if not is_bound and holds_for_others(bound.signature):
-                bounds[position] = bind(module, forward, bound.program)
+            number = id(bound.signature)
+            if number in others:
+                bounds[position] = bind(module, forward, bound.program, made.get(number))
+                made[number] = bounds[position].signature
 
 
 def run(bound: BoundProgram, leaves: Sequence[Any], replan: Replan) -> Any:

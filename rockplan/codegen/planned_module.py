@@ -24,7 +24,14 @@ import torch
 from torch import nn
 
 from rockplan.codegen import assignments, parametrizations
-from rockplan.codegen.bound_program import BoundProgram, bind, matching, rebind, run
+from rockplan.codegen.bound_program import (
+    BoundProgram,
+    bind,
+    known_signature,
+    matching,
+    rebind,
+    run,
+)
 from rockplan.codegen.call_checks import (
     TOO_OFTEN,
     ordinal,
@@ -310,7 +317,9 @@ class Planned:
                 module_signature(self, original_forward(self), ())
             )
             return None
-        bound = _bind(self, program)
+        known = (b for bounds in state.programs.values() for b in bounds)
+        signature = known_signature(known, program)
+        bound = bind(self, original_forward(self), program, signature)
         state.add(key, bound)
         state.watch.begin(self)
         return bound

@@ -14,6 +14,7 @@ from rockplan.values.profile import Profile
 
 # Types of torch whose repr is their whole value; matched by name, so that torch is not needed here.
 _NAMED_LITERALS = frozenset({"dtype", "device", "layout", "memory_format"})
+_AS_THEY_ARE = frozenset({type(None), bool, int, str})
 
 
 def digest(content: object) -> str:
@@ -97,6 +98,8 @@ def canonical_literal(literal: object) -> object:
 
     Raises TypeError for an object whose value is not known to be in its repr.
     """
+    if type(literal) in _AS_THEY_ARE:  # most are
+        return literal
     match literal:
         case None | bool() | int() | str():
             return literal

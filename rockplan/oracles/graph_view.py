@@ -148,3 +148,22 @@ def closure(
             if may_run(maker):
                 pending += reads(maker)
     return closed
+
+
+_latest: tuple[GraphView, ...] = ()
+
+
+def view_of(graph: CDGraph) -> GraphView:
+    """One of those of the latest graphs, or a new one: schedules of one graph are simulated one
+    after another, and its facts take as long as a simulation."""
+    global _latest
+    known = _latest
+    found = next((view for view in known if view.graph is graph), None)
+    if found is None:
+        found = GraphView(graph)
+        _latest = (found, *known[: _MOST - 1])
+    return found
+
+
+_MOST = 4
+"""A graph, the same as eager runs it, and with what is asked of a plan."""

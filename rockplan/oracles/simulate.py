@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.graph_view import view_of
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Compute, Free, Schedule
 
@@ -74,7 +74,7 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
     found: dict[int, int] = {}
     if not any(node.takes for node in graph.nodes):
         return found
-    takes = GraphView(graph).takes
+    takes = view_of(graph).takes
     alive: set[int] = set()
     for position, event in enumerate(schedule.events):
         if isinstance(event, Free):
@@ -106,7 +106,7 @@ def _freed_after(schedule: Schedule, position: int) -> set[int]:
 def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]:
     """Bytes of each event while it runs, and when it is done."""
     nodes, boundary = graph.nodes, schedule.forward_length
-    view = GraphView(graph)
+    view = view_of(graph)
     sizes, states = view.sizes, view.state_bytes
     draws = Counter(i for i in schedule.computes if nodes[i].random)
     drawn: Counter[int] = Counter()

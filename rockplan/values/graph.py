@@ -11,7 +11,7 @@ These are values: nothing here imports torch, and no pass changes a graph in pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -393,18 +393,27 @@ def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
     return {d: tuple(nodes) for d, nodes in found.items()}
 
 
-def value_refs(arguments: object) -> Iterator[ValueRef]:
+def value_refs(arguments: object) -> list[ValueRef]:
     """Every ValueRef in nested arguments of a call, in order."""
-    if isinstance(arguments, dict):
-        arguments = tuple(arguments.values())
-    for item in arguments if isinstance(arguments, tuple | list) else (arguments,):
-        if isinstance(item, ValueRef):
-            yield item
-        # Most items are literals: no generator for each of them.
-        elif isinstance(item, tuple | list | dict):
-            yield from value_refs(item)
+    if isinstance(arguments, ValueRef):
+        return [arguments]
+    found: list[ValueRef] = []
+    if isinstance(arguments, _CONTAINERS):
+        for item in arguments.values() if isinstance(arguments, dict) else arguments:
+            if isinstance(item, ValueRef):
+                found.append(item)
+            # Most are literals: no call for each of them.
+            elif isinstance(item, _CONTAINERS):
+                found += value_refs(item)
+    return found
+
+
+_CONTAINERS = (tuple, list, dict)
 
 
 def refs(call: Call) -> list[ValueRef]:
     """Of all arguments."""
-    return [*value_refs(call.args), *(r for _, a in call.kwargs for r in value_refs(a))]
+    found = value_refs(call.args)
+    for _, argument in call.kwargs:
+        found += value_refs(argument)
+    return found

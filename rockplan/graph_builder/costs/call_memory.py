@@ -105,7 +105,7 @@ def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
     for ref in value_refs((call.args, [a for _, a in call.kwargs])):
         index = ref.index
         while (view := graph.values[index].view) is not None:
-            index = next(value_refs(view.args)).index
+            index = value_refs(view.args)[0].index
         made: dict[int, torch.Tensor] = {}
         try:
             for earlier in inputs.made_by[index].calls if index in inputs.made_by else ():

@@ -34,14 +34,17 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
+    """What is under a view by strides, through views of any kind."""
     found: set[int | None] = set()
     for value in graph.values:
-        view, by_layout = value.view, False
+        view = value.view
+        if view is None or row_of(view.op).view is not ViewKind.BY_STRIDES:
+            continue
         while view is not None:
-            by_layout |= row_of(view.op).view is ViewKind.BY_STRIDES
-            base = next(value_refs(view.args)).index
-            if by_layout:
-                found.add(base)
+            base = value_refs(view.args)[0].index
+            if base in found:
+                break
+            found.add(base)
             view = graph.values[base].view
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -47,15 +47,22 @@ def resolve(name: str) -> OpOverload:
     return found
 
 
-def tensors(arguments: object) -> Iterator[torch.Tensor]:
+def tensors(arguments: object) -> list[torch.Tensor]:
     """Every tensor in nested arguments, in order."""
     if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, dict):
-        yield from tensors(tuple(arguments.values()))
-    elif isinstance(arguments, list | tuple):
-        for argument in arguments:
-            yield from tensors(argument)
+        return [arguments]
+    found: list[torch.Tensor] = []
+    if isinstance(arguments, _CONTAINERS):
+        for argument in arguments.values() if isinstance(arguments, dict) else arguments:
+            if isinstance(argument, torch.Tensor):
+                found.append(argument)
+            # Most are literals: no call for each of them.
+            elif isinstance(argument, _CONTAINERS):
+                found += tensors(argument)
+    return found
+
+
+_CONTAINERS = (tuple, list, dict)
 
 
 @functools.cache
@@ -389,8 +396,8 @@ class Layouts:
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         """`result` of a fake call with the strides and dtypes that the real call gives."""
-        given = list(tensors((args, kwargs)))
-        made = list(tensors(result))
+        given = tensors((args, kwargs))
+        made = tensors(result)
         if any(t.layout is not torch.strided for t in made):
             return result
         if facts_of(operator).shape_rule is ShapeRule.OF_A_RUN:
@@ -437,7 +444,7 @@ class Layouts:
 def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True for a call on floating-point tensors and masks of which one does not have the strides of
     a new tensor, or which are of different precision."""
-    given = list(tensors((args, kwargs)))
+    given = tensors((args, kwargs))
     dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
     as_new = all(t.stride() == make_contiguous_strides_for(t.shape) for t in given)

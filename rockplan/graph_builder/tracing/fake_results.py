@@ -22,7 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from rockplan.graph_builder.costs.specs import spanned
 from rockplan.graph_builder.operators import facts
 
+# By the functions of the base classes, as in `tensor_spec`: what a fake tensor is asked for itself
+# goes through Python while it is recorded, each step of a property once.
 _OF = torch._C.TensorBase
+_ATTRIBUTE = object.__getattribute__
+
+
+def fake_device(tensor: FakeTensor) -> torch.device:
+    found: torch.device = _ATTRIBUTE(tensor, "_fake_device")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class Results:
 
     def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call returns. Raises what it raises."""
-        given = list(facts.tensors((args, kwargs)))
+        given = facts.tensors((args, kwargs))
         key = _key(operator, args, kwargs, given)
         recipe = None if key is None else self._known.get(key)
         if recipe is not None:
@@ -110,7 +118,7 @@ def _worked_out(
     # A scalar may be a number, which promotes differently.
     if not is_view and not all(map(torch.Tensor.dim, given)):
         return None
-    device, *others = {t.fake_device for t in given}
+    device, *others = set(map(fake_device, given))
     if others:
         return None
     with torch._C._DisableTorchDispatch():
@@ -175,7 +183,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """A dense fake tensor that stands for no known value."""
     return (
         isinstance(tensor, FakeTensor)
-        and tensor.constant is None
+        and _ATTRIBUTE(tensor, "constant") is None
         and _OF.layout.__get__(tensor) is torch.strided  # type: ignore[attr-defined]
         and not (_OF.is_conj(tensor) or _OF.is_neg(tensor))
     )
@@ -183,13 +191,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _described(argument: Any) -> Hashable:
     if isinstance(argument, FakeTensor):
-        # By the functions of the base class, as in `tensor_spec`.
         return (
             _OF.shape.__get__(argument),  # type: ignore[attr-defined]
             _OF.stride(argument),
             _OF.storage_offset(argument),
             _OF.dtype.__get__(argument),  # type: ignore[attr-defined]
-            argument.fake_device,
+            fake_device(argument),
         )
     if isinstance(argument, list | tuple):
         return (type(argument), *map(_described, argument))
@@ -247,6 +254,6 @@ def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
         leaf.stride(),
         int(leaf.storage_offset()),
         leaf.dtype,
-        leaf.fake_device,
+        fake_device(leaf),
         source,
     )

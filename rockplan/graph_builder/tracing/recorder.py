@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.fake_results import Results
+from rockplan.graph_builder.tracing.fake_results import Results, fake_device
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
@@ -86,7 +86,7 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
         stride=tuple(map(int, of.stride(tensor))),
         offset=int(of.storage_offset(tensor)),
         dtype=str(of.dtype.__get__(tensor)),  # type: ignore[attr-defined]
-        device=str(tensor.device),
+        device=str(fake_device(tensor) if type(tensor) is FakeTensor else tensor.device),
         is_conj=of.is_conj(tensor),
         is_neg=of.is_neg(tensor),
     )
@@ -263,9 +263,11 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks more than it computes
-            return args[0].fake_device
+            return fake_device(args[0])
         try:
-            return self._record(func, args, kwargs)
+            # Else each function of a fake tensor's base class asks the tensor first, in Python.
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._record(func, args, kwargs)
         except CaptureError as error:
             self.refuse(error)
 
@@ -448,10 +450,10 @@ class Recorder(TorchDispatchMode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """The arguments with fake tensors only, each of them a value; and those tensors."""
-        given = list(facts.tensors((args, kwargs)))
+        given = facts.tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in given):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
-            given = list(facts.tensors((args, kwargs)))
+            given = facts.tensors((args, kwargs))
         for tensor in given:
             self.value(tensor)
         return args, kwargs, given
