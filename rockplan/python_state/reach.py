@@ -43,7 +43,7 @@ from rockplan.python_state.holders import (
 from rockplan.values.interface import Address
 
 # Their classes, functions and global variables are not looked into.
-_CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "rockplan", "builtins"}
+_CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "triton", "rockplan", "builtins"}
 _CLOSED |= set(sys.stdlib_module_names) - {"__main__"}
 _HOLDING_NOTHING = (type(None), bool, int, float, complex, str, bytes)
 PLAIN = frozenset(map(id, _HOLDING_NOTHING))

@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,13 +44,15 @@ class RecordingAccess:
     """What a replacement asks of the recording that it is there for. refuse: raises, with the place
     in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
     operator be recorded now? stop: raises an error that ends the recording; place: path of the
-    module that runs, and line of the user's."""
+    module that runs, and line of the user's; make_own: gives tensors memory of their own where no
+    plan writes into what they have."""
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
     is_active: Callable[[], bool] = lambda: False
     stop: Callable[[CaptureError], NoReturn] = _nobody
     place: Callable[[], tuple[str, str]] = lambda: ("", "")
+    make_own: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
 
 
 @dataclass(frozen=True, slots=True)

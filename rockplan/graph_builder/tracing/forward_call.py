@@ -28,6 +28,7 @@ from rockplan.graph_builder.tracing import (
     foreign_kernels,
     host_random,
     opaque_calls,
+    triton_launches,
 )
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.recorder import Recorder
@@ -164,9 +165,13 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
 
     refuse = functools.partial(refuse_here, recorder)
     recording = eager_paths.RecordingAccess(
-        refuse, read_all, recorder.is_active, recorder.refuse, recorder.place
+        *(refuse, read_all, recorder.is_active, recorder.refuse, recorder.place),
+        make_own=recorder.make_own,
     )
-    patches = (*eager_paths.PATCHES, *flex_attention.PATCHES, *opaque_calls.patches())
+    patches = (
+        *(*eager_paths.PATCHES, *flex_attention.PATCHES),
+        *(*opaque_calls.patches(), *triton_launches.patches()),
+    )
     torch.clear_autocast_cache()
     with (
         torch.enable_grad(),

@@ -35,7 +35,7 @@ from rockplan.python_state.contents import described
 from rockplan.python_state.reach import NOT_FOLLOWED
 from rockplan.values.graph import TensorSpec
 
-_LIBRARY = torch.library.Library(OPAQUE, "DEF")
+LIBRARY = torch.library.Library(OPAQUE, "DEF")
 _DRAWS = (torch.Tag.nondeterministic_seeded,)
 _FORWARD = "(Tensor[] given, Tensor(a!)[] changed, str call, bool draws) -> Tensor[]"
 _BACKWARD = "(Tensor[] given, str call, bool draws) -> Tensor[]"
@@ -191,7 +191,7 @@ def _register(
     REGISTERED[kind] = Opaque(
         kind=kind,
         called=called,
-        packet=before.packet if before else _new_packet(kind),
+        packet=before.packet if before else _operators_of(kind),
         forward=kind.forward,
         setup_context=kind.setup_context if has_setup else None,
         backward=getattr(kind, backward_name),
@@ -203,18 +203,23 @@ def _register(
     )
 
 
-def _new_packet(kind: type[Function]) -> str:
-    """Define the two operators of a function, under its name."""
-    stem = re.sub(r"\W+", "_", _name(kind).replace("<locals>.", ""))
+def new_packet(name: str) -> str:
+    """A name for operators that stand for what is called `name`."""
+    stem = re.sub(r"\W+", "_", name.replace("<locals>.", ""))
     _PACKETS[stem] += 1
-    packet = stem if _PACKETS[stem] == 1 else f"{stem}__{_PACKETS[stem]}"
+    return stem if _PACKETS[stem] == 1 else f"{stem}__{_PACKETS[stem]}"
+
+
+def _operators_of(kind: type[Function]) -> str:
+    """Define the two operators of a function, under its name."""
+    packet = new_packet(_name(kind))
     for name, schema, run in (
         (f"{packet}.forward", _FORWARD, _run_forward),
         (f"{packet}.backward", _BACKWARD, _run_backward),
     ):
-        _LIBRARY.define(name + schema, tags=_DRAWS)
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{OPAQUE}::{name}", _made_as_known, lib=_LIBRARY)
+        LIBRARY.define(name + schema, tags=_DRAWS)
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{OPAQUE}::{name}", _made_as_known, lib=LIBRARY)
     return packet
 
 

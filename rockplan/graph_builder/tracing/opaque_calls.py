@@ -162,7 +162,7 @@ class _Recorded:
 
     def _call(self, args: Sequence[Any], access: RecordingAccess) -> _MadeByCall:
         for leaf in pytree.tree_leaves(tuple(args)):
-            if not (isinstance(leaf, torch.Tensor) or _is_plain(leaf)):
+            if not (isinstance(leaf, torch.Tensor) or is_plain(leaf)):
                 what = {"function": f"{self._function.called}.forward", "kind": type(leaf).__name__}
                 access.refuse(NAMED["argument of an opaque function"].text(**what))
         call, tensors = _forward_call(self._function, args)
@@ -277,7 +277,8 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
     return [*names, *(f"{rest}[{i}]" for i in range(count))][:count]
 
 
-def _is_plain(leaf: Any) -> bool:
+def is_plain(leaf: Any) -> bool:
+    """Can a call name it?"""
     # What a module or its method reads is another for a copy of the module.
     owner = getattr(leaf, "__self__", leaf)
     is_function = callable(leaf) and not isinstance(owner, nn.Module)
@@ -344,7 +345,7 @@ _NUMBERED: dict[str, list[Callable[[], Any]]] = {}
 """Name -> references to what has it, weak ones where that can be."""
 
 
-def _numbered(name: str, thing: Any) -> str:
+def numbered(name: str, thing: Any) -> str:
     """Tells `thing` from others of that name, by identity."""
     known = _NUMBERED.setdefault(name, [])
     for number, reference in enumerate(known):
@@ -357,17 +358,17 @@ def _numbered(name: str, thing: Any) -> str:
     return f"{name}#{len(known) - 1}"
 
 
-def _text(leaf: Any) -> str:
+def text_of(leaf: Any) -> str:
     """What tells it from others, the same in every process as far as that can be. A function that
     refers to nothing of its own, and a method, are made anew each time that a forward runs."""
     kind = type(leaf)
     if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
-        return f"{_text(kind)} {leaf!r}"
+        return f"{text_of(kind)} {leaf!r}"
     if isinstance(leaf, types.MethodType):
-        return f"{_text(leaf.__func__)} of {_text(leaf.__self__)}"
+        return f"{text_of(leaf.__func__)} of {text_of(leaf.__self__)}"
     is_named = isinstance(leaf, types.FunctionType | type)
     name = f"{(leaf if is_named else kind).__module__}.{(leaf if is_named else kind).__qualname__}"
-    return _numbered(name, leaf.__code__ if _is_code_alone(leaf) else leaf)
+    return numbered(name, leaf.__code__ if _is_code_alone(leaf) else leaf)
 
 
 def _is_code_alone(leaf: Any) -> bool:
@@ -382,7 +383,7 @@ def _is_code_alone(leaf: Any) -> bool:
 def _differing(before: OpaqueForward | OpaqueBackward, call: OpaqueForward | OpaqueBackward) -> str:
     """What two calls of a forward are given that is not the same, by its class."""
     both = (c.leaves if isinstance(c, OpaqueForward) else c.forward.leaves for c in (before, call))
-    differing = [type(b).__name__ for a, b in zip(*both, strict=False) if _text(a) != _text(b)]
+    differing = [type(b).__name__ for a, b in zip(*both, strict=False) if text_of(a) != text_of(b)]
     return f"a {differing[0]}" if differing else "tensors"
 
 
@@ -390,12 +391,12 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     """Names a call: equal for those that do the same."""
     function = call.function
     if isinstance(call, OpaqueForward):
-        said: list[Any] = ["forward", function.packet, _text(function.fake)]
-        said += [*map(_text, call.leaves), str(call.structure), call.needs, call.changed]
+        said: list[Any] = ["forward", function.packet, text_of(function.fake)]
+        said += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
     else:
-        said = ["backward", key_of(call.forward), _text(function.fake_backward)]
+        said = ["backward", key_of(call.forward), text_of(function.fake_backward)]
         said += [call.saved, call.gradients, call.need, call.copied]
-        said += [(n, *map(_text, leaves), str(tree)) for n, leaves, tree in call.attributes]
+        said += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
     said += [call.tensors, call.surroundings]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 

@@ -211,6 +211,11 @@ class Recorder(TorchDispatchMode):
         self._sequence_place: list[tuple[str, str]] = []
         self._views: list[tuple[int, int, int]] = []
         self._base_of: dict[int, int] = {}
+        # In the backward pass: how many storages were there before it, those that its calls have
+        # made, and those of the forward pass that a kernel would have written over.
+        self._forward_storages = 0
+        self._made_by_backward: set[int] = set()
+        self._overwritten: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -298,6 +303,8 @@ class Recorder(TorchDispatchMode):
         if view is not None:
             return self._change_shape(func, view, args, kwargs, module, source)
         reads = tuple(self.value(t) for t in given)
+        if self._overwritten and {self.values[v].storage for v in reads} & self._overwritten:
+            raise NAMED["read of what was overwritten"].at(module, source, operator=func)
         writes = tuple(self.value(t) for t in facts.written(func, args, kwargs))
         call = self._call(func, args, kwargs, ())
         try:
@@ -314,6 +321,9 @@ class Recorder(TorchDispatchMode):
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in _result_leaves(result)
         )
+        if self.phase is Phase.BACKWARD:
+            made = {self.values[r].storage for r in results if r is not None}
+            self._made_by_backward |= {s for s in made if s >= self._forward_storages}
         self._follow_writes(func, args, reads, writes, results, (module, source))
         alone = facts.without_argument(func, args, result)
         if alone is not None:
@@ -388,6 +398,7 @@ class Recorder(TorchDispatchMode):
         one of `as_strided`, whose gradient has the layout of the base.
         """
         self.phase = Phase.BACKWARD
+        self._forward_storages = len(self._storages)
         used = {self.value(t) for t in outputs}
         views = {view for _, _, view in self._views}
         for call in reversed(self.calls):
@@ -434,6 +445,26 @@ class Recorder(TorchDispatchMode):
         call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
         self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
         return changed
+
+    def make_own(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a kernel writes into `tensors`, one of each storage: what the forward pass or the
+        caller has made becomes a copy, in the backward pass, which writes into none of these. What
+        eager execution would read there later is refused."""
+        if self.phase is Phase.FORWARD:
+            return
+        resident = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
+        for tensor in (t for t in tensors if isinstance(t, FakeTensor)):
+            storage = self.values[self.value(tensor)].storage
+            if storage in self._made_by_backward or storage in resident:
+                continue
+            layout = tuple(tensor.shape), tensor.stride()
+            with torch.no_grad():
+                copied = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
+                copied.copy_(tensor)
+            with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+                tensor.set_(copied.untyped_storage(), 0, *layout)
+            self._index_of[id(tensor)] = self.value(copied)
+            self._overwritten.add(storage)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         return any(index == self.value(tensor) for index, _ in self.constants)

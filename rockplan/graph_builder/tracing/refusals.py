@@ -418,6 +418,37 @@ REFUSALS: tuple[Refusal, ...] = (
         "test_refusals.test_addresses_that_no_code_of_the_user_asks_for",
     ),
     Refusal(
+        "writes of a Triton kernel",
+        When.FORWARD,
+        "nobody can say what the Triton kernel {kernel} writes into: {why}",
+        AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
+        "test_triton.test_refused_by_name",
+    ),
+    Refusal(
+        "views for a Triton kernel",
+        When.FORWARD,
+        "the Triton kernel {kernel} writes into memory that it is given as several tensors, which "
+        "a plan does not follow",
+        AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
+        "test_triton.test_refused_by_name",
+    ),
+    Refusal(
+        "read of what was overwritten",
+        When.FORWARD,
+        "{operator} reads a tensor of the forward pass that a Triton kernel has written over in "
+        "the backward pass",
+        AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
+        "test_triton.test_refused_by_name",
+    ),
+    Refusal(
+        "argument of a Triton kernel",
+        When.FORWARD,
+        "the Triton kernel {kernel} is given a {kind}, of which a plan cannot tell whether it is "
+        "the same at the next call",
+        "pass tensors, numbers and text; or " + AS_OPERATOR,
+        "test_triton.test_refused_by_name",
+    ),
+    Refusal(
         "subclass of an opaque function",
         When.FORWARD,
         "{function} is derived from {base}, an opaque function, and was itself not given to "

@@ -11,6 +11,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 _TORCH_FOLDER = torch.__path__[0]
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
@@ -59,6 +60,20 @@ def is_of_users(name: str) -> bool:
 
 
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+
+
+def of_function() -> str:
+    """What to do where an autograd.Function runs; '': elsewhere."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        context = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(context, FunctionCtx):
+            name = getattr(type(context), "_forward_cls", type(context)).__qualname__
+            name = name.replace("<locals>.", "")
+            return f"; or give the autograd.Function {name} to rockplan.opaque, which runs it whole"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def of_experts() -> str:

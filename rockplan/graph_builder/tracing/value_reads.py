@@ -22,7 +22,7 @@ from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.tracing import evaluate, value_shapes
 from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import of_experts, torch_function
+from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
 from rockplan.values.graph import Call, ValueRef, value_refs
 from rockplan.values.interface import Guard
 
@@ -304,7 +304,7 @@ def _value_read_error(
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
     if _is_called_by(_DISTRIBUTIONS):
         remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
-    remedy = f"{remedy}{further}{of_experts()}"
+    remedy = f"{remedy}{further}{of_function()}{of_experts()}"
     return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
 
 
@@ -324,7 +324,7 @@ def _shape_error(
     what = f"the values of {_listed(names)}" if names else "the values of its input"
     if any(c.random for c in calls):
         what = "a random draw"
-    remedy = f"{remedy}{_plain_table(names)}{of_experts()}"
+    remedy = f"{remedy}{_plain_table(names)}{of_function()}{of_experts()}"
     return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
 
 

@@ -1,0 +1,252 @@
+"""Launches of Triton kernels, `kernel[grid](...)`, as calls of a plan.
+
+While a forward is recorded, a launch is a call of an operator of ours, which reads tensors, writes
+into those that the kernel's source may write into (`triton_writes`), and names the rest by a key:
+the kernel, its grid, and arguments that are no tensors. In a plan the operator launches the kernel.
+guarantees: what a launch is given is the same at each run of it but for the values of tensors;
+where nobody can say what a kernel writes, it is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rockplan.errors import StalePlan
+from rockplan.graph_builder.operators.rows import OPAQUE
+from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.opaque import (
+    LIBRARY,
+    Tensors,
+    new_packet,
+    taken,
+    with_refs,
+)
+from rockplan.graph_builder.tracing.opaque_calls import is_plain, numbered, text_of
+from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.graph_builder.tracing.triton_writes import (
+    UnknownWrites,
+    parameters_written,
+    plain_function,
+)
+
+_SCHEMA = "(Tensor[] given, Tensor(a!)[] changed, str call) -> ()"
+_WHY = "a plan launches the kernel itself, on tensors that have memory"
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """kernel: what is launched, with its autotuner; leaves, structure: of its arguments by name;
+    options: of the launch. grids: arguments that a configuration of an autotuner sets, and the grid
+    with these. changed: places of tensors that it may write into."""
+
+    kernel: Any
+    leaves: tuple[Any, ...]
+    structure: Any
+    options: tuple[tuple[str, Any], ...]
+    grids: tuple[tuple[tuple[tuple[str, Any], ...], Grid], ...]
+    tensors: Tensors
+    changed: tuple[int, ...]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        leaves = [taken(leaf, tensors) for leaf in self.leaves]
+        named = pytree.tree_unflatten(leaves, self.structure)
+        names = plain_parameters(self.kernel)
+        # Autotuners and heuristics look at positional arguments by the names of the function.
+        first = next((i for i, n in enumerate(names) if n not in named), len(names))
+        args = [named.pop(name) for name in names[:first]]
+        self.kernel[self._grid](*args, **named, **dict(self.options))
+
+    def _grid(self, chosen: Mapping[str, Any]) -> Grid:
+        for settings, grid in self.grids:
+            if all(
+                chosen.get(name) is value or chosen.get(name) == value for name, value in settings
+            ):
+                return grid
+        raise AssertionError("an autotuner takes one of its configurations")
+
+    def key(self) -> str:
+        """Equal for launches that do the same."""
+        function = plain_function(self.kernel)
+        name = f"{function.__module__}.{function.__qualname__}"
+        said = [numbered(name, self.kernel), str(self.structure)]
+        said += [text_of(_constant(leaf)) for leaf in self.leaves]
+        said += [f"{name}={text_of(_constant(value))}" for name, value in self.options]
+        said += [str([grid for _, grid in self.grids]), repr(self.tensors), repr(self.changed)]
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+LAUNCHES: dict[str, Launch] = {}
+"""By key."""
+
+
+def patches() -> Iterator[Patch]:
+    """Nothing where nobody has imported Triton."""
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is not None:
+        yield Patch(jit.KernelInterface, "__getitem__", _launcher, _WHY)
+
+
+def _launcher(original: Any, access: RecordingAccess) -> Any:
+    def __getitem__(kernel: Any, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if access.is_active():
+                return _launch(kernel, grid, args, kwargs, access)
+            return original(kernel, grid)(*args, **kwargs)
+
+        return launch
+
+    return __getitem__
+
+
+def _launch(
+    kernel: Any,
+    grid: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    access: RecordingAccess,
+) -> None:
+    function = plain_function(kernel)
+    name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
+    parameters = plain_parameters(kernel)
+    named = dict(zip(parameters, args, strict=False))
+    named |= {n: value for n, value in kwargs.items() if n in parameters}
+    options = tuple(sorted((n, value) for n, value in kwargs.items() if n not in parameters))
+    leaves, structure = pytree.tree_flatten(named)
+    for leaf in (*leaves, *(value for _, value in options)):
+        is_known = is_plain(_constant(leaf)) or type(leaf).__module__ == "triton.language.core"
+        if not isinstance(leaf, torch.Tensor) and not is_known:
+            what = {"kernel": name, "kind": type(leaf).__name__}
+            access.refuse(NAMED["argument of a Triton kernel"].text(**what))
+    try:
+        written = _written(kernel, named)
+    except UnknownWrites as unknown:
+        access.refuse(NAMED["writes of a Triton kernel"].text(kernel=name, why=unknown))
+    refs, tensors = with_refs(leaves)
+    described = Tensors.of(tensors)
+    is_written = [
+        any(leaf is tensor for n in written for leaf in pytree.tree_leaves(named.get(n)))
+        for tensor in tensors
+    ]
+    storages = {s for s, is_one in zip(described.storages, is_written, strict=True) if is_one}
+    changed = tuple(i for i, storage in enumerate(described.storages) if storage in storages)
+    if len(changed) > len(storages):
+        access.refuse(NAMED["views for a Triton kernel"].text(kernel=name))
+    access.make_own([tensors[i] for i in changed])
+    grids = tuple(_grids(kernel, grid, named))
+    launch = Launch(kernel, refs, structure, options, grids, described, changed)
+    key = launch.key()
+    LAUNCHES.setdefault(key, launch)
+    read = [t for i, t in enumerate(tensors) if i not in changed]
+    # Autograd counts no version of what a kernel writes into.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _operator(kernel)(read, [tensors[i] for i in changed], key)
+
+
+def _constant(leaf: Any) -> Any:
+    """What `tl.constexpr` holds."""
+    is_constant = type(leaf).__name__ == "constexpr" and type(leaf).__module__.startswith("triton")
+    return leaf.value if is_constant else leaf
+
+
+def plain_parameters(kernel: Any) -> list[str]:
+    return list(inspect.signature(plain_function(kernel)).parameters)
+
+
+def _layers(kernel: Any) -> Iterator[Any]:
+    """The kernel, and what its autotuners and heuristics are applied to."""
+    while kernel is not None and kernel is not plain_function(kernel):
+        yield kernel
+        kernel = getattr(kernel, "fn", None)
+
+
+def _configurations(kernel: Any) -> list[Any]:
+    return [c for layer in _layers(kernel) for c in getattr(layer, "configs", ())]
+
+
+def _written(kernel: Any, named: Mapping[str, Any]) -> set[str]:
+    """Names of arguments that a launch may write into, by the kernel or by what runs before it."""
+    written: set[str] = set()
+    for layer in _layers(kernel):
+        written |= {*getattr(layer, "reset_to_zero", ()), *getattr(layer, "restore_value", ())}
+        hooks = [
+            *getattr(layer, "pre_run_hooks", ()),
+            getattr(layer, "user_defined_pre_hook", False),
+            getattr(layer, "user_defined_post_hook", False),
+        ]
+        if any(hooks):
+            raise UnknownWrites("a function of the caller's runs before or after it (a hook)")
+    configurations = _configurations(kernel)
+    if any(getattr(one, "pre_hook", None) is not None for one in configurations):
+        raise UnknownWrites("a function of the caller's runs before it (pre_hook)")
+    values = {n: v for n, v in named.items() if not _has_tensors(v)}
+    chosen = [dict(one.kwargs) for one in configurations] or [{}]
+    function = plain_function(kernel)
+    for settings in chosen:
+        written |= parameters_written(function, {**values, **settings})
+    return written
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _grids(
+    kernel: Any, grid: Any, named: Mapping[str, Any]
+) -> Iterator[tuple[tuple[tuple[str, Any], ...], Grid]]:
+    """Settings of each configuration, and the grid with these."""
+    parameters = inspect.signature(plain_function(kernel)).parameters
+    given = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | dict(named)
+    for settings in [dict(one.all_kwargs()) for one in _configurations(kernel)] or [{}]:
+        chosen = {**given, **settings}
+        for layer in _layers(kernel):
+            # Heuristics compute some of the others.
+            for name, compute in (getattr(layer, "values", None) or {}).items():
+                chosen[name] = compute(dict(chosen))
+        found = grid(chosen) if callable(grid) else grid
+        sizes = (found,) if isinstance(found, int) else found
+        own = tuple(sorted((n, value) for n, value in settings.items() if n in parameters))
+        yield own, tuple(int(size) for size in sizes)
+
+
+_OPERATORS: dict[int, tuple[Any, Any]] = {}
+"""By the identity of a kernel: the kernel, and its operator."""
+
+
+def _operator(kernel: Any) -> Any:
+    if id(kernel) not in _OPERATORS:
+        _OPERATORS[id(kernel)] = kernel, _new_operator(plain_function(kernel).__qualname__)
+    return _OPERATORS[id(kernel)][1]
+
+
+def _new_operator(name: str) -> Any:
+    packet = new_packet(name)
+    LIBRARY.define(f"{packet}.launch{_SCHEMA}")
+    LIBRARY.impl(f"{packet}.launch", _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{OPAQUE}::{packet}.launch", _nothing, lib=LIBRARY)
+    return getattr(getattr(torch.ops, OPAQUE), packet).launch
+
+
+def _nothing(*args: Any) -> None:
+    """A launch returns no tensor."""
+
+
+def _run(given: list[torch.Tensor], changed: list[torch.Tensor], call: str) -> None:
+    launch = LAUNCHES.get(call)
+    if launch is None:
+        raise StalePlan(
+            "the plan launches a Triton kernel that was met in another process; plan the module in "
+            "this one"
+        )
+    read, written = iter(given), iter(changed)
+    places = range(len(given) + len(changed))
+    launch.run([next(written if i in launch.changed else read) for i in places])

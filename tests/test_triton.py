@@ -1,0 +1,79 @@
+"""Launches of Triton kernels: planned with the bits of eager, within budget, on CPU by Triton's
+interpreter; what cannot be known of a kernel is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NEEDS = "Triton (pip install triton: 280 MB, 0.9 GB unpacked; Linux) is not installed"
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason=NEEDS)
+ROOT = Path(__file__).parent.parent
+
+
+def outcomes(*wanted: str) -> Any:
+    """What came of the cases, in a process of its own."""
+    command = [sys.executable, "-m", "tests.triton_worker", *wanted]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    return outcomes("own")
+
+
+PLANNED = (
+    *("writes what is saved", "autotuned", "heuristics"),
+    *("in place, a count", "atomic", "outside of a function"),
+)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_bits_are_those_of_eager_and_the_peak_is_as_predicted(own: Any, name: str) -> None:
+    assert own[name] == "ok"
+
+
+REFUSED = {
+    "addresses": ["takes_addresses writes into: it takes numbers for addresses", "rockplan.opaque"],
+    "an object": ["silu_forward is given a Hooked", "rockplan.opaque"],
+    "a hook": ["silu_forward writes into: a function of the caller's", "pre_hook"],
+    "two views": ["silu_forward writes into memory that it is given as several"],
+    "overwritten": ["has written over in the backward pass", "rockplan.opaque"],
+    "values": ["reads", "give the autograd.Function", "Read", "rockplan.opaque"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(own: Any, name: str) -> None:
+    assert all(words in own[name] for words in [*REFUSED[name], "triton_worker.py:"])
+
+
+WRITES = {
+    "silu_forward": ["y_ptr"],
+    "silu_backward": ["x_ptr"],
+    "column_sums": ["sums_ptr"],
+    "writes_several": ["a_ptr", "b_ptr"],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_a_kernel_writes_into(own: Any, name: str) -> None:
+    pointers = [n for n in own[f"writes {name}"] if n.endswith("_ptr")]
+    assert pointers == WRITES[name]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is None,
+    reason="Liger (pip install --no-deps liger-kernel) is not installed",
+)
+def test_functions_of_liger() -> None:
+    found = outcomes("liger")
+    assert len(found) == 4 and set(found.values()) == {"ok"}, found

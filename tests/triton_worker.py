@@ -1,0 +1,388 @@
+"""Triton kernels on CPU, by Triton's interpreter, which has to be chosen before Triton is imported:
+python -m tests.triton_worker NAME ... prints what came of each case as JSON."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy
+import torch
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import nn
+from torch.autograd import Function
+
+import benchmarks  # noqa: F401
+import rockplan
+from rockplan.graph_builder.costs import call_time
+from rockplan.graph_builder.tracing.triton_writes import UnknownWrites, parameters_written
+from tests.training import assert_same_state
+
+call_time._TIME_BOX_NS = 0
+QUICK = rockplan.Options(cache=False, time_limit_s=2, without=("exchange", "descent", "proof"))
+ROWS, WIDTH, BLOCK = 6, 8, 16
+
+
+def _as_compiled() -> None:
+    """The interpreter has numbers where compiled kernels have scalars, and makes cycles of Python
+    objects that hold tensors."""
+    convert, launch = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
+
+    def with_floats(value: Any) -> Any:
+        if type(value) is not float:
+            return convert(value)
+        handle = interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), tl.float32)
+        return tl.core.tensor(handle, tl.float32)
+
+    def launch_and_forget(self: Any, *args: Any, **kwargs: Any) -> None:
+        launch(self, *args, **kwargs)
+        gc.collect(1)
+
+    interpreter._implicit_cvt = with_floats
+    interpreter.GridExecutor.__call__ = launch_and_forget
+
+
+@triton.jit
+def store_scaled(pointer, value, mask, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(pointer, value * SCALE, mask=mask)
+
+
+@triton.jit
+def silu_forward(x_ptr, y_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    store_scaled(y_ptr + offsets, x * tl.sigmoid(x), mask, 1.0)
+
+
+@triton.jit
+def silu_backward(g_ptr, x_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Over what was saved."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    g = tl.load(g_ptr + offsets, mask=mask, other=0.0)
+    s = tl.sigmoid(x)
+    tl.store(x_ptr + offsets, g * (s * (1 + x * (1 - s))), mask=mask)
+
+
+tuned = triton.autotune(configs=[triton.Config({"BLOCK": BLOCK}, num_warps=2)], key=["n"])(
+    silu_forward
+)
+by_rule = triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})(silu_forward)
+
+
+@triton.jit
+def scale_in_place(x_ptr, scale, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pointers = x_ptr + offsets
+    x = tl.load(pointers, mask=offsets < n, other=0.0)
+    tl.store(pointers, x * scale, mask=offsets < n)
+
+
+@triton.jit
+def column_sums(x_ptr, sums_ptr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.arange(0, COLUMNS)
+    x_ptr += tl.program_id(0) * COLUMNS
+    tl.atomic_add(sums_ptr + columns, tl.load(x_ptr + columns))
+
+
+@triton.jit
+def takes_addresses(table_ptr, y_ptr, n):  # type: ignore[no-untyped-def]
+    address = tl.load(table_ptr).to(tl.pointer_type(tl.float32))
+    tl.store(address, tl.load(y_ptr))
+
+
+@triton.jit
+def writes_several(a_ptr, b_ptr, index_ptr, n, WHICH: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.load(index_ptr)
+    target, other = a_ptr, b_ptr
+    if WHICH:
+        target = b_ptr
+    tl.store(target + index, tl.load(other))
+
+
+def _grid(n: int) -> Callable[[dict[str, Any]], tuple[int, ...]]:
+    return lambda meta: (triton.cdiv(n, meta["BLOCK"]),)
+
+
+class Silu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kernel: str) -> torch.Tensor:
+        y, n = torch.empty_like(x), x.numel()
+        settings = {"BLOCK": BLOCK} if kernel == "silu_forward" else {}
+        globals()[kernel][_grid(n)](x, y, n, **settings)
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        gradient, n = gradient.contiguous(), x.numel()
+        silu_backward[(triton.cdiv(n, BLOCK),)](gradient, x, n=n, BLOCK=BLOCK)
+        return x, None
+
+
+class Scaled(Function):
+    """Its gradient is in the memory of the one that comes in; divides by a count of labels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        ctx.count = int((labels != -100).sum().item())
+        y = x.clone()
+        scale_in_place[(1,)](y, 1.0 / ctx.count, y.numel(), BLOCK=64)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous()
+        scale_in_place[(1,)](gradient, 1.0 / ctx.count, gradient.numel(), BLOCK=64)
+        return gradient, None
+
+
+class Bias(Function):
+    """Sums by atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sums = torch.zeros(WIDTH)
+        column_sums[(ROWS,)](gradient.contiguous(), sums, COLUMNS=WIDTH)
+        return gradient, sums
+
+
+class Shared(Function):
+    """Reads in an operator what its kernel has written over, by another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        flat = x.view(-1)
+        scale_in_place[(1,)](flat, 2.0, x.numel(), BLOCK=128)
+        return gradient * x
+
+
+Layer = Callable[["Block", torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.rand(WIDTH))
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(self, x, labels)
+
+
+class Net(nn.Module):
+    def __init__(self, layer: Layer, loss: Callable[..., torch.Tensor] | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(layer) for _ in range(3))
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, labels)
+        return x.square().mean() if self.loss is None else self.loss(x, labels)
+
+
+def _silu(kernel: str) -> Layer:
+    return lambda block, x, labels: block.down(Silu.apply(block.up(x), kernel))
+
+
+def _raw(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Outside of a function, of which autograd is told nothing."""
+    h = block.up(x)
+    mask = torch.empty_like(h)
+    silu_forward[(triton.cdiv(h.numel(), BLOCK),)](h.detach(), mask, h.numel(), BLOCK=BLOCK)
+    return block.down(h * mask)
+
+
+class Hooked:
+    """What a kernel is given that is neither a tensor nor a number."""
+
+
+def _two_views(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    h = block.up(x).detach()
+    silu_forward[(1,)](h[:1], h[1:], WIDTH, BLOCK=BLOCK)
+    return block.down(h)
+
+
+def _addresses(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    takes_addresses[(1,)](labels, x, 1)
+    return block.down(block.up(x))
+
+
+def _object(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    silu_forward[(1,)](x, torch.empty_like(x), Hooked(), BLOCK=BLOCK)
+    return block.down(block.up(x))
+
+
+def _with_hook(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    configuration = triton.Config({"BLOCK": BLOCK}, pre_hook=lambda args: None)
+    kernel = triton.autotune(configs=[configuration], key=["n"])(silu_forward)
+    kernel[(1,)](x, torch.empty_like(x), x.numel())
+    return block.down(block.up(x))
+
+
+def _reads_values(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    class Read(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x.clone()
+            scale_in_place[(1,)](y, 2.0, y.numel(), BLOCK=64)
+            return y * float(y.max())
+
+    return block.down(block.up(Read.apply(x)))
+
+
+LAYERS: dict[str, Layer] = {
+    "writes what is saved": _silu("silu_forward"),
+    "autotuned": _silu("tuned"),
+    "heuristics": _silu("by_rule"),
+    "in place, a count": lambda block, x, labels: block.down(
+        block.up(Scaled.apply(x.tanh() + block.bias, labels))
+    ),
+    "atomic": lambda block, x, labels: Bias.apply(x.tanh(), block.bias),
+    "outside of a function": _raw,
+}
+REFUSED: dict[str, Layer] = {
+    "addresses": _addresses,
+    "an object": _object,
+    "a hook": _with_hook,
+    "two views": _two_views,
+    "overwritten": lambda block, x, labels: block.down(Shared.apply(block.up(x))),
+    "values": _reads_values,
+}
+WRITES = {
+    "silu_forward": (silu_forward, {}),
+    "silu_backward": (silu_backward, {}),
+    "column_sums": (column_sums, {}),
+    "writes_several": (writes_several, {"WHICH": True}),
+}
+
+
+def liger() -> tuple[dict[str, Layer], dict[str, Callable[..., torch.Tensor]]]:
+    from liger_kernel.ops import rms_norm
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    # The interpreter has no libdevice.
+    rms_norm.rsqrt = _rsqrt
+    rockplan.opaque(
+        LigerCrossEntropyFunction, mutates=("_input",), backward_mutates=("saved_tensors[0]",)
+    )
+
+    def norm(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        apply = rms_norm.LigerRMSNormFunction.apply
+        return block.down(block.up(apply(x.tanh(), block.bias, 1e-6, 0.0, "llama", True)))
+
+    def rope(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k = (linear(x).view(1, 2, ROWS, WIDTH) for linear in (block.up, block.gate))
+        angles = torch.arange(ROWS)[None, :, None] * torch.linspace(0.1, 1, WIDTH)
+        q, k = LigerRopeFunction.apply(q, k, angles.cos(), angles.sin())
+        return block.down((q + k).reshape(ROWS, 2 * WIDTH))
+
+    def swiglu(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return block.down(LigerSiLUMulFunction.apply(block.gate(x), block.up(x)))
+
+    def cross_entropy(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rest = (None, -100, 0.0, 0.0, "mean", None, False)
+        return LigerCrossEntropyFunction.apply(x * 1, labels, *rest)[0]
+
+    layers = {"liger rms norm": norm, "liger rope": rope, "liger swiglu": swiglu}
+    return layers, {"liger cross entropy": cross_entropy}
+
+
+@triton.jit
+def _rsqrt(x):  # type: ignore[no-untyped-def]
+    return 1 / tl.sqrt(x)
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.randint(WIDTH, (ROWS,))
+    labels[:1] = -100
+    return torch.randn(ROWS, WIDTH), labels
+
+
+def trained(layer: Layer, loss: Callable[..., torch.Tensor] | None, budget: str) -> str:
+    """'ok' where two steps have the bits of eager, and the peak is at most the one predicted."""
+    torch.manual_seed(0)
+    eager = Net(layer, loss)
+    planned: Any = rockplan.solve(copy.deepcopy(eager), _batch(0), budget, options=QUICK)
+    for step in range(2):
+        batch = _batch(step)
+        for net in (eager, planned):
+            net.zero_grad()
+            (net(*(t.clone() for t in batch)) * (step + 1)).backward()
+        assert_same_state(planned, eager, f"step {step}")
+    given = _batch(0)
+    peak = rockplan.peak_live_bytes(lambda: planned(*given).backward()).peak_bytes
+    return "ok" if peak <= planned.plan.peak_bytes <= planned.plan.budget_bytes else f"{peak} bytes"
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            return run()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def written(name: str) -> list[str]:
+    kernel, constants = WRITES[name]
+    return sorted(parameters_written(kernel.fn, constants))
+
+
+def main(wanted: list[str]) -> None:
+    _as_compiled()
+    layers, losses = ({}, {}) if "liger" not in wanted else liger()
+    found: dict[str, Any] = {}
+    if "own" in wanted:
+        layers |= LAYERS
+        plain = functools.partial(trained, loss=None, budget="min")
+        found |= {n: outcome(functools.partial(plain, layer)) for n, layer in REFUSED.items()}
+        found |= {f"writes {n}": outcome(functools.partial(written, n)) for n in WRITES}
+        found["undetermined"] = _undetermined()
+    for name, layer in layers.items():
+        found[name] = outcome(functools.partial(trained, layer, None, "min"))
+    for name, loss in losses.items():
+        plain_layer = lambda block, x, labels: block.down(block.up(x).tanh())  # noqa: E731
+        found[name] = outcome(functools.partial(trained, plain_layer, loss, "min"))
+    print(json.dumps(found))
+
+
+def _undetermined() -> str:
+    try:
+        parameters_written(takes_addresses.fn, {})
+    except UnknownWrites as unknown:
+        return str(unknown)
+    return ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
