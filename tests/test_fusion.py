@@ -83,6 +83,7 @@ def test_a_call_becomes_simpler_operators() -> None:
         (lambda x: x * (x.long() % x.long()), "aten.remainder.Tensor"),
         (lambda x: x * torch.fmod(x.long(), x.long()), "aten.fmod.Tensor"),
         (lambda x: x * x.to(torch.uint8).any(0), "aten.any.dim"),
+        (lambda x: x * torch.nextafter(x.detach(), x.detach() + 1), "aten.nextafter.default"),
         (
             lambda x: x * torch.div(x.long(), x.long(), rounding_mode="floor"),
             "aten.div.Tensor_mode",

@@ -449,6 +449,8 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused("an index by a mask")
         if packet in _EXACT and len(set(given)) == 2 and _are_floating(args):
             raise _NotFused(f"{func} of numbers that a kernel rounds otherwise than what is stored")
+        if packet == "nextafter":
+            raise _NotFused(f"{func}, which is of the digits that are stored")
         if packet in _ANY and args[0].dtype is torch.uint8:
             raise _NotFused(f"{func} of uint8, which compilers make of bool")
         if packet in _DIVISIONS and _may_divide_by_zero(args):
