@@ -690,22 +690,26 @@ def choose(
 
 def spread(names: list[str], plain: dict[str, dict[str, Any]]) -> list[str]:
     """In an order in which a run that is cut short has seen something of everything: one of each
-    kind of architecture, then another of each. plain: rows without kernels; what was not equal in
-    them comes last, and large graphs after small ones, for which it takes minutes to compile."""
+    kind of architecture, then another of each. plain: rows without kernels. Large graphs, for which
+    it takes minutes to compile, are the rarer the larger they are; what was not equal without
+    kernels comes last."""
 
-    def cost(name: str) -> int:
+    def size(name: str) -> int:
         row = plain.get(name, {})
-        is_equal = row.get("outcome", "equal") == "equal"
         operations = row["min"]["operations"] if "min" in row else 0
-        return operations // LARGE_GRAPH if is_equal else 1 << 20
+        return 1 + operations // LARGE_GRAPH
 
-    seen: collections.Counter[str] = collections.Counter()
+    def is_last(name: str) -> bool:
+        return plain.get(name, {}).get("outcome", "equal") != "equal"
+
+    seen: collections.Counter[tuple[str, int]] = collections.Counter()
     places = {}
-    for name in sorted(names, key=lambda n: (cost(n), seed_of(n))):
-        kind = name.rpartition("/")[0] if name.startswith("transformers") else name.split("/")[0]
-        places[name] = (cost(name), seen[kind])
-        seen[kind] += 1
-    return sorted(names, key=lambda n: (*places[n], seed_of(n)))
+    for name in sorted(names, key=seed_of):
+        source, _, rest = name.partition("/")
+        kind = rest.partition("/")[0] if source == "transformers" else source
+        seen[kind, size(name)] += 1
+        places[name] = size(name) * seen[kind, size(name)]
+    return sorted(names, key=lambda n: (is_last(n), places[n], seed_of(n)))
 
 
 def main() -> None:

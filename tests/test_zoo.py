@@ -1,6 +1,7 @@
 """A fixed sample of the sweep over architectures (`benchmarks/zoo.py`), with the same checks:
 results, gradients, state and generator equal to eager execution bit for bit, peak within budget
-and as predicted, at two budgets."""
+and as predicted, at two budgets. Of compiled kernels a smaller one: equal to the same kernels where
+nothing runs again, and near eager execution."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import rockplan
 from benchmarks import zoo
+from rockplan.graph_builder.fusion import inductor
 
 EQUAL = (
     "transformers/causal-lm/llama",
@@ -35,6 +38,16 @@ EQUAL = (
     "module/TransformerEncoder/0",
 )
 
+COMPILED = (
+    "module/BatchNorm2d/4",
+    "module/LSTM/16",
+    "module/TransformerEncoderLayer/18",
+    "transformers/image-text-to-text/smolvlm",
+    "transformers/base/qwen2_audio_encoder",
+    "transformers/zero-shot-image-classification/tipsv2",
+)
+"""Of few kernels: those of all of them take a minute to compile."""
+
 NEEDED = {"transformers": "transformers", "timm": "timm", "module": "expecttest"}
 
 
@@ -47,14 +60,29 @@ def workers() -> Iterator[list[zoo.Worker]]:
         worker.end()
 
 
-def examine(name: str, workers: list[zoo.Worker]) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[zoo.Worker]]:
+    alive: list[zoo.Worker] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        try:
+            inductor.check_compiler("cpu")
+        except rockplan.MissingLibrary as error:
+            pytest.skip(str(error))
+        yield alive
+        for worker in alive:
+            worker.end()
+
+
+def examine(name: str, workers: list[zoo.Worker], is_compiled: bool = False) -> dict[str, object]:
     needed = NEEDED[name.split("/")[0]]
     try:
         importlib.import_module(needed)
     except ImportError as error:
         pytest.skip(f"{needed} cannot be imported: {error}")
     if not workers:
-        workers.append(zoo.Worker(list(zoo.BUDGETS)))
+        budgets = zoo.COMPILED_BUDGETS if is_compiled else zoo.BUDGETS
+        workers.append(zoo.Worker(list(budgets), is_compiled=is_compiled))
     row, alive = workers[0].examine(name)
     if not alive:
         workers.pop().end()
@@ -65,6 +93,14 @@ def examine(name: str, workers: list[zoo.Worker]) -> dict[str, object]:
 def test_planned_is_eager_within_the_budget(name: str, workers: list[zoo.Worker]) -> None:
     row = examine(name, workers)
     assert row["outcome"] == "equal", row
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_compute_what_they_do_where_nothing_runs_again(
+    name: str, compiling_workers: list[zoo.Worker]
+) -> None:
+    row = examine(name, compiling_workers, is_compiled=True)
+    assert row["outcome"] == "equal" and row["kernels"] and not row["said"], row
 
 
 def test_a_case_without_memory_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,8 @@ def fused_group(
     parts = [flow.parts.parts[p] for p in positions]
     for part in parts:
         for made in part.makes:
-            local[made] = len(local)
-    calls = tuple(renamed(part.call, local.__getitem__) for part in parts)
+            local.setdefault(made, len(local))
+    calls = tuple(_without(renamed(part.call, local.__getitem__), len(inputs)) for part in parts)
     values = flow.parts.values
     specs = tuple(_as_input(values[v].spec) for v in inputs)
     kernel = Kernel(
@@ -75,6 +75,13 @@ def fused_group(
     owners = tuple(sorted({part.owner for part in work}))
     op = _name(kernel, [part.call.op for part in work])
     return Fused(group, inputs, results, owners, replace(kernel, op=op))
+
+
+def _without(call: Call, inputs: int) -> Call:
+    """`call`, without results that the kernel reads, because they are stored: an operator of two
+    results makes the other one."""
+    results = tuple(None if r is not None and r < inputs else r for r in call.results)
+    return replace(call, results=results)
 
 
 class _Building:

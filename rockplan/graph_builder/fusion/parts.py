@@ -449,6 +449,10 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused("an index by a mask")
         if packet in _EXACT and len(set(given)) == 2 and _are_floating(args):
             raise _NotFused(f"{func} of numbers that a kernel rounds otherwise than what is stored")
+        if packet == "nextafter":
+            raise _NotFused(f"{func}, which is of the digits that are stored")
+        if packet in _ANY and args[0].dtype is torch.uint8:
+            raise _NotFused(f"{func} of uint8, which compilers make of bool")
         if packet in _DIVISIONS and _may_divide_by_zero(args):
             raise _NotFused(f"{func}, which eager refuses for zero")
         if func is torch.ops.aten.scatter.value and given[0] in self._constant:
@@ -463,6 +467,8 @@ class _Decomposing(TorchDispatchMode):
 _EXACT = frozenset(["eq", "ne"])
 """Comparisons by which gradients find the element that a maximum is: a kernel that makes one of
 the two again, and does not round it or sums in another order, finds none."""
+
+_ANY = frozenset(["all", "any"])
 
 _DIVISIONS = frozenset(["div", "floor_divide", "fmod", "remainder"])
 
