@@ -92,7 +92,7 @@ class Options:
     time_limit_s: float = 30.0
     check: bool = False
     cache: bool = True
-    bound_time_limit_s: float = 1.0
+    bound_time_limit_s: float = 0.5
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
     released: tuple[int, ...] = ()
