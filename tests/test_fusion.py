@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import rockplan
-from benchmarks.models import Case, gpt2, llama, resnet18, t5
+from benchmarks.models import Case, gpt2, llama, resnet18, t5, unet
 from benchmarks.random_networks import network
 from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, MissingLibrary
@@ -192,6 +192,17 @@ def test_values_between_matrix_products_are_not_stored() -> None:
     assert made == [(Phase.FORWARD, 1), (Phase.BACKWARD, 2)]
     stored = {s for one in proposal.fused for s in (*one.group.reads, *one.group.targets)}
     assert len(stored) == 6  # gate, up, their product, its gradient, those of gate and up
+
+
+@pytest.mark.parametrize(("device", "masks"), [("cpu", False), ("cuda", True)])
+def test_masks_are_stored_where_writing_them_is_fast(
+    device: str, masks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of where an activation was cut off, which several kernels of the backward phase ask."""
+    monkeypatch.setattr("rockplan.graph_builder.fusion.fuse.device_type_of", lambda run: device)
+    proposal = proposed(recorded(unet(levels=3, width=16, batch=4)), False, TABLE, frozenset())
+    written = [spec for one in proposal.fused for spec in one.kernel.result_specs]
+    assert any(spec.dtype == "torch.bool" for spec in written) == masks
 
 
 def test_statistics_are_stored_once() -> None:

@@ -37,16 +37,26 @@ AGAIN = 256
 CALL_BYTES = {"cpu": 1 << 14, "cuda": 1 << 20}
 """What a memory moves in the time that it takes to call a kernel."""
 
+BOOL_BYTES = {"cpu": 32}
+"""What it moves in the time that it takes to write a bool: Inductor's C++ writes one at a time, 27
+times slower than eager."""
+
 
 def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
-    call_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
+
+    def call_bytes(storage: int) -> int:
+        spec = flow.parts.values[flow.made[storage].value].spec
+        elements = flow.sizes[storage] if spec.dtype == "torch.bool" else 0
+        own_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
+        return own_bytes + elements * BOOL_BYTES.get(device_type, 0)
+
     statistics: set[int] = set()
     there = set(flow.forced)
     for storage in flow.made:
         if storage not in there and _is_statistic(flow, storage, there):
             statistics.add(storage)
             there.add(storage)
-        elif storage not in there and _is_to_be(flow, storage, there, call_bytes):
+        elif storage not in there and _is_to_be(flow, storage, there, call_bytes(storage)):
             there.add(storage)
         _store_operands(flow, storage, there)
     for _ in range(ROUNDS):
@@ -54,10 +64,10 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
         for storage in sorted(there - flow.forced, key=lambda s: -flow.made[s].maker):
             there.discard(storage)
             is_used = storage in statistics and len(flow.nearest_users(storage, there, 2)) == 2
-            if is_used or _is_to_be(flow, storage, there, call_bytes):
+            if is_used or _is_to_be(flow, storage, there, call_bytes(storage)):
                 there.add(storage)
         for storage in flow.made:
-            if storage not in there and _is_to_be(flow, storage, there, call_bytes):
+            if storage not in there and _is_to_be(flow, storage, there, call_bytes(storage)):
                 there.add(storage)
             _store_operands(flow, storage, there)
         if before == there:
