@@ -7,7 +7,9 @@ stays if it gains .5 % of an iteration in a cell at 10, 25 or 50 % of the way or
 checkpointing, or 3 % of "min", or is the only way to anything at all.
 
 The column "before" is the planner of commit 9723c2e with everything that it had, at the same
-budgets (`plan_anew` with a time limit of 600 s, which did not strike, and without a cache).
+budgets (`plan_anew` with a time limit of 600 s, which did not strike, and without a cache). Its
+stages have shares of the limit; where one of those struck on a shared machine (llama-12, and all of
+llama-48), the limit counts CPU time.
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.ablation [MODEL ...] [--columns everything moves]
 Results: benchmarks/results/ablation.jsonl, one line a cell and column, kept and continued;
@@ -245,6 +247,13 @@ def table(rows: Rows) -> str:
         "|---|---|---|---|---|---|",
         *(_against(rows, ways, most, unit) for ways, most, unit in AT_MOST),
     ]
+    missing = [
+        f"{model} {way}"
+        for model, way, column in rows
+        if column == "everything" and (model, way, BEFORE) not in rows
+    ]
+    if missing:
+        lines += ["", f"Not measured of `before`, which takes minutes: {', '.join(missing)}."]
     return "\n".join([*lines, ""])
 
 
