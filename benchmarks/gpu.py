@@ -24,8 +24,9 @@ GRACE_S = 20
 """After the limit, for what does not let itself be interrupted; then the process ends."""
 
 
-class TimeUp(Exception):
-    """What was measured took longer than it may."""
+class TimeUp(BaseException):
+    """What was measured took longer than it may. No Exception: compilers wrap these, and go on
+    without a kernel."""
 
 
 class TimeLimit:
@@ -66,7 +67,7 @@ def tried(work: Callable[[], Found], limit: TimeLimit) -> Found | str:
     try:
         with limit.holds():
             return work()
-    except Exception as error:
+    except (Exception, TimeUp) as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].replace("|", "/")
     gc.collect()
     if torch.cuda.is_available():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,8 +25,14 @@ def test_what_fails_is_a_line_and_what_follows_runs() -> None:
 
 
 def test_what_takes_too_long_is_interrupted() -> None:
+    def sleeps() -> None:
+        try:
+            time.sleep(30)
+        except Exception:  # as compilers do
+            time.sleep(30)
+
     begin = time.monotonic()
-    found = tried(partial(time.sleep, 30), TimeLimit(1.5))
+    found = tried(sleeps, TimeLimit(1.5))
     assert isinstance(found, str) and found.startswith("TimeUp: not done after")
     assert time.monotonic() - begin < 15
     assert tried(lambda: 3, TimeLimit(0.5)) == "TimeUp: no time left"
