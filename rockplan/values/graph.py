@@ -384,11 +384,11 @@ def producers(graph: CDGraph) -> dict[int, int]:
 
 def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
     """data index -> indices of the nodes that read it, ascending; every data has an entry."""
-    found: dict[int, list[int]] = {d.index: [] for d in graph.data}
+    readers_of: dict[int, list[int]] = {d.index: [] for d in graph.data}
     for node in graph.nodes:
         for d in node.reads:
-            found[d].append(node.index)
-    return {d: tuple(nodes) for d, nodes in found.items()}
+            readers_of[d].append(node.index)
+    return {d: tuple(nodes) for d, nodes in readers_of.items()}
 
 
 def value_refs(arguments: object) -> Iterator[ValueRef]:

@@ -34,16 +34,16 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
 
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
-    found: set[int | None] = set()
+    layouts: set[int | None] = set()
     for value in graph.values:
         view, by_layout = value.view, False
         while view is not None:
             by_layout |= row_of(view.op).view is ViewKind.BY_STRIDES
             base = next(value_refs(view.args)).index
             if by_layout:
-                found.add(base)
+                layouts.add(base)
             view = graph.values[base].view
-    return found
+    return layouts
 
 
 def _check_layout(graph: CDGraph, inputs: Inputs, node: ComputeNode, call: Call) -> None:

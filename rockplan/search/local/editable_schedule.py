@@ -287,13 +287,13 @@ class Draft:
     def _gaps_of(self, d: int) -> list[tuple[int, int]]:
         """From each use of a copy to its next read, if that is in the backward phase."""
         made, read = self._made[d], self._read[d]
-        found: list[tuple[int, int]] = []
+        gaps: list[tuple[int, int]] = []
         for j in range(bisect_right(read, self.boundary), len(read)):
             copy = made[bisect_left(made, read[j]) - 1]
             last_use = max(copy, read[j - 1] if j else EMPTY)
             if read[j] - last_use > 1:
-                found.append((last_use, read[j]))
-        return found
+                gaps.append((last_use, read[j]))
+        return gaps
 
     def outlives(self, d: int, position: int) -> bool:
         """Is d, made before `position`, alive there and read later?"""
