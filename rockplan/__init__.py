@@ -129,6 +129,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'rockplan' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_LATE[name]), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(importlib.import_module(_LATE[name]), name)
+    globals()[name] = attribute
+    return attribute

@@ -173,14 +173,14 @@ def plan_each(
     call = largest_call(model, args, kwargs, options)
     problems = _prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]
-    found: list[Plan | InfeasibleBudget] = []
+    solved: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
             with call.named_in_errors():
-                found.append(_best(problems, budget, options, least))
+                solved.append(_best(problems, budget, options, least))
         except InfeasibleBudget as error:
-            found.append(error)
-    return tuple(found)
+            solved.append(error)
+    return tuple(solved)
 
 
 def pareto(
@@ -360,9 +360,9 @@ class CapturedCall:
         values, interface = self.lowered.graph.values, self.lowered.interface
         hooked = {value for name, value in interface.parameters if name in self.hooked}
         return tuple(
-            (tuple(values[g].data for g in found), values[target].data)
-            for target, found in interface.gradients
-            if found and target in hooked
+            (tuple(values[g].data for g in gradients), values[target].data)
+            for target, gradients in interface.gradients
+            if gradients and target in hooked
         )
 
 
@@ -415,12 +415,12 @@ def _prepared(module: nn.Module, call: SizedCall, options: Options) -> tuple[Pro
 
 def _problems(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
     """Of each way; what several have in common is measured once."""
-    found: tuple[Problem, ...] = ()
+    problems: tuple[Problem, ...] = ()
     with planned_modules.PLANNING:
         for way in source.ways:
-            known = found[0].profile if found else None
-            found += (measured(way.lowered, options, way.waits, known),)
-    return found
+            known = problems[0].profile if problems else None
+            problems += (measured(way.lowered, options, way.waits, known),)
+    return problems
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
@@ -442,8 +442,8 @@ def program_in_training(
     try:
         with _shown():
             return make(module, args, kwargs, incoming)
-    except ForwardRaises as found:
-        error = found
+    except ForwardRaises as failure:
+        error = failure
     forward = planned_modules.original_forward(module)
     is_own = incoming is None and not _is_of_operators(error.__cause__)
     if is_own and not runs(module, forward, args, kwargs):
@@ -516,11 +516,11 @@ def _planned(
     least = [planning.least_peak_of(problem, options) for problem in problems]
     try:
         return _best(problems, budget, options, least)
-    except InfeasibleBudget as found:
+    except InfeasibleBudget as failure:
         is_left = options.on_infeasible == "original" and not is_backward
         if options.on_infeasible == "error" or is_left:
             raise
-        error = found
+        error = failure
     made = _best(problems, Budget(is_minimum=True), options, least)
     excess_bytes = made.peak_bytes - error.budget_bytes
     if excess_bytes > 0:
@@ -549,9 +549,9 @@ def _program(
         known = _known(module, way)
         if (same := _same(known, way)) is not None:
             return built_program(module, same, way, args, kwargs, options)
-        if (found := _adapted(known, way, budget, options)) is not None:
-            program = built_program(module, found.plan, way, args, kwargs, options)
-            digest = "" if found.has_other_sizes else found.known.graph_digest
+        if (replayed := _adapted(known, way, budget, options)) is not None:
+            program = built_program(module, replayed.plan, way, args, kwargs, options)
+            digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
             return replace(program, adapted_from=digest)
     return _new_program(module, source, args, kwargs, budget, options, incoming is not None)
 
@@ -588,9 +588,9 @@ def _adapted(
 def _advise(program: PlannedProgram, options: Options) -> None:
     """Log what a plan that runs operations again could have, if the caller let it go."""
     plan = program.plan
-    found = releasable(plan.graph, program.interface, options.released)
-    if found and plan.overhead > 0 and found.size_bytes >= WORTH * plan.budget_bytes:
-        _LOGGER.warning("%s", found.advice(options.released))
+    let_go = releasable(plan.graph, program.interface, options.released)
+    if let_go and plan.overhead > 0 and let_go.size_bytes >= WORTH * plan.budget_bytes:
+        _LOGGER.warning("%s", let_go.advice(options.released))
 
 
 @contextlib.contextmanager
@@ -599,9 +599,9 @@ def _advised(lowered: Lowered, options: Options) -> Iterator[None]:
     try:
         yield
     except InfeasibleBudget as error:
-        found = releasable(lowered.graph, lowered.interface, options.released)
-        if found and found.size_bytes >= WORTH * error.minimum_bytes:
-            error.args = (f"{error} Or: {found.advice(options.released)}.",)
+        let_go = releasable(lowered.graph, lowered.interface, options.released)
+        if let_go and let_go.size_bytes >= WORTH * error.minimum_bytes:
+            error.args = (f"{error} Or: {let_go.advice(options.released)}.",)
         raise
 
 
@@ -612,15 +612,15 @@ def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     # A digest takes as long as a pass of lowering.
     known = [p for p in known if p.graph.values == graph.values]
     digest = graph_digest(graph) if known else ""
-    found = next((p for p in known if p.graph_digest == digest), None)
-    if found is None:
+    known_plan = next((p for p in known if p.graph_digest == digest), None)
+    if known_plan is None:
         return None
-    outlined = replace(found, graph=outline(found.graph))
+    outlined = replace(known_plan, graph=outline(known_plan.graph))
     try:
-        fitted = fit([outlined], graph, digest, found.torch_version)
+        fitted = fit([outlined], graph, digest, known_plan.torch_version)
     except PlanMismatch:
         return None
-    return replace(fitted, origin=found.origin)
+    return replace(fitted, origin=known_plan.origin)
 
 
 _COMPILE: dict[str, bool | Literal["near"]] = {"": False, "yes": True, "near": "near"}
@@ -661,8 +661,8 @@ def _stored_program(
     if budget is None:
         raise mismatch
     for way in source.ways:
-        if (found := _adapted(_known(module, way), way, budget, options)) is not None:
-            return built_program(module, found.plan, way, args, kwargs, options)
+        if (replayed := _adapted(_known(module, way), way, budget, options)) is not None:
+            return built_program(module, replayed.plan, way, args, kwargs, options)
     return _new_program(module, source, args, kwargs, budget, options, incoming is not None)
 
 
@@ -719,9 +719,9 @@ def _checked(
     with key_value_cache.switched_off(module):
         if program.plan.compiled or program.plan.graph.tiles:
             kept = planned_modules.bound_forward(module, _keep_all(program))
-            found = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
+            difference = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
             share = distance(module, original, planned, starts, args, kwargs, bound)
-            found += f"; gradients differ from eager's by {share:.1e} of their norm"
+            difference += f"; gradients differ from eager's by {share:.1e} of their norm"
         else:
-            found = check(module, original, planned, starts, args, kwargs)
-    return replace(program, plan=replace(program.plan, checked=found))
+            difference = check(module, original, planned, starts, args, kwargs)
+    return replace(program, plan=replace(program.plan, checked=difference))

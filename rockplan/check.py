@@ -138,20 +138,20 @@ def check(
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
     expected = steps(original)
-    found = steps(planned)
-    difference = _first_difference(found, expected)
+    planned_steps = steps(planned)
+    difference = _first_difference(planned_steps, expected)
     if difference is None:
         return f"equal to {called} bit for bit on the sample"
     noise = _first_difference(steps(original), expected)
     if noise is None:
-        in_first = _first_difference(found[:1], expected[:1]) is not None
+        in_first = _first_difference(planned_steps[:1], expected[:1]) is not None
         cause = (
             "This is a bug of rockplan; use the original module, and please report the model"
             if in_first
             else f"Steps before it were equal: {_STANDS_STILL}"
         )
         raise CheckFailed(f"the planned step differs from {called}: {difference}. {cause}")
-    if all(_first_difference(steps(planned), found) is None for _ in range(_REPEATS)):
+    if all(_first_difference(steps(planned), planned_steps) is None for _ in range(_REPEATS)):
         raise CheckFailed(
             f"{called} does not repeat itself ({noise}), but the planned step does: {_STANDS_STILL}"
         )
@@ -258,19 +258,19 @@ def bound_of(dtypes: Iterable[torch.dtype]) -> float:
     return 0.1 if any(t.is_floating_point and t.itemsize <= 2 for t in dtypes) else 1e-3
 
 
-def shares_of(found: NamedTensors, expected: NamedTensors) -> dict[str, float]:
+def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
     """What is compared ('results', 'gradients', 'buffers') -> the norm of the difference, as a
     share of that of `expected`; infinite where generator states differ."""
-    shares = {what: _share(found, expected, start) for what, start in _GROUPS.items()}
+    shares = {what: _share(actual, expected, start) for what, start in _GROUPS.items()}
     states = [n for n in expected if n.startswith("generator state")]
-    is_same = all(_is_equal(found[n], expected[n]) for n in states)
+    is_same = all(_is_equal(actual[n], expected[n]) for n in states)
     return shares | {"generator states": 0.0 if is_same else math.inf}
 
 
-def _share(found: NamedTensors, expected: NamedTensors, start: str) -> float:
+def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
     error = norm = 0.0
-    for name in (n for n in {**expected, **found} if n.startswith(start)):
-        one, other = found.get(name), expected.get(name)
+    for name in (n for n in {**expected, **actual} if n.startswith(start)):
+        one, other = actual.get(name), expected.get(name)
         if one is None or other is None:
             if one is not other:
                 return math.inf
@@ -390,23 +390,23 @@ def _drawn(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return numbers.to(like.device, like.dtype).as_strided(like.shape, strides)
 
 
-def _first_difference(found: Sequence[_StepResult], expected: Sequence[_StepResult]) -> str | None:
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepResult]) -> str | None:
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         difference = _difference(one, other)
         if difference is not None:
             return difference if number == 0 else f"{difference} in step {number + 1}"
     return None
 
 
-def _difference(found: _StepResult, expected: _StepResult) -> str | None:
-    for (name, a), (_, b) in zip(found.tensors, expected.tensors, strict=True):
+def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
+    for (name, a), (_, b) in zip(actual.tensors, expected.tensors, strict=True):
         if a is None or b is None:
             if a is not b:
                 return f"{name} exists in one of them only"
         elif not _same(a, b):
             largest = (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
             return f"{name} by up to {largest}"
-    one, other = dict(found.data), dict(expected.data)
+    one, other = dict(actual.data), dict(expected.data)
     for name in {**other, **one}:
         if one.get(name, ABSENT) != other.get(name, ABSENT):
             return f"{name} is {one.get(name, 'unchanged')}, not {other.get(name, 'unchanged')}"

@@ -144,8 +144,8 @@ def compare(
             try:
                 module = make()
                 run = functools.partial(step, module)
-                found = _state_after(model, module, run)
-                expected = expected or found
+                state = _state_after(model, module, run)
+                expected = expected or state
                 peak_bytes = peak_live_bytes(run, device=device_of(model)).peak_bytes
             except (wrap.NotApplicable, RockplanError) as error:
                 least_bytes = getattr(error, "minimum_bytes", None)
@@ -155,7 +155,7 @@ def compare(
                 rows[name] = Row(name, note=f"fails: {type(error).__name__}: {reason}")
             else:
                 steps[name] = run
-                rows[name] = _row(name, module, peak_bytes, found, expected)
+                rows[name] = _row(name, module, peak_bytes, state, expected)
         report("timing")
         times = interleaved_seconds(steps, rounds)
     timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]

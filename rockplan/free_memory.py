@@ -52,10 +52,10 @@ def in_bytes(budget: Budget, model: nn.Module) -> Budget:
 def _cuda_device(model: nn.Module) -> torch.device:
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        found = ", ".join(sorted(map(str, devices))) or "no device"
+        names = ", ".join(sorted(map(str, devices))) or "no device"
         raise InvalidBudget(
             f"budget 'auto' needs a model on one CUDA device, whose free memory is known; this one "
-            f"is on {found}. Write bytes, '2GB', a share such as '40%', or 'min'"
+            f"is on {names}. Write bytes, '2GB', a share such as '40%', or 'min'"
         )
     return devices.pop()
 

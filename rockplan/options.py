@@ -180,13 +180,13 @@ def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
 
 
 def _positions(name: str, given: object) -> tuple[int, ...]:
-    found = tuple(given) if _is_sequence(given) else None
-    if found is None or not all(type(p) is int for p in found):
+    positions = tuple(given) if _is_sequence(given) else None
+    if positions is None or not all(type(p) is int for p in positions):
         raise InvalidInput(
             f"{name} is {given!r}; pass a tuple of positions among the leaves of the result, such "
             "as (0,)"
         )
-    return found
+    return positions
 
 
 def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:

@@ -28,11 +28,11 @@ def interleaved_seconds(
     for _ in range(warmup):
         for step in steps.values():
             step()
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            found[name].append(clock(step))
-    return found
+            seconds[name].append(clock(step))
+    return seconds
 
 
 def _cpu_seconds(step: Callable[[], object]) -> float:

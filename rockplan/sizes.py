@@ -62,7 +62,7 @@ def sized_calls(
     names = [f"{name}{path}" for name, a in given for path, _ in trees.named_leaves(a)]
     tensors = {n: t for n, t in zip(names, leaves, strict=True) if _has_strides(t)}
     varying = _varying(ranges, tensors)
-    found: dict[tuple[tuple[str, Shape], ...], SizedCall] = {}
+    calls: dict[tuple[tuple[str, Shape], ...], SizedCall] = {}
     for which in ("largest size", "sample", "smallest size"):
         shapes = {name: _shape(which, tensors[name], of) for name, of in varying.items()}
         made: dict[tuple[int, Shape], torch.Tensor] = {}
@@ -72,8 +72,8 @@ def sized_calls(
         ]
         own_args, own_kwargs = trees.tree_unflatten(others, spec)
         rows = tuple(shapes.items())
-        found.setdefault(rows, SizedCall(own_args, own_kwargs, which, rows))
-    return tuple(found.values())
+        calls.setdefault(rows, SizedCall(own_args, own_kwargs, which, rows))
+    return tuple(calls.values())
 
 
 def _has_strides(leaf: Any) -> bool:
@@ -85,7 +85,7 @@ def _varying(
     ranges: Sequence[SizeRange], tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[int, SizeRange]]:
     """By name of a tensor, the ranges of its dimensions. What is said of one tensor comes first."""
-    found: dict[str, dict[int, SizeRange]] = {}
+    varying: dict[str, dict[int, SizeRange]] = {}
     for one in sorted(ranges, key=lambda r: not r.argument):
         if one.argument:
             names = [_named(one, tensors)]
@@ -93,12 +93,12 @@ def _varying(
             names = [
                 name
                 for name, tensor in tensors.items()
-                if tensor.dim() > one.dimension and one.dimension not in found.get(name, {})
+                if tensor.dim() > one.dimension and one.dimension not in varying.get(name, {})
             ]
             names = _of_one_size(one, names, tensors)
         for name in names:
-            found.setdefault(name, {})[one.dimension] = one
-    return found
+            varying.setdefault(name, {})[one.dimension] = one
+    return varying
 
 
 def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
@@ -149,8 +149,8 @@ def _refuse_outside(one: SizeRange, name: str, size: int) -> None:
 
 
 def _listed(tensors: dict[str, torch.Tensor]) -> str:
-    found = (f"{name!r} ({'x'.join(map(str, t.shape))})" for name, t in tensors.items())
-    return ", ".join(found) or "none"
+    shapes = (f"{name!r} ({'x'.join(map(str, t.shape))})" for name, t in tensors.items())
+    return ", ".join(shapes) or "none"
 
 
 def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Shape:
@@ -185,5 +185,5 @@ def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
         if tensor.stride(dimension):
             index = torch.arange(shape[dimension], device=tensor.device) % tensor.shape[dimension]
             source = source.index_select(position, index)
-    found = source.permute([order.index(d) for d in range(tensor.dim())]).expand(shape)
-    return found.requires_grad_(tensor.requires_grad)
+    permuted = source.permute([order.index(d) for d in range(tensor.dim())]).expand(shape)
+    return permuted.requires_grad_(tensor.requires_grad)

@@ -78,13 +78,13 @@ class BlockSequence:
         if self.fastest(budget_bytes) == self.fastest(MOST_BYTES):
             return self
         limits = {key: _kept(kind.family) for key, kind in self.kinds.items()}
-        found = self._extended(limits, budget_bytes, options)
-        chosen = found.fastest(budget_bytes)
-        if chosen is None or found.overhead(chosen) <= WORTH_A_SECOND_LOOK:
-            return found
+        extended = self._extended(limits, budget_bytes, options)
+        chosen = extended.fastest(budget_bytes)
+        if chosen is None or extended.overhead(chosen) <= WORTH_A_SECOND_LOOK:
+            return extended
         used = {option.saved_bytes for option in chosen}
-        limits = {key: _half_way(_kept(kind.family), used) for key, kind in found.kinds.items()}
-        return found._extended(limits, budget_bytes, options)
+        limits = {key: _half_way(_kept(kind.family), used) for key, kind in extended.kinds.items()}
+        return extended._extended(limits, budget_bytes, options)
 
     def overhead(self, chosen: Sequence[BoundedOption]) -> float:
         """Of the time of all blocks."""
@@ -99,7 +99,7 @@ class BlockSequence:
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(map(peak_of, kind.family))
-            found = list(kind.family)
+            family = list(kind.family)
             for saved_bytes in limits[key]:
                 peak_bytes = self._left_bytes(key, saved_bytes, budget_bytes)
                 natural = min(
@@ -113,8 +113,8 @@ class BlockSequence:
                 option = option_within(
                     kind.problem, saved_bytes, min(peak_bytes, most_bytes), options
                 )
-                found += [] if option is None else [held_like(option, thrifty(found))]
-            kinds[key] = replace(kind, family=useful_options(found))
+                family += [] if option is None else [held_like(option, thrifty(family))]
+            kinds[key] = replace(kind, family=useful_options(family))
         return replace(self, kinds=kinds)
 
     def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
@@ -166,13 +166,13 @@ def _kept(family: Iterable[BoundedOption]) -> list[int]:
 
 def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
     """Between each of `used` and its neighbours among `limits`, which ascend."""
-    found = {
+    positions = {
         (limits[i] + limits[j]) // 2
         for i in (limits.index(u) for u in used if u in limits)
         for j in (i - 1, i + 1)
         if 0 <= j < len(limits)
     }
-    return sorted(found)
+    return sorted(positions)
 
 
 def thrifty(family: Sequence[BoundedOption]) -> BoundedOption:

@@ -39,8 +39,8 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         several = [blocks] if isinstance(blocks, str | nn.Module) else blocks
         if not isinstance(several, Iterable):
             raise InvalidInput(f"blocks is a {type(blocks).__name__}; {_REMEDY}")
-        found = itertools.chain.from_iterable(_paths(model, one) for one in several)
-        paths = itertools.chain.from_iterable(_opened(model, path) for path in found)
+        named = itertools.chain.from_iterable(_paths(model, one) for one in several)
+        paths = itertools.chain.from_iterable(_opened(model, path) for path in named)
     wanted = frozenset(paths)
     chosen = {path: m for path, m in model.named_modules() if path in wanted}
     if not chosen:
@@ -68,22 +68,22 @@ def _found(model: nn.Module) -> tuple[str, ...]:
 
 def _paths(model: nn.Module, one: object) -> list[str]:
     if isinstance(one, nn.Module):
-        found = [path for path, m in model.named_modules() if m is one]
-        if not found:
+        paths = [path for path, m in model.named_modules() if m is one]
+        if not paths:
             raise InvalidInput(
                 f"a block, a {type(one).__name__}, is no submodule of this model; {_REMEDY}"
             )
-        return found
+        return paths
     if not isinstance(one, str):
         raise InvalidInput(f"a block is a {type(one).__name__}; {_REMEDY}")
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    found = [path for path in known if _matches(path, one)]
-    if not found:
+    paths = [path for path in known if _matches(path, one)]
+    if not paths:
         stems = dict.fromkeys(re.sub(r"\d+", "*", path) for path in known)
         nearest = difflib.get_close_matches(re.sub(r"\d+", "*", one), stems, _NEAREST, 0.0)
         said = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
         raise InvalidInput(f"blocks={one!r} names no module of this model{said}")
-    return found
+    return paths
 
 
 def _opened(model: nn.Module, path: str) -> list[str]:

@@ -93,10 +93,10 @@ def without_history(
     """The arguments, with leaves in place of what was computed from other tensors: a backward pass
     from here ends there."""
     leaves, spec = trees.tree_flatten((args, kwargs))
-    found: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
+    detached: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
         [_without_history(leaf) for leaf in leaves], spec
     )
-    return found
+    return detached
 
 
 def _without_history(leaf: Any) -> Any:

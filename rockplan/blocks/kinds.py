@@ -109,8 +109,8 @@ def _of_a_step(graph: CDGraph) -> CDGraph:
 def block_problem(block: CapturedBlock, options: Options) -> Problem:
     """With prices. There is no loss of the caller's inside a block, and no block inside one."""
     with PLANNING:
-        found = measured(block.source.lowered, options, block.source.waits)
-    return replace(found, constrained=found.graph, blocks=())
+        problem = measured(block.source.lowered, options, block.source.waits)
+    return replace(problem, constrained=problem.graph, blocks=())
 
 
 def built_block(
@@ -209,15 +209,15 @@ class BlockMaker:
     ) -> PlannedProgram:
         options = self.programs.options
         block = captured_block(module, args, kwargs, options, incoming)
-        found = self.programs.find(block, self.allowance)
-        if found is None:
+        program = self.programs.find(block, self.allowance)
+        if program is None:
             problem = block_problem(block, options)
             known = self.programs.of(self.allowance)
             option = _adapted(problem, self.allowance, known)
             option = option or block_option(problem, self.allowance, options)
-            found = built_block(block, problem, option, options)
-            self.programs.keep(block, self.allowance, found)
-        return found
+            program = built_block(block, problem, option, options)
+            self.programs.keep(block, self.allowance, program)
+        return program
 
 
 def _adapted(
@@ -247,9 +247,9 @@ def block_option(problem: Problem, allowance: Allowance, options: Options) -> Bo
     everything = bounded_option(problem.graph, keep_all(problem.graph))
     if everything.saved_bytes <= saved_bytes and peak_of(everything) <= peak_bytes:
         return everything
-    found = option_within(problem, saved_bytes, peak_bytes, options)
-    if found is not None:
-        return found
+    fastest = option_within(problem, saved_bytes, peak_bytes, options)
+    if fastest is not None:
+        return fastest
     least = bounded_option(problem.graph, thriftiest(problem.graph, options))
     if least.saved_bytes <= saved_bytes and peak_of(least) <= peak_bytes:
         return least

@@ -43,8 +43,8 @@ def measured_step(
     with untouched(model, *call) as draws_restored, torch.enable_grad():
         with draws_restored():
             step()  # gradients are there, and caches of operators
-        found = stretches(functools.partial(_marked, blocks, step), device)
-    return tuple(moments_of(found, options, incoming_bytes))
+        seen = stretches(functools.partial(_marked, blocks, step), device)
+    return tuple(moments_of(seen, options, incoming_bytes))
 
 
 def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
@@ -87,11 +87,11 @@ def _after(mark: Mark, number: int, module: nn.Module, args: object, result: obj
 
 
 def moments_of(
-    found: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
+    seen: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
 ) -> Iterator[StepMoment]:
     """What of each stretch is not accounted for by the blocks."""
     keep: set[int] = set()
-    for stretch in found:
+    for stretch in seen:
         border: Border | None = stretch.mark
         running = border.number if border is not None and border.begins else None
         if border is not None and not border.begins:

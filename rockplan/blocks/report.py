@@ -135,11 +135,13 @@ def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> Step
     return StepBytes(most.outside_bytes, saved_bytes, own_bytes, path, most.is_backward)
 
 
-def described(found: StepBytes) -> str:
+def described(step_bytes: StepBytes) -> str:
     """The parts of a peak, in words."""
-    outside, saved = format_bytes(found.outside_bytes), format_bytes(found.saved_bytes)
+    outside, saved = format_bytes(step_bytes.outside_bytes), format_bytes(step_bytes.saved_bytes)
     parts = [f"{outside} beside the blocks", f"{saved} kept by blocks"]
-    if found.path:
-        phase = "backward" if found.is_backward else "forward"
-        parts.append(f"{format_bytes(found.running_bytes)} in the {phase} of '{found.path}'")
+    if step_bytes.path:
+        phase = "backward" if step_bytes.is_backward else "forward"
+        parts.append(
+            f"{format_bytes(step_bytes.running_bytes)} in the {phase} of '{step_bytes.path}'"
+        )
     return " + ".join(parts)

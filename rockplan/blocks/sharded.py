@@ -20,13 +20,13 @@ from rockplan.errors import UnsupportedModel
 @contextlib.contextmanager
 def gathered(block: nn.Module) -> Iterator[None]:
     """The parameters of `block` are whole inside."""
-    found = sharded_modules(block)
-    for module in found:
+    sharded = sharded_modules(block)
+    for module in sharded:
         module.unshard()
     try:
         yield
     finally:
-        for module in found:
+        for module in sharded:
             module.reshard()
 
 

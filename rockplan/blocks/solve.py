@@ -205,21 +205,21 @@ class _Job:
         their kinds."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
-        found = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
-        for path, why in found:
+        refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
+        for path, why in refused:
             _LOGGER.warning("block '%s' is left as it is: %s", path, why)
-        return tuple(found)
+        return tuple(refused)
 
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
     ) -> tuple[dict[str, CapturedBlock], tuple[tuple[str, str], ...]]:
         """The blocks by path; and (path, why) of those that are left."""
-        found: dict[str, CapturedBlock] = {}
+        captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
         for number, (path, block) in enumerate(named.items()):
             report("capturing blocks", number, len(named))
             try:
-                found[path] = self._capture(block, calls[path])
+                captured[path] = self._capture(block, calls[path])
             except NothingToDifferentiate:
                 left.append((path, "nothing in it is trained, and nothing before it"))
             except CaptureError as error:
@@ -228,7 +228,7 @@ class _Job:
                     raise
                 left.append((path, str(error)))
                 _LOGGER.warning("block '%s' is left as it is: %s", path, error)
-        return found, tuple(left)
+        return captured, tuple(left)
 
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None

@@ -87,8 +87,8 @@ def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
             "have parameters and submodules). Run the plan itself: rockplan.solve, or "
             "rockplan.save_plan and rockplan.load"
         )
-    found = [_wrapped(made, path) for path in paths]
-    wrapped = _needed(made, [module for module in found if module is not None])
+    wrapped_paths = [_wrapped(made, path) for path in paths]
+    wrapped = _needed(made, [module for module in wrapped_paths if module is not None])
     if not wrapped:
         raise InvalidInput(
             f"this plan cannot be exported as checkpointing code: none of the {len(paths)} "
@@ -225,7 +225,7 @@ def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
     graph = plan.graph
     kept, planned = _kept_here(graph, wrapped), kept_data(plan)
     inside = {d for m in wrapped for n in m.nodes for d in graph.nodes[n].writes}
-    found = _simulated(graph, wrapped)
+    simulation = _simulated(graph, wrapped)
     text = _HEADER.format(
         version=VERSION,
         torch=plan.torch_version,
@@ -233,8 +233,8 @@ def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
         plan_peak=format_bytes(plan.peak_bytes),
         plan_overhead=plan.overhead,
         eager_peak=format_bytes(plan.eager_peak_bytes),
-        peak=format_bytes(found.peak_bytes),
-        overhead=found.time_ns / max(plan.eager_time_ns, 1) - 1,
+        peak=format_bytes(simulation.peak_bytes),
+        overhead=simulation.time_ns / max(plan.eager_time_ns, 1) - 1,
         count=len(wrapped),
         repeated=repeated,
         too_much=format_bytes(_bytes(graph, kept - planned)),

@@ -45,11 +45,11 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
-    found: list[str] = []
+    paths: list[str] = []
     for path, container in model.named_modules():
         if not _is_container(container):
             continue
-        if any(path == block or path.startswith(f"{block}.") for block in found):
+        if any(path == block or path.startswith(f"{block}.") for block in paths):
             continue
         layers = {
             name: child
@@ -57,12 +57,12 @@ def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
             if _has_parts(child) and (may_be_containers or not _is_container(child))
         }
         count = Counter(map(class_of, layers.values()))
-        found += [
+        paths += [
             f"{path}.{name}" if path else name
             for name, child in layers.items()
             if count[class_of(child)] > 1
         ]
-    return tuple(found)
+    return tuple(paths)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -103,10 +103,10 @@ def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
 def sequential(model: nn.Module) -> nn.Module:
     """torch.utils.checkpoint.checkpoint_sequential, in sqrt(n) segments."""
     other = sharing_copy(model)
-    found = [m for m in other.modules() if isinstance(m, nn.Sequential) and len(m) >= 4]
-    if not found:
+    sequentials = [m for m in other.modules() if isinstance(m, nn.Sequential) and len(m) >= 4]
+    if not sequentials:
         raise NotApplicable("no nn.Sequential of at least four modules")
-    chosen = max(found, key=len)
+    chosen = max(sequentials, key=len)
     segments = round(math.sqrt(len(chosen)))
     functions = list(chosen)
     chosen.forward = functools.partial(  # type: ignore[method-assign]

@@ -108,7 +108,7 @@ def planning_options(
 
 def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
     """As `Options.sizes` has them, which says what is wrong with their numbers."""
-    found: dict[Any, Any] = {}
+    by_name: dict[Any, Any] = {}
     for text in texts:
         match = re.fullmatch(r"(?:(.+)\.)?(\d+)=(\d+):(\d+)", text)
         if match is None:
@@ -116,9 +116,9 @@ def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
                 f"--size {text}: write 1=64:2048 for dimension 1 of the sample's tensors, or "
                 "input_ids.1=64:2048 for one tensor"
             )
-        ranges = found.setdefault(match[1], {}) if match[1] else found
+        ranges = by_name.setdefault(match[1], {}) if match[1] else by_name
         ranges[int(match[2])] = (int(match[3]), int(match[4]))
-    return found
+    return by_name
 
 
 def is_plan_file(source: str, for_model: bool) -> bool:

@@ -130,15 +130,15 @@ def _solve_each(
 ) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
     """For a budget that is too small the error that `rockplan.solve_blocks` raises. The model is
     left as it was."""
-    found: list[SolvedBlocks | InfeasibleBudget] = []
+    solved: list[SolvedBlocks | InfeasibleBudget] = []
     for asked in budgets:
         try:
-            found.append(_solved(subject, asked, patterns, options))
+            solved.append(_solved(subject, asked, patterns, options))
         except InfeasibleBudget as error:
-            found.append(error)
+            solved.append(error)
         finally:
             rockplan.restore_blocks(subject.model)
-    return tuple(found)
+    return tuple(solved)
 
 
 def _solved(

@@ -23,8 +23,8 @@ def facts(operator: Operator, as_json: Json = False) -> None:
     with ending(as_json):
         from rockplan.graph_builder.operators.facts import facts_of, operators_named
 
-        found = [facts_of(one) for one in operators_named(operator)]
+        rows = [facts_of(one) for one in operators_named(operator)]
     if as_json:
-        display.print_json({"operators": [asdict(one) for one in found]})
+        display.print_json({"operators": [asdict(one) for one in rows]})
         return
-    print("\n".join(map(str, found)))
+    print("\n".join(map(str, rows)))

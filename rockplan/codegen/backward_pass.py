@@ -197,14 +197,14 @@ class _Backward:
         there are places for, the first place takes the sum of the first ones."""
         places, made = _counts(self._planned), _counts(self._running)
         taken = {t for targets in self._planned.targets[:number] for t in targets}
-        found: list[torch.Tensor | None] = []
+        gradients: list[torch.Tensor | None] = []
         for target in self._planned.targets[number]:
             more = 0 if target in taken else max(made[target] - places[target], 0)
-            found.append(self._contribution(target, 1 + more))
+            gradients.append(self._contribution(target, 1 + more))
             taken.add(target)
         if number + 1 == len(self._planned.targets):
             self._run_until(lambda: False)
-        return tuple(found)
+        return tuple(gradients)
 
     def _contribution(self, target: int, count: int) -> torch.Tensor | None:
         waiting = self._waiting[target]

@@ -141,7 +141,7 @@ def _settings() -> tuple[tuple[str, str], ...]:
         "math": torch.backends.cuda.math_sdp_enabled(),
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
     }
-    found = {
+    settings = {
         "autocast": ", ".join(casts) or "off",
         "the cache of autocast": _on(autocast.cached),
         "the default device": ", ".join(devices) or "none",
@@ -153,7 +153,7 @@ def _settings() -> tuple[tuple[str, str], ...]:
         "torch.nn.utils.parametrize.cached()": _on(parametrizations.are_cached()),
         "hooks on all modules": str(sum(map(len, hooks))),
     }
-    return tuple(found.items())
+    return tuple(settings.items())
 
 
 def _on(is_on: bool) -> str:
@@ -164,11 +164,11 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
     """then: as it was planned."""
     leaves, planned = dict(now.leaves), dict(then.leaves)
     names = [n for n in {**leaves, **planned} if leaves.get(n) != planned.get(n)]
-    found = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
+    differences = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
     before = dict(then.settings)
     changed = [(name, text) for name, text in now.settings if before.get(name, text) != text]
-    found += [Difference(f"{name}: {text}, planned {before[name]}") for name, text in changed]
-    return tuple(found)
+    differences += [Difference(f"{name}: {text}, planned {before[name]}") for name, text in changed]
+    return tuple(differences)
 
 
 def _leaf_difference(name: str, now: Facts | None, then: Facts | None) -> Difference:
@@ -210,12 +210,12 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
     registries, counts = signature.hooks
     if [*map(len, registries)] != counts:
         texts.append("hooks of submodules")
-    found = [*map(Difference, texts)]
+    differences = [*map(Difference, texts)]
     name = changed_attribute(signature)
     if name is not None:
         text = _changed_value(signature, paths, name)
-        found.append(Difference(text, _OF_MODULE, is_value=True))
-    return tuple(found)
+        differences.append(Difference(text, _OF_MODULE, is_value=True))
+    return tuple(differences)
 
 
 def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:

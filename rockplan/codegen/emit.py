@@ -115,7 +115,7 @@ class _Emitter:
             for gradient in contributions:
                 self._targets[graph.values[gradient].data].append((target, gradient))
         self._handed_data = frozenset(graph.handed)
-        self._unhanded = [(t, g) for t, found in interface.gradients for g in found]
+        self._unhanded = [(t, g) for t, gradients in interface.gradients for g in gradients]
         self._executions = Counter(schedule.computes)
         self._taken = taken_over(graph, schedule)
         self._done: Counter[int] = Counter()
@@ -362,29 +362,29 @@ class _Emitter:
 
     def _need(self, value: int) -> None:
         """Make the variable of `value` available: load it, or derive the view again."""
-        found = self._graph.values[value]
-        for saved in self._saved.pop(found.data, ()):
+        wanted = self._graph.values[value]
+        for saved in self._saved.pop(wanted.data, ()):
             name = self._name(saved)
             self._line(f'{name} = frame.saved.pop("{name}")')
-            self._live[found.data].append(saved)
-        if value in self._live[found.data]:
+            self._live[wanted.data].append(saved)
+        if value in self._live[wanted.data]:
             return
         if value in self._resident:
             position = self._resident[value]
             self._line(f"{self._name(value)} = frame.residents[{position}]")
-            self._live[found.data].append(value)
+            self._live[wanted.data].append(value)
             (self._read[-1] if self._read else self._checked).add(position)
-        elif found.view is not None:
-            for ref in refs(found.view):
+        elif wanted.view is not None:
+            for ref in refs(wanted.view):
                 self._need(ref.index)
-            self._assign(found.view)
+            self._assign(wanted.view)
         else:
-            raise AssertionError(f"{found.name} is not alive where it is read")
+            raise AssertionError(f"{wanted.name} is not alive where it is read")
 
     def _name(self, value: int) -> str:
-        found = self._graph.values[value]
-        name = self._names.of(value, found.name)
-        return f"{name}_again" if found.data in self._shadowed else name
+        named = self._graph.values[value]
+        name = self._names.of(value, named.name)
+        return f"{name}_again" if named.data in self._shadowed else name
 
 
 def _tuple(names: Iterable[str]) -> str:

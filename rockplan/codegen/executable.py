@@ -83,8 +83,8 @@ def _early(
     """Targets of which a later slice reads something that lies in their storage.
 
     storages: of each resident."""
-    last_read = {storages[r]: number for number, found in enumerate(read) for r in found}
-    last_handed = {t: number for number, found in enumerate(targets) for t in found}
+    last_read = {storages[r]: number for number, reads in enumerate(read) for r in reads}
+    last_handed = {t: number for number, reads in enumerate(targets) for t in reads}
     return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
 
 

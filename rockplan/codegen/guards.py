@@ -70,8 +70,8 @@ def module_signature(
     entries = module_entries(module)
     containers = {id(value): value for entry in entries for value in entry.values}
     contents = (contents_of(value, constants) for value in containers.values())
-    found = [e.module.__dict__.get(h) for e in entries[1:] for h in _HOOKS]
-    hooks = tuple(h for h in found if h is not None)
+    registered = [e.module.__dict__.get(h) for e in entries[1:] for h in _HOOKS]
+    hooks = tuple(h for h in registered if h is not None)
     return ModuleSignature(
         entries,
         _layout([tensor for entry in entries for _, _, tensor, _ in entry.tensors]),
@@ -84,17 +84,17 @@ def module_signature(
 def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     same: dict[int, int] = {}
     memory: dict[int, int] = {}
-    found: list[Any] = []
+    parts: list[Any] = []
     for position, tensor in enumerate(tensors):
         if tensor is None or tensor.layout is not torch.strided:
-            found.append(id(tensor))
+            parts.append(id(tensor))
             continue
         kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
         first = same.setdefault(id(tensor), position)
         shared = memory.setdefault(tensor.untyped_storage()._cdata, position)
         where = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        found.append((kind, first, shared, *where))
-    return tuple(found)
+        parts.append((kind, first, shared, *where))
+    return tuple(parts)
 
 
 def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
@@ -252,13 +252,13 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
     cannot be looked into by identity; tensors, containers and objects by which of them are one.
     """
     first: dict[int, int] = {}
-    found: list[Any] = []
+    parts: list[Any] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            found.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
+            parts.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
         else:
-            found.append(described(leaf))
-    return (*found, trees.shared(call), *_global_key())
+            parts.append(described(leaf))
+    return (*parts, trees.shared(call), *_global_key())
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -25,8 +25,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def hooks_aside(tensors: Iterable[object]) -> Iterator[None]:
     """The hooks that `has_hooks` sees on `tensors` do not run inside. Their tables are emptied and
     filled again, so that handles of hooks stay valid."""
-    found = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
-    tables = [(table, _of_caller(table)) for t in found.values() for table in _tables(t)]
+    by_identity = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
+    tables = [(table, _of_caller(table)) for t in by_identity.values() for table in _tables(t)]
     try:
         for table, hooks in tables:
             for key in hooks:

@@ -72,5 +72,7 @@ def _execute(
 def _operator(op: str) -> Callable[..., Any]:
     """Without the Python frame of OpOverload.__call__."""
     library, packet, overload = op.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), packet), overload)._op
-    return found
+    overloaded: Callable[..., Any] = getattr(
+        getattr(getattr(torch.ops, library), packet), overload
+    )._op
+    return overloaded

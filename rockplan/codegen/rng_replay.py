@@ -17,10 +17,10 @@ Starts = tuple[tuple[torch.Generator, torch.Generator], ...]
 
 
 def _generator(device: str) -> torch.Generator:
-    found = torch.device(device)
-    if found.type == "cpu":
+    parsed = torch.device(device)
+    if parsed.type == "cpu":
         return torch.default_generator
-    index = torch.cuda.current_device() if found.index is None else found.index
+    index = torch.cuda.current_device() if parsed.index is None else parsed.index
     return torch.cuda.default_generators[index]
 
 

@@ -131,11 +131,11 @@ def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedO
 
 def _useful(labels: Iterable[_Label]) -> list[_Label]:
     """Those that no other one beats or equals, by what they keep."""
-    found: list[_Label] = []
+    useful: list[_Label] = []
     for label in sorted(labels, key=lambda one: (one.saved_bytes, one.time_ns)):
-        if not found or label.time_ns < found[-1].time_ns:
-            found.append(label)
-    return found
+        if not useful or label.time_ns < useful[-1].time_ns:
+            useful.append(label)
+    return useful
 
 
 def _thinned(labels: list[_Label]) -> list[_Label]:
@@ -146,8 +146,8 @@ def _thinned(labels: list[_Label]) -> list[_Label]:
 
 
 def _options(label: _Label | None) -> tuple[BoundedOption, ...]:
-    found: list[BoundedOption] = []
+    options: list[BoundedOption] = []
     while label is not None and label.option is not None:
-        found.append(label.option)
+        options.append(label.option)
         label = label.before
-    return tuple(found[::-1])
+    return tuple(options[::-1])

@@ -65,8 +65,8 @@ class ChainSolver:
     def thriftiest(self, *, deadline: float = math.inf) -> Schedule | None:
         """The schedule with the smallest simulated peak found for limits near the least that the
         chain needs; None without time for one. deadline: as of time.monotonic."""
-        found = self._looked_at(self._least_sequences(deadline), deadline)
-        best = min(found, key=lambda o: self._simulate(o).peak_bytes, default=None)
+        schedule = self._looked_at(self._least_sequences(deadline), deadline)
+        best = min(schedule, key=lambda o: self._simulate(o).peak_bytes, default=None)
         if best is None:
             return None
         if self._simulate(best).peak_bytes > self._everything.peak_bytes:
@@ -79,22 +79,22 @@ class ChainSolver:
         if self._everything.peak_bytes <= budget_bytes:
             return keep_all(self._graph)
         for sequences in (self._around(budget_bytes, deadline), self._least_sequences(deadline)):
-            found = self._looked_at(sequences, deadline)
-            fitting = [o for o in found if self._simulate(o).peak_bytes <= budget_bytes]
+            schedule = self._looked_at(sequences, deadline)
+            fitting = [o for o in schedule if self._simulate(o).peak_bytes <= budget_bytes]
             if fitting:
                 return self._stitch(min(fitting, key=self._time_and_peak))
         return None
 
     def _looked_at(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
         """Those that are simulated before the deadline."""
-        found: list[Operations] = []
+        distinct: list[Operations] = []
         with suppress(OutOfTime):
             for operations in sequences:
                 self._simulate(operations)
-                found.append(operations)
+                distinct.append(operations)
                 if time.monotonic() >= deadline:
                     break
-        return found
+        return distinct
 
     def _around(self, budget_bytes: int, deadline: float) -> Iterator[Operations]:
         """Sequences for limits that close in on the largest one whose schedule fits."""

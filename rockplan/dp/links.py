@@ -219,14 +219,15 @@ def _repeatable(problem: CDGraph) -> frozenset[int]:
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
     """Options that no other one equals or beats in everything, fastest first."""
     ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
-    found: list[OptionCost] = []
+    undominated: list[OptionCost] = []
     for cost in ordered:
         demands = _demands(cost)
         if not any(
-            all(a <= b for a, b in zip(_demands(other), demands, strict=True)) for other in found
+            all(a <= b for a, b in zip(_demands(other), demands, strict=True))
+            for other in undominated
         ):
-            found.append(cost)
-    return tuple(found)
+            undominated.append(cost)
+    return tuple(undominated)
 
 
 def _demands(cost: OptionCost) -> tuple[int, ...]:

@@ -177,10 +177,10 @@ def best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
     times = _times(table, ways, k, lower + 1, STRIDE - 1, 1)
     heads = np.concatenate([[0], (interval[1:] != interval[:-1]).nonzero()[0] + 1])
     fastest = _fastest_rows(times, heads)
-    found = times[fastest, np.arange(STRIDE - 1)]
+    times_here = times[fastest, np.arange(STRIDE - 1)]
     between = lower[heads, np.newaxis] + np.arange(1, STRIDE)
-    is_faster = found < best[between]
-    best[between[is_faster]] = found[is_faster]
+    is_faster = times_here < best[between]
+    best[between[is_faster]] = times_here[is_faster]
     chosen[between[is_faster]] = k[fastest[is_faster]]
     return best, chosen
 
@@ -188,11 +188,11 @@ def best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
 def _fastest_rows(times: Integers, heads: Integers) -> Integers:
     """For each run of rows (from one of `heads` to the next) and each column the last row with
     the least time. (`np.minimum.reduceat` along rows takes three times as long.)"""
-    found: Integers = np.empty((len(heads), times.shape[1]), dtype=np.int64)
+    rows: Integers = np.empty((len(heads), times.shape[1]), dtype=np.int64)
     tails = np.append(heads[1:], len(times))
     for run, (head, tail) in enumerate(zip(heads.tolist(), tails.tolist(), strict=True)):
-        times[head:tail][::-1].argmin(axis=0, out=found[run])
-    return tails[:, np.newaxis] - 1 - found
+        times[head:tail][::-1].argmin(axis=0, out=rows[run])
+    return tails[:, np.newaxis] - 1 - rows
 
 
 def _times(

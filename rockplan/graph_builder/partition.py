@@ -175,52 +175,52 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
     windows = _windows(graph, kept, separators)
     crossing = _crossing_bytes(graph, kept)
     begin, end = len(graph.forward), len(graph.nodes)
-    found: list[_Cut] = []
+    cuts: list[_Cut] = []
     above = begin
     for (separator, forward), (low, high) in zip(separators[::-1], windows[::-1], strict=True):
         first = max(low, above + 1 if begin < above < end else above)
         if first <= high:
             previous = above
             above = min(range(first, high + 1), key=lambda n: (crossing[n], n == previous))
-            found.append(_Cut(separator, forward, above))
-    return tuple(found[::-1])
+            cuts.append(_Cut(separator, forward, above))
+    return tuple(cuts[::-1])
 
 
 def _coarsened(graph: CDGraph, cuts: Sequence[_Cut], least_nodes: int) -> tuple[_Cut, ...]:
     """`cuts` without those that leave fewer than `least_nodes` nodes since the one before it, or
     in all after it."""
-    found: list[_Cut] = []
+    merged: list[_Cut] = []
     forward_length = len(graph.forward)
     forward, backward = 0, len(graph.nodes)
     for cut in cuts:
         block = (cut.forward - forward) + (backward - cut.backward)
         rest = (forward_length - cut.forward) + (cut.backward - forward_length)
         if min(block, rest) >= least_nodes:
-            found.append(cut)
+            merged.append(cut)
             forward, backward = cut.forward, cut.backward
-    return tuple(found)
+    return tuple(merged)
 
 
 def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
     """(separator, first node after it) in forward order, each at its earliest place."""
-    found: dict[int, int] = {}
+    separators: dict[int, int] = {}
     for position, alive in enumerate(_alive_between(graph, kept)):
         if len(alive) == 1 and alive.isdisjoint(graph.dropped):
             (separator,) = alive
-            found.setdefault(separator, position + 1)
-    return list(found.items())
+            separators.setdefault(separator, position + 1)
+    return list(separators.items())
 
 
 def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]:
     """After each forward node: the storages that later forward nodes read, pinned ones apart."""
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive: frozenset[int] = frozenset()
-    found: list[frozenset[int]] = []
+    sets: list[frozenset[int]] = []
     for node in graph.forward:
         made = {d for d in node.writes if d in last_read and d not in kept}
         alive = (alive | made) - {d for d in node.reads if last_read[d] == node.index}
-        found.append(alive)
-    return found
+        sets.append(alive)
+    return sets
 
 
 def _windows(
@@ -327,11 +327,11 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
 
 def _excess(alive: Sequence[frozenset[int]]) -> int:
     """Sum of squared sizes (forward nodes) of the blocks that are too large."""
-    found: set[int] = set()
+    counted: set[int] = set()
     starts = [0]
     for position, storages in enumerate(alive):
-        if len(storages) == 1 and not storages <= found:
-            found |= storages
+        if len(storages) == 1 and not storages <= counted:
+            counted |= storages
             starts.append(position + 1)
     sizes = [b - a for a, b in pairwise([*starts, len(alive)])]
     return sum(size * size for size in sizes if size > _LARGE_BLOCK_FORWARD_NODES)
@@ -348,16 +348,16 @@ def _local(chain: _Chain, side: frozenset[int]) -> set[int]:
 
 def _spanning(chain: _Chain) -> set[int]:
     """Gradients that live across several boundaries, and tangents that several blocks read."""
-    found = set()
+    spanning = set()
     for data in chain.graph.data:
         blocks = chain.read_in(data.index)
         made_in = chain.made_in(data.index)
         if data.kind is DataKind.GRADIENT and made_in is not None:
             if min(blocks, default=made_in) < made_in - 1:
-                found.add(data.index)
+                spanning.add(data.index)
         elif data.kind is DataKind.TANGENT and len(blocks) > 1:
-            found.add(data.index)
-    return found
+            spanning.add(data.index)
+    return spanning
 
 
 def _background_bytes(chain: _Chain) -> list[int]:

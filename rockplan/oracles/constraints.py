@@ -74,21 +74,21 @@ def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
     """Nodes whose results match and are read in the backward phase."""
     producer = producers(graph)
     read = {d for n in graph.backward for d in n.reads}
-    found = {producer[d] for d in _matching(graph, pattern, "keep") if d in read}
-    if not found:
+    kept = {producer[d] for d in _matching(graph, pattern, "keep") if d in read}
+    if not kept:
         raise InvalidConstraint(
             f"keep pattern {pattern!r} matches activations of which the backward pass reads none: "
             "there is nothing to keep; name what it reads, or leave the pattern out",
             pattern,
         )
-    return found
+    return kept
 
 
 def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[int]:
     producer = producers(graph)
-    found = _matching(graph, pattern, "recompute")
+    dropped = _matching(graph, pattern, "recompute")
     names = activation_names(graph)
-    for d in found:
+    for d in dropped:
         node = graph.nodes[producer[d]]
         reason = None
         if node.index in once:
@@ -105,7 +105,7 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
                 f"be recomputed: {reason}; make the pattern narrower",
                 pattern,
             )
-    return found
+    return dropped
 
 
 def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
@@ -115,18 +115,18 @@ def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
     activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]
     modules = {d: graph.nodes[producer[d]].module for d in activations}
     if "/" in pattern:
-        found = [d for d in activations if _is_named(names[d], pattern)]
+        matching = [d for d in activations if _is_named(names[d], pattern)]
         known = [names[d] for d in activations]
     else:
-        found = [d for d in activations if _is_inside(modules[d], pattern)]
+        matching = [d for d in activations if _is_inside(modules[d], pattern)]
         known = [path for d in activations for path in _ancestors(modules[d])]
-    if not found:
+    if not matching:
         nearest = ", ".join(repr(name) for name in _nearest(pattern, known))
         raise InvalidConstraint(
             f"{option} pattern {pattern!r} matches no activation of this model; nearest: {nearest}",
             pattern,
         )
-    return found
+    return matching
 
 
 def _is_named(name: str, pattern: str) -> bool:

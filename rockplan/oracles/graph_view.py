@@ -158,11 +158,11 @@ def view_of(graph: CDGraph) -> GraphView:
     after another, and its facts take as long as a simulation."""
     global _latest
     known = _latest
-    found = next((view for view in known if view.graph is graph), None)
-    if found is None:
-        found = GraphView(graph)
-        _latest = (found, *known[: _MOST - 1])
-    return found
+    known_view = next((view for view in known if view.graph is graph), None)
+    if known_view is None:
+        known_view = GraphView(graph)
+        _latest = (known_view, *known[: _MOST - 1])
+    return known_view
 
 
 _MOST = 4

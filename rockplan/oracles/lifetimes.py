@@ -50,14 +50,14 @@ class Lifetime:
 
 def lifetimes(graph: CDGraph, schedule: Schedule) -> tuple[Lifetime, ...]:
     """Every lifetime of more than 0 bytes, by start, owner and index."""
-    found = [*_storages(graph, schedule), *_transients(graph, schedule)]
-    ordered = sorted(found, key=lambda f: (f.start, f.owner.value, f.index))
+    stays = [*_storages(graph, schedule), *_transients(graph, schedule)]
+    ordered = sorted(stays, key=lambda f: (f.start, f.owner.value, f.index))
     return tuple(f for f in ordered if f.size_bytes and f.start < f.stop)
 
 
-def alive_at(found: Sequence[Lifetime], event: int) -> tuple[Lifetime, ...]:
-    """Those of `found` that cover the event."""
-    return tuple(f for f in found if f.covers(event))
+def alive_at(stays: Sequence[Lifetime], event: int) -> tuple[Lifetime, ...]:
+    """Those of `stays` that cover the event."""
+    return tuple(f for f in stays if f.covers(event))
 
 
 def maker(graph: CDGraph, producers: dict[int, int], lifetime: Lifetime) -> int | None:
@@ -78,14 +78,14 @@ def start_times_ns(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
 
 def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
     view = GraphView(graph)
-    found: list[Lifetime] = []
+    stays: list[Lifetime] = []
     born: dict[int, int] = {}
     taken = taken_over(graph, schedule)
     passed_on: set[int] = set()
 
     def end(data: int, position: int) -> None:
         size_bytes = view.sizes[data]
-        found.append(Lifetime(Owner.STORAGE, data, size_bytes, born.pop(data), position))
+        stays.append(Lifetime(Owner.STORAGE, data, size_bytes, born.pop(data), position))
 
     for position, event in enumerate(schedule.events):
         if position == schedule.forward_length:
@@ -104,13 +104,13 @@ def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
             end(event.data, position + 1)
     for data in sorted(born):
         end(data, len(schedule.events))
-    return found
+    return stays
 
 
 def _transients(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
     """Copies, workspaces and generator states."""
     view = GraphView(graph)
-    found: list[Lifetime] = []
+    transients: list[Lifetime] = []
     alive: set[int] = set()
     executions: dict[int, list[int]] = {}
     for position, event in enumerate(schedule.events):
@@ -120,14 +120,14 @@ def _transients(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
         node = graph.nodes[event.node]
         executions.setdefault(node.index, []).append(position)
         here = (position, position + 1)
-        found.append(Lifetime(Owner.WORKSPACE, node.index, node.workspace_bytes, *here))
+        transients.append(Lifetime(Owner.WORKSPACE, node.index, node.workspace_bytes, *here))
         for data in node.writes:
             if data in alive:
-                found.append(Lifetime(Owner.COPY, data, view.sizes[data], *here))
+                transients.append(Lifetime(Owner.COPY, data, view.sizes[data], *here))
         alive.update(node.writes)
     for index, positions in executions.items():
         if graph.nodes[index].random and len(positions) > 1:
             spans = [(positions[0], positions[-1] + 1), *((p, p + 1) for p in positions[1:])]
             size_bytes = view.state_bytes[index]
-            found += [Lifetime(Owner.GENERATOR, index, size_bytes, *span) for span in spans]
-    return found
+            transients += [Lifetime(Owner.GENERATOR, index, size_bytes, *span) for span in spans]
+    return transients

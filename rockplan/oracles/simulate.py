@@ -71,9 +71,9 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
     The first of the node's `takes` that is freed directly after it, before anything else runs or
     the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
     """
-    found: dict[int, int] = {}
+    takeovers: dict[int, int] = {}
     if not any(node.takes for node in graph.nodes):
-        return found
+        return takeovers
     takes = view_of(graph).takes
     alive: set[int] = set()
     for position, event in enumerate(schedule.events):
@@ -85,22 +85,22 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
             dying = _freed_after(schedule, position)
             taken = next((d for d in takes[node.index] if d in dying), None)
             if taken is not None:
-                found[position] = taken
+                takeovers[position] = taken
         alive.update(node.writes)
-    return found
+    return takeovers
 
 
 def _freed_after(schedule: Schedule, position: int) -> set[int]:
     """What is freed directly after the computation at `position`, in the same phase."""
     events, boundary = schedule.events, schedule.forward_length
     end = boundary if position < boundary else len(events)
-    found: set[int] = set()
+    freed: set[int] = set()
     for following in range(position + 1, end):
         event = events[following]
         if isinstance(event, Compute):
             break
-        found.add(event.data)
-    return found
+        freed.add(event.data)
+    return freed
 
 
 def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]:

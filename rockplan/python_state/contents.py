@@ -63,8 +63,8 @@ class _Identity:
 
     __slots__ = ("object",)
 
-    def __init__(self, found: object) -> None:
-        self.object = found
+    def __init__(self, value: object) -> None:
+        self.object = value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Identity) and other.object is self.object
@@ -115,11 +115,11 @@ def described(argument: object) -> Any:
     """An argument of a call that is no tensor, as a hashable value that equals what reads the same:
     by content, and by identity as far as that cannot be looked into."""
     try:
-        found = _hashable(_Reading(None).value(argument, strict=False))
-        hash(found)  # a class of the user's may define == alone
+        contents = _hashable(_Reading(None).value(argument, strict=False))
+        hash(contents)  # a class of the user's may define == alone
     except _ERRORS:
         return _OfCaller(argument)
-    return found
+    return contents
 
 
 def _hashable(frozen: Any) -> Any:
@@ -151,11 +151,11 @@ def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Conte
         return None
     for read in (_everything, _plain_attributes):
         try:
-            found = read(container, constants)
+            contents = read(container, constants)
         except _Unknown:
             continue
-        is_fixed = isinstance(container, _FUNCTIONS) and found[1] is container
-        return None if is_fixed else Contents(container, constants, read, found)
+        is_fixed = isinstance(container, _FUNCTIONS) and contents[1] is container
+        return None if is_fixed else Contents(container, constants, read, contents)
     return None
 
 
@@ -209,13 +209,13 @@ class _Reading:
         """What an object shows that has other attributes, which cannot be looked into."""
         if _is_of_library(type(value)):
             raise _Unknown
-        found = []
+        attributes = []
         for name, attribute in _attributes(value):
             is_shown = _is_value(attribute) or isinstance(attribute, _SHOWN)
             if not name.startswith("_") and is_shown:
                 with contextlib.suppress(_Unknown):
-                    found.append((name, self.value(attribute, strict=True)))
-        return type(value), found
+                    attributes.append((name, self.value(attribute, strict=True)))
+        return type(value), attributes
 
     def inside(self, value: object, strict: bool) -> Any:
         if len(self._path) > _MAXIMUM_DEPTH:
@@ -260,19 +260,19 @@ class _Reading:
         if self._functions and len(value) > _MAXIMUM_LENGTH:
             raise _Unknown
         if isinstance(value, set | frozenset):
-            found: Any = {_leaf(v) for v in value}
-            return found
+            elements: Any = {_leaf(v) for v in value}
+            return elements
         if isinstance(value, dict | types.MappingProxyType):
             items = value.items()
-            found = [(self.value(k, strict), self.value(v, strict)) for k, v in items]
+            elements = [(self.value(k, strict), self.value(v, strict)) for k, v in items]
         else:
-            found = [self.value(v, strict) for v in value]
+            elements = [self.value(v, strict) for v in value]
         attributes = getattr(value, "__dict__", None)
         if attributes:
-            found.append(self._named(attributes.items(), strict))
+            elements.append(self._named(attributes.items(), strict))
         if isinstance(value, defaultdict):
-            found.append(self.value(value.default_factory, strict))
-        return found
+            elements.append(self.value(value.default_factory, strict))
+        return elements
 
     def _named(self, attributes: Iterable[tuple[str, Any]], strict: bool) -> list[Any]:
         return [(name, self.value(v, strict)) for name, v in attributes]
@@ -345,12 +345,12 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
     has_none = not isinstance(attributes, dict) and not named
     if has_none or isinstance(value, nn.Module | torch.Tensor | types.ModuleType):
         raise _Unknown
-    found = list(attributes.items()) if isinstance(attributes, dict) else []
+    pairs = list(attributes.items()) if isinstance(attributes, dict) else []
     if named:
-        found += [(name, getattr(value, name)) for name in named if hasattr(value, name)]
+        pairs += [(name, getattr(value, name)) for name in named if hasattr(value, name)]
     if key_value_cache.is_configuration(type(value)):
-        return [(name, v) for name, v in found if name != key_value_cache.SWITCH]
-    return found
+        return [(name, v) for name, v in pairs if name != key_value_cache.SWITCH]
+    return pairs
 
 
 @once_for_each_class
@@ -368,25 +368,25 @@ _NOTHING = object()
 def data_in(value: object) -> Any:
     """The plain data that `value` is or holds: `contents_of` without functions, what is compared
     by identity, and None, which all stand for nothing."""
-    found = _data(_Reading(()).value(value, strict=False))
-    return None if found is _NOTHING else found
+    contents = _data(_Reading(()).value(value, strict=False))
+    return None if contents is _NOTHING else contents
 
 
 def _data(frozen: Any) -> Any:
     if frozen is None or isinstance(frozen, _Identity) or callable(frozen):
         return _NOTHING
     if isinstance(frozen, list):
-        return [found for found in map(_data, frozen) if found is not _NOTHING]
+        return [contents for contents in map(_data, frozen) if contents is not _NOTHING]
     if isinstance(frozen, tuple):  # of a name, a key or a kind, and what it stands for
-        found = _data(frozen[1])
-        return _NOTHING if found is _NOTHING else (frozen[0], found)
+        contents = _data(frozen[1])
+        return _NOTHING if contents is _NOTHING else (frozen[0], contents)
     return frozen
 
 
 def is_other_code(value: object, former: object) -> bool:
     """Is it a class or a function in place of another one? One that is made anew is the same."""
-    found, known = _code(value), _code(former)
-    return found is not None and known is not None and found != known
+    code, known = _code(value), _code(former)
+    return code is not None and known is not None and code != known
 
 
 def _code(value: object) -> Any:

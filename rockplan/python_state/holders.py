@@ -259,8 +259,8 @@ def _waiting(owner: queue.SimpleQueue[Any]) -> list[Element]:
 
 def _write_waiting(owner: queue.SimpleQueue[Any], elements: list[Element]) -> None:
     """What came last goes."""
-    found = [owner.get_nowait() for _ in range(owner.qsize())]
-    for value in found[: elements[0][1]]:
+    items = [owner.get_nowait() for _ in range(owner.qsize())]
+    for value in items[: elements[0][1]]:
         owner.put(value)
 
 
@@ -369,15 +369,15 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
         is_fixed = isinstance(value, numpy.ndarray) and not value.flags.writeable
         return [] if is_fixed or not is_small(value) else [(value, CONTENT)]
     kind = _kind(value)
-    found: list[tuple[Any, Kind]] = [(value, own) for own in _own_kinds(kind)]
-    if found and found[0][1] in _ALONE:
-        return found[:1]
+    kinds: list[tuple[Any, Kind]] = [(value, own) for own in _own_kinds(kind)]
+    if kinds and kinds[0][1] in _ALONE:
+        return kinds[:1]
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        found.append((attributes, OF_TENSOR if isinstance(value, torch.Tensor) else ATTRIBUTES))
+        kinds.append((attributes, OF_TENSOR if isinstance(value, torch.Tensor) else ATTRIBUTES))
     if slots(kind):
-        found.append((value, SLOTS))
-    return found
+        kinds.append((value, SLOTS))
+    return kinds
 
 
 _PLAIN = {
@@ -484,10 +484,10 @@ def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> A
         return value if inner is value() else weakref.ref(inner)
     if not isinstance(value, tuple):
         return value
-    found = [replaced(v, of) for v in value]
-    if all(a is b for a, b in zip(found, value, strict=True)):
+    elements = [replaced(v, of) for v in value]
+    if all(a is b for a, b in zip(elements, value, strict=True)):
         return value
-    return value._make(found) if hasattr(value, "_make") else type(value)(found)
+    return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
 
 
 @once_for_each_class

@@ -37,28 +37,28 @@ def is_configuration(kind: type) -> bool:
 @contextlib.contextmanager
 def switched_off(module: Any) -> Iterator[None]:
     """The configurations of all modules in `module` ask for no cache meanwhile."""
-    found = [c for c in _configurations(module) if getattr(c, SWITCH, None) is True]
-    for configuration in found:
+    configurations = [c for c in _configurations(module) if getattr(c, SWITCH, None) is True]
+    for configuration in configurations:
         setattr(configuration, SWITCH, False)
     try:
         yield
     finally:
-        for configuration in found:
+        for configuration in configurations:
             setattr(configuration, SWITCH, True)
 
 
 def switch_off(module: Any) -> tuple[Any, ...]:
     """The configurations of all modules in `module` ask for no cache from now on; returns those
     that did."""
-    found = tuple(c for c in _configurations(module) if getattr(c, SWITCH, None) is True)
-    for configuration in found:
+    configurations = tuple(c for c in _configurations(module) if getattr(c, SWITCH, None) is True)
+    for configuration in configurations:
         setattr(configuration, SWITCH, False)
-    if found:
+    if configurations:
         _LOGGER.warning(
             "config.use_cache is False from now on: a block that is planned takes no key-value "
             "cache. Pass use_cache=True where one is wanted, as generate() does"
         )
-    return found
+    return configurations
 
 
 def switch_on(configurations: Iterable[Any]) -> None:
@@ -86,11 +86,11 @@ def say(module: Any, kwargs: Mapping[str, Any]) -> None:
 def _configurations(module: Any) -> Iterable[Any]:
     """Of the modules, and the parts that these consist of (of texts, of images)."""
     waiting = [vars(m).get("config") for m in module.modules()]
-    found: dict[int, Any] = {}
+    configurations: dict[int, Any] = {}
     while waiting:
         configuration = waiting.pop()
         kind = type(configuration)
-        if is_configuration(kind) and id(configuration) not in found:
-            found[id(configuration)] = configuration
+        if is_configuration(kind) and id(configuration) not in configurations:
+            configurations[id(configuration)] = configuration
             waiting += vars(configuration).values()
-    return found.values()
+    return configurations.values()

@@ -145,12 +145,12 @@ def _keeps(cache: Any, identities: frozenset[int]) -> bool:
     pending: list[object] = gc.get_referents(cache) if cache.cache_info().currsize else []
     seen: set[int] = set()
     while pending:
-        found = pending.pop()
-        if id(found) in identities:
+        owner = pending.pop()
+        if id(owner) in identities:
             return True
-        if isinstance(found, tuple | list | dict) and id(found) not in seen:
-            seen.add(id(found))
-            pending += gc.get_referents(found)
+        if isinstance(owner, tuple | list | dict) and id(owner) not in seen:
+            seen.add(id(owner))
+            pending += gc.get_referents(owner)
     return False
 
 

@@ -59,13 +59,13 @@ class Snapshot:
         kwargs: dict[str, Any] | None = None,
     ) -> Snapshot:
         """Of what `forward(*args, **kwargs)` can come to."""
-        found = reached(module, forward, args, kwargs)
-        before = [held.kind.elements(held.owner) for held in found.holders]
-        caches = [value for _, value in found.objects if is_function_cache(value)]
+        state = reached(module, forward, args, kwargs)
+        before = [held.kind.elements(held.owner) for held in state.holders]
+        caches = [value for _, value in state.objects if is_function_cache(value)]
         sizes = [(cache, cache.cache_info().currsize) for cache in caches]
-        tensors = ((p, v) for p, v in found.objects if isinstance(v, torch.Tensor))
+        tensors = ((p, v) for p, v in state.objects if isinstance(v, torch.Tensor))
         flags = [(p, t, t.requires_grad) for p, t in tensors if t.is_leaf]
-        return cls(found, [*found.holders], before, sizes, flags)
+        return cls(state, [*state.holders], before, sizes, flags)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -124,10 +124,10 @@ class Snapshot:
         there or not there; functions and classes as well, where there is no other one instead. A
         forward that installs hooks (by which transformers collects what submodules return) does so
         again where it finds none: what it notes of that is no data."""
-        found: Changes = {}
+        changes: Changes = {}
         changed = [*self.changed()]
         if any(_HOOKS.search(held.place.text) for held, _, _ in changed):
-            return found
+            return changes
         for held, start, now in changed:
             if not held.place.is_users:  # libraries, and threads of theirs
                 continue
@@ -136,8 +136,8 @@ class Snapshot:
                 if isinstance(there, FakeTensor):  # `holding` finds it
                     continue
                 if told(there) != told(former) or is_other_code(there, former):
-                    found[held.identity, key] = told(there)
-        return found
+                    changes[held.identity, key] = told(there)
+        return changes
 
     def grown_cache(self) -> str | None:
         """The name of a function of the user's whose cache has got results since."""
@@ -192,11 +192,11 @@ class Found:
         return self.held.element(self.key)
 
 
-def holding(found: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
+def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
     """The elements of holders that are, or are tuples with, tensors that are wanted."""
     return [
         Found(held, key, value)
-        for held in found.holders
+        for held in state.holders
         for key, value in held.kind.elements(held.owner)
         if any(map(is_wanted, tensors_in(value)))
     ]
@@ -220,11 +220,11 @@ class Surroundings:
 
     @classmethod
     def of(cls, module: nn.Module, forward: Callable[..., Any]) -> Surroundings:
-        found = reached(module, forward)
-        guarded = [held for held in found.holders if held.place.is_guarded]
-        elements = tuple((held, _named(held, found.names)) for held in guarded)
+        state = reached(module, forward)
+        guarded = [held for held in state.holders if held.place.is_guarded]
+        elements = tuple((held, _named(held, state.names)) for held in guarded)
         registered = {id(t) for t in (*module.parameters(), *module.buffers())}
-        return cls(elements, found.names, _holds(found.holders, registered))
+        return cls(elements, state.names, _holds(state.holders, registered))
 
     def changed(self) -> Place | None:
         """Where there is something else now; None: nowhere."""

@@ -26,10 +26,10 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """(its path as Python writes it, such as `['a'][0]`, leaf) of each leaf; where a container has
     no names for what is in it, its number among all."""
     try:
-        found = pytree.tree_flatten_with_path(tree, is_leaf=_is_size)[0]
+        leaves = pytree.tree_flatten_with_path(tree, is_leaf=_is_size)[0]
     except ValueError:  # registered without
         return [(f"[{i}]", leaf) for i, leaf in enumerate(tree_leaves(tree))]
-    return [(pytree.keystr(path), leaf) for path, leaf in found]
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
 def _is_size(node: Any) -> bool:
@@ -40,12 +40,12 @@ def shared(tree: Any) -> tuple[tuple[int, int], ...]:
     """Which containers and objects in a tree are one: (number of a place, that of the first one
     with the same object). Tensors, and what does not change, are not counted."""
     first: dict[int, int] = {}
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for number, node in enumerate(_objects(tree)):
         known = first.setdefault(id(node), number)
         if known != number:
-            found.append((known, number))
-    return tuple(found)
+            pairs.append((known, number))
+    return tuple(pairs)
 
 
 def _objects(node: Any) -> Iterator[Any]:
@@ -78,8 +78,8 @@ def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return None
     definition = pytree.SUPPORTED_NODES.get(kind)
     if definition is not None:
-        found, context = definition.flatten_fn(node)
-        return list(found), lambda others: definition.unflatten_fn(others, context)
+        leaves, context = definition.flatten_fn(node)
+        return list(leaves), lambda others: definition.unflatten_fn(others, context)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return list(node), kind._make
     return None

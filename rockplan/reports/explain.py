@@ -172,8 +172,8 @@ def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | No
         of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
         name = (operations if of_node else storages)[lifetime.index]
         kind = "" if lifetime.owner is Owner.STORAGE else lifetime.owner.value
-        found = (lifetime.size_bytes, _marked(name, kind), lifetime)
-        groups.setdefault(_marked(_pattern(name), kind), []).append(found)
+        entry = (lifetime.size_bytes, _marked(name, kind), lifetime)
+        groups.setdefault(_marked(_pattern(name), kind), []).append(entry)
     if not groups:
         return None
 
@@ -181,7 +181,7 @@ def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | No
         return sum(size_bytes for size_bytes, *_ in groups[pattern])
 
     pattern = max(sorted(groups), key=total_bytes)
-    _, largest, lifetime = max(groups[pattern], key=lambda found: found[:2])
+    _, largest, lifetime = max(groups[pattern], key=lambda entry: entry[:2])
     number = maker(graph, made_by, lifetime)
     node = None if number is None else graph.nodes[number]
     return PeakOwner(
@@ -197,17 +197,17 @@ def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | No
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
     """The explanation of one legal schedule of a priced graph."""
     scene = _Scene(graph, schedule)
-    found = scene.replay
+    replay = scene.replay
     tenants = tuple(sorted(scene.tenants(), key=lambda t: (-t.size_bytes, t.name, t.kind)))
-    event = schedule.events[found.peak_event]
+    event = schedule.events[replay.peak_event]
     node = graph.nodes[event.node] if isinstance(event, Compute) else None
     return Explanation(
-        peak_bytes=found.peak_bytes,
+        peak_bytes=replay.peak_bytes,
         peak_operation=scene.operations[node.index] if node else "",
-        peak_phase=(_phase(schedule, found.peak_event)).value,
+        peak_phase=(_phase(schedule, replay.peak_event)).value,
         peak_source=PurePath(node.source).name if node else "",
-        peak_at_ns=scene.times_ns[found.peak_event],
-        time_ns=found.time_ns,
+        peak_at_ns=scene.times_ns[replay.peak_event],
+        time_ns=replay.time_ns,
         eager_time_ns=graph.time_ns,
         shares=_shares(tenants),
         tenants=tenants,
@@ -419,11 +419,11 @@ def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
     groups: dict[str, list[Tenant]] = {}
     for tenant in tenants:
         groups.setdefault(_tenant_pattern(tenant), []).append(tenant)
-    found = [
+    shares = [
         Share(pattern, len(group), sum(t.size_bytes for t in group), group[0].name)
         for pattern, group in groups.items()
     ]
-    return tuple(sorted(found, key=lambda s: (-s.size_bytes, s.pattern)))
+    return tuple(sorted(shares, key=lambda s: (-s.size_bytes, s.pattern)))
 
 
 def _tenant_pattern(tenant: Tenant) -> str:
@@ -475,11 +475,11 @@ def _parts(word: str, room: int) -> Iterator[str]:
     yield word
 
 
-def explanation_text(found: Explanation, rows: int = 8) -> str:
-    """`found` for people: the headline first, then at most `rows` rows of each table."""
-    lines = [*_headline(found), "", *_share_lines(found, rows)]
-    if found.recomputations:
-        lines += ["", *_recomputation_lines(found, rows)]
+def explanation_text(explanation: Explanation, rows: int = 8) -> str:
+    """`explanation` for people: the headline first, then at most `rows` rows of each table."""
+    lines = [*_headline(explanation), "", *_share_lines(explanation, rows)]
+    if explanation.recomputations:
+        lines += ["", *_recomputation_lines(explanation, rows)]
     return "\n".join(lines)
 
 
@@ -487,30 +487,30 @@ def _percent(part: int, whole: int) -> str:
     return f"{part / max(whole, 1):.0%}"
 
 
-def _headline(found: Explanation) -> list[str]:
+def _headline(explanation: Explanation) -> list[str]:
     lines = []
-    for first in found.shares[:1]:
+    for first in explanation.shares[:1]:
         owners = f"{first.tenants} tensors" if first.tenants > 1 else "one tensor"
-        share = _percent(first.size_bytes, found.peak_bytes)
+        share = _percent(first.size_bytes, explanation.peak_bytes)
         lines += wrapped(f"{share} of the peak: {owners} of {first.pattern}", _NARROW)
-    where = f" ({found.peak_source})" if found.peak_source else ""
+    where = f" ({explanation.peak_source})" if explanation.peak_source else ""
     peak = (
-        f"peak {format_bytes(found.peak_bytes)} in the {found.peak_phase} phase, "
-        f"{_percent(found.peak_at_ns, found.time_ns)} through the step, "
-        f"at {found.peak_operation}{where}"
+        f"peak {format_bytes(explanation.peak_bytes)} in the {explanation.peak_phase} phase, "
+        f"{_percent(explanation.peak_at_ns, explanation.time_ns)} through the step, "
+        f"at {explanation.peak_operation}{where}"
     )
     return [*lines, *wrapped(peak, _NARROW)]
 
 
-def _share_lines(found: Explanation, rows: int) -> list[str]:
+def _share_lines(explanation: Explanation, rows: int) -> list[str]:
     """Each kind with its largest tenant: why it is there, and what dropping it would cost."""
-    by_name = {(_tenant_pattern(t), t.name): t for t in reversed(found.tenants)}
+    by_name = {(_tenant_pattern(t), t.name): t for t in reversed(explanation.tenants)}
     lines = ["who owns the peak"]
-    for share in found.shares[:rows]:
+    for share in explanation.shares[:rows]:
         largest = by_name[share.pattern, share.largest]
         count = f"  x{share.tenants}, such as" if share.tenants > 1 else ":"
         head = (
-            f"  {_percent(share.size_bytes, found.peak_bytes):>4}  "
+            f"  {_percent(share.size_bytes, explanation.peak_bytes):>4}  "
             f"{format_bytes(share.size_bytes):>10}  {share.pattern}{count}"
         )
         why = (
@@ -518,8 +518,8 @@ def _share_lines(found: Explanation, rows: int) -> list[str]:
         )
         lines += [*wrapped(head, _WIDE), *_indented(why)]
         if largest.price:
-            lines += _indented(price_text(largest.price, found))
-    rest = found.shares[rows:]
+            lines += _indented(price_text(largest.price, explanation))
+    rest = explanation.shares[rows:]
     if rest:
         rest_bytes = sum(s.size_bytes for s in rest)
         tenants = sum(s.tenants for s in rest)
@@ -531,32 +531,32 @@ def _indented(text: str) -> list[str]:
     return wrapped(" " * _WIDE + text, _WIDE + 2)
 
 
-def price_text(price: Price, found: Explanation) -> str:
+def price_text(price: Price, explanation: Explanation) -> str:
     """'to drop: 8.79 ms (+3.4%) to run 4 operations again; the peak would be 8.8 MiB'."""
     count = len(price.operations)
     what = price.operations[0] if count == 1 else f"{count} operations"
     effect = f"the peak would be {format_bytes(price.peak_bytes)}"
-    if price.peak_bytes >= found.peak_bytes:
+    if price.peak_bytes >= explanation.peak_bytes:
         effect = "the peak would not be lower"
-    share = price.time_ns / max(found.eager_time_ns, 1)
+    share = price.time_ns / max(explanation.eager_time_ns, 1)
     return f"to drop: {price.time_ns / 1e6:.2f} ms ({share:+.1%}) to run {what} again; {effect}"
 
 
-def recomputation_groups(found: Explanation) -> list[tuple[str, list[Recomputation]]]:
+def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recomputation]]]:
     """Recomputations of the same kind of module and operator together, as in `Share`, costliest
     first."""
     groups: dict[str, list[Recomputation]] = {}
-    for again in found.recomputations:
+    for again in explanation.recomputations:
         groups.setdefault(_pattern(again.name), []).append(again)
     return sorted(groups.items(), key=lambda g: (-sum(r.time_ns for r in g[1]), g[0]))
 
 
-def _recomputation_lines(found: Explanation, rows: int) -> list[str]:
-    total_ns = sum(r.time_ns for r in found.recomputations)
-    costly = recomputation_groups(found)
+def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
+    total_ns = sum(r.time_ns for r in explanation.recomputations)
+    costly = recomputation_groups(explanation)
     lines = [
-        f"{len(found.recomputations)} operations run again, {total_ns / 1e6:.2f} ms in all "
-        f"({total_ns / max(found.eager_time_ns, 1):+.1%})",
+        f"{len(explanation.recomputations)} operations run again, {total_ns / 1e6:.2f} ms in all "
+        f"({total_ns / max(explanation.eager_time_ns, 1):+.1%})",
         f"  {'time':>9}  {'buys':>10}  operations",
     ]
     for pattern, group in costly[:rows]:

@@ -48,15 +48,15 @@ def html_report(
     measured, eager_measured: as for `pictures.draw_memory`.
     """
     made = plan_in(plan)
-    found = explain(made)
+    explanation = explain(made)
     everything = explain(made, unplanned=True)
     sections = [
-        _summary(made, found, everything),
+        _summary(made, explanation, everything),
         _section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
         _section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
         _section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
-        _owners(found),
-        _recomputed(found),
+        _owners(explanation),
+        _recomputed(explanation),
     ]
     data = json.dumps(
         _data(made, (plan_series(made), *series), measured, eager_measured),
@@ -120,7 +120,7 @@ def _figure(identity: str) -> str:
     return f'<figure id="{identity}"></figure>\n<div class="legend" id="{identity}-legend"></div>'
 
 
-def _summary(plan: Plan, found: Explanation, everything: Explanation) -> str:
+def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> str:
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     gap = plan.certificate.gap
     cards = (
@@ -129,28 +129,28 @@ def _summary(plan: Plan, found: Explanation, everything: Explanation) -> str:
         (format_bytes(plan.budget_bytes), f"budget ({plan.budget_bytes} bytes)"),
         (f"{plan.overhead:+.1%}", f"predicted time, at most {gap:.1%} above the proven bound"),
         (format_bytes(plan.saved_bytes), "kept between forward and backward"),
-        (str(sum(r.times for r in found.recomputations)), "operations run again"),
+        (str(sum(r.times for r in explanation.recomputations)), "operations run again"),
     )
     shown = "\n".join(
         f'<div class="card"><b>{html.escape(figure)}</b><span>{html.escape(label)}</span></div>'
         for figure, label in cards
     )
     return (
-        f'<section id="summary">\n{_lead("The plan", found)}\n'
+        f'<section id="summary">\n{_lead("The plan", explanation)}\n'
         f"{_lead('Keeping everything', everything)}\n"
         f'<div class="cards">\n{shown}\n</div>\n<p>{html.escape(_basis(plan))}</p>\n</section>'
     )
 
 
-def _lead(what: str, found: Explanation) -> str:
+def _lead(what: str, explanation: Explanation) -> str:
     owner = ""
-    for first in found.shares[:1]:
-        share = f"{first.size_bytes / max(found.peak_bytes, 1):.0%}"
+    for first in explanation.shares[:1]:
+        share = f"{first.size_bytes / max(explanation.peak_bytes, 1):.0%}"
         owner = f" <code>{html.escape(first.pattern)}</code> owns {share} of it."
+    at = html.escape(explanation.peak_operation)
     return (
-        f'<p class="lead">{html.escape(what)}: peak {format_bytes(found.peak_bytes)} in the '
-        f"{found.peak_phase} phase, at <code>{html.escape(found.peak_operation)}</code>."
-        f"{owner}</p>"
+        f'<p class="lead">{html.escape(what)}: peak {format_bytes(explanation.peak_bytes)} in the '
+        f"{explanation.peak_phase} phase, at <code>{at}</code>.{owner}</p>"
     )
 
 
@@ -176,19 +176,19 @@ def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> 
     return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
-def _owners(found: Explanation) -> str:
+def _owners(explanation: Explanation) -> str:
     shares = _table(
         (("share", True), ("bytes", True), ("tensors", True), ("of", False)),
         (
             (
-                f"{s.size_bytes / max(found.peak_bytes, 1):.1%}",
+                f"{s.size_bytes / max(explanation.peak_bytes, 1):.1%}",
                 format_bytes(s.size_bytes),
                 str(s.tenants),
                 f"<code>{html.escape(s.pattern)}</code><br>"
-                f'<span class="bar" style="width:{60 * s.size_bytes / found.peak_bytes:.1f}%">'
-                "</span>",
+                '<span class="bar" '
+                f'style="width:{60 * s.size_bytes / explanation.peak_bytes:.1f}%"></span>',
             )
-            for s in found.shares
+            for s in explanation.shares
         ),
     )
     heads = (
@@ -197,19 +197,18 @@ def _owners(found: Explanation) -> str:
         ("kind", False),
         ("why, and what to drop it", False),
     )
-    tenants = _table(heads, (_tenant_row(t, found) for t in found.tenants))
+    tenants = _table(heads, (_tenant_row(t, explanation) for t in explanation.tenants))
     text = (
-        f"Every byte that is alive at the peak, {format_bytes(found.peak_bytes)} at "
-        f"{found.peak_operation}."
+        f"Every byte that is alive at the peak, {format_bytes(explanation.peak_bytes)} at "
+        f"{explanation.peak_operation}."
     )
-    each = (
-        f"<details><summary>Each of {len(found.tenants)} tensors</summary>\n{tenants}\n</details>"
-    )
+    summary = f"Each of {len(explanation.tenants)} tensors"
+    each = f"<details><summary>{summary}</summary>\n{tenants}\n</details>"
     return _section("owners", "What owns the peak", text, shares, each)
 
 
-def _tenant_row(tenant: Tenant, found: Explanation) -> tuple[str, ...]:
-    price = price_text(tenant.price, found) if tenant.price else tenant.undroppable
+def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
+    price = price_text(tenant.price, explanation) if tenant.price else tenant.undroppable
     return (
         format_bytes(tenant.size_bytes),
         f"<code>{html.escape(tenant.name)}</code>",
@@ -218,8 +217,8 @@ def _tenant_row(tenant: Tenant, found: Explanation) -> tuple[str, ...]:
     )
 
 
-def _recomputed(found: Explanation) -> str:
-    if not found.recomputations:
+def _recomputed(explanation: Explanation) -> str:
+    if not explanation.recomputations:
         return _section("recomputed", "Recomputed operations", "No operation runs again.")
     heads = (
         ("operation", False),
@@ -230,7 +229,7 @@ def _recomputed(found: Explanation) -> str:
         ("makes", True),
         ("buys", True),
     )
-    costly = sorted(found.recomputations, key=lambda r: (-r.time_ns, r.name))
+    costly = sorted(explanation.recomputations, key=lambda r: (-r.time_ns, r.name))
     text = (
         "What runs again in the backward pass, layers of a stack together, costliest first. Buys: "
         "by how much keeping the results of one of them alone would raise the peak, at most."
@@ -242,7 +241,7 @@ def _recomputed(found: Explanation) -> str:
         ("makes", True),
         ("buys", True),
     )
-    groups = _table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(found)))
+    groups = _table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(explanation)))
     table = _table(heads, map(_recomputation_row, costly))
     each = f"<details><summary>Each of {len(costly)} operations</summary>\n{table}\n</details>"
     return _section("recomputed", "Recomputed operations", text, groups, each)

@@ -104,14 +104,14 @@ def draw_memory(
     colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
     figure = _figure(9, 5.6)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
-    for axis, (predicted, found, budget_bytes) in zip(axes, rows, strict=True):
+    for axis, (predicted, measurement, budget_bytes) in zip(axes, rows, strict=True):
         _draw_stack(axis, predicted, colours)
-        _draw_lines(axis, predicted, found, budget_bytes)
+        _draw_lines(axis, predicted, measurement, budget_bytes)
     ends_ns = [p.time_ns for p, _, _ in rows] + [f.times_ns[-1] for _, f, _ in rows if f]
     axes[0].set_xlim(0, max(ends_ns) / 1e6)
     highest = max(timeline.peak_bytes for row in rows for timeline in row[:2] if timeline)
     axes[0].set_ylim(0, 1.22 * highest / _MIB)
-    is_measured = any(found for _, found, _ in rows)
+    is_measured = any(measurement for _, measurement, _ in rows)
     of_line = " (colours), measured time (line)" if is_measured else ""
     axes[1].set_xlabel(f"predicted time{of_line}, ms")
     _legend_right(figure, axes)
@@ -132,15 +132,15 @@ def _draw_stack(axis: Any, predicted: MemoryTimeline, colours: Mapping[str, str]
 def _draw_lines(
     axis: Any,
     predicted: MemoryTimeline,
-    found: MeasuredTimeline | None,
+    measurement: MeasuredTimeline | None,
     budget_bytes: int | None,
 ) -> None:
     title = f"{predicted.name}: predicted peak {format_bytes(predicted.peak_bytes)}"
-    if found is not None:
-        times_ms = [t / 1e6 for t in found.times_ns]
-        live = [b / _MIB for b in found.live_bytes]
+    if measurement is not None:
+        times_ms = [t / 1e6 for t in measurement.times_ns]
+        live = [b / _MIB for b in measurement.live_bytes]
         axis.step(times_ms, live, where="post", color="black", linewidth=0.9, label="measured")
-        title += f", measured {format_bytes(found.peak_bytes)}"
+        title += f", measured {format_bytes(measurement.peak_bytes)}"
     if budget_bytes is not None and budget_bytes <= 1.2 * predicted.peak_bytes:
         label = "budget"
         axis.axhline(budget_bytes / _MIB, color="#B00020", linestyle="--", label=label)
@@ -176,16 +176,16 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     figure = _figure(7.2, 4.4)
     axis = figure.subplots()
     markers = iter(_MARKERS * len(series))
-    for number, found in enumerate(series):
-        x = [peak_bytes / _MIB for peak_bytes, _, _ in found.points]
-        y = [100 * overhead for _, overhead, _ in found.points]
-        style = "o-" if found.connected else next(markers)
+    for number, series_points in enumerate(series):
+        x = [peak_bytes / _MIB for peak_bytes, _, _ in series_points.points]
+        y = [100 * overhead for _, overhead, _ in series_points.points]
+        style = "o-" if series_points.connected else next(markers)
         size = 3 if len(x) > _MANY_POINTS else 7
         look = {"markersize": size, "color": COLOURS[number % len(COLOURS)]}
-        if not found.connected:
+        if not series_points.connected:
             look |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
-        axis.plot(x, y, style, label=found.name, zorder=2 + number, **look)
-        for (_, _, label), at in zip(found.points, zip(x, y, strict=True), strict=True):
+        axis.plot(x, y, style, label=series_points.name, zorder=2 + number, **look)
+        for (_, _, label), at in zip(series_points.points, zip(x, y, strict=True), strict=True):
             axis.annotate(label, at, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set_xlabel("peak of activation memory, MiB")
     axis.set_ylabel("time over eager, %")
@@ -297,7 +297,7 @@ def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
             if source is not None and target is not None and source != target:
                 crossing.setdefault((source, target), set()).add(data)
     sizes = {d.index: d.size_bytes for d in plan.graph.data}
-    return {edge: sum(sizes[d] for d in found) for edge, found in crossing.items()}
+    return {edge: sum(sizes[d] for d in storages) for edge, storages in crossing.items()}
 
 
 def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:

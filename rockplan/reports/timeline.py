@@ -110,7 +110,7 @@ def _stays(
     made_by = producers(graph)
     names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
-    found = []
+    stays = []
     for lifetime in lifetimes(graph, schedule):
         node = maker(graph, made_by, lifetime)
         first = bisect_left(computes, lifetime.start)
@@ -121,8 +121,8 @@ def _stays(
         is_data = lifetime.owner in (Owner.STORAGE, Owner.COPY)
         label = names[is_data][lifetime.index]
         kind = _kind(graph, lifetime)
-        found.append(Stay(label, kind, group, lifetime.size_bytes, first, last))
-    return tuple(found)
+        stays.append(Stay(label, kind, group, lifetime.size_bytes, first, last))
+    return tuple(stays)
 
 
 def _kind(graph: CDGraph, lifetime: Lifetime) -> str:
@@ -202,15 +202,15 @@ def _stack_patterns(graph: CDGraph) -> dict[str, str]:
         if at is not None:
             stack = (".".join(parts[:at]), parts[at])
             contents[stack].add((".".join(parts[at + 1 :]), operator_of(node)))
-    found: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     for prefix, number in contents:
         siblings = {n: frozenset(c) for (p, n), c in contents.items() if p == prefix}
         alike = [n for n in siblings if siblings[n] == siblings[number]]
         whole = len(alike) == len(siblings)
         listed = ",".join(alike if len(alike) < 4 else [*alike[:2], "…", alike[-1]])
         label = "*" if whole else "{" + listed + "}" if len(alike) > 1 else number
-        found[f"{prefix}.{number}".lstrip(".")] = label
-    return found
+        patterns[f"{prefix}.{number}".lstrip(".")] = label
+    return patterns
 
 
 def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
@@ -232,8 +232,8 @@ def plan_trace(
     Raises InvalidInput."""
     made = plan_in(plan)
     eager, planned = eager_timeline(made), planned_timeline(made)
-    found = {eager.name: eager_measured, planned.name: measured}
-    present = {name: timeline for name, timeline in found.items() if timeline is not None}
+    measurements = {eager.name: eager_measured, planned.name: measured}
+    present = {name: timeline for name, timeline in measurements.items() if timeline is not None}
     return trace_json((eager, planned), present)
 
 
@@ -251,9 +251,9 @@ def trace_json(
         events += _process_events(process, f"{predicted.name} (predicted)", operations=True)
         events += _operation_events(process, predicted)
         events += _counter_events(process, predicted)
-    for process, (name, found) in enumerate((measured or {}).items(), len(timelines) + 1):
+    for process, (name, measurement) in enumerate((measured or {}).items(), len(timelines) + 1):
         events += _process_events(process, f"{name} (measured)", operations=False)
-        for time_ns, live_bytes in zip(found.times_ns, found.live_bytes, strict=True):
+        for time_ns, live_bytes in zip(measurement.times_ns, measurement.live_bytes, strict=True):
             events.append(_counter(process, "live bytes", time_ns, {"measured": live_bytes}))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
 
@@ -269,8 +269,8 @@ def _process_events(process: int, name: str, *, operations: bool) -> Iterator[di
         yield {**common, "tid": thread, "name": "thread_name", "args": {"name": label}}
 
 
-def _operation_events(process: int, found: MemoryTimeline) -> Iterator[dict[str, object]]:
-    for moment in found.moments:
+def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
+    for moment in drawn.moments:
         first = _FORWARD_THREAD if moment.phase == Phase.FORWARD.value else _BACKWARD_THREAD
         yield {
             "ph": "X",
@@ -284,12 +284,12 @@ def _operation_events(process: int, found: MemoryTimeline) -> Iterator[dict[str,
         }
 
 
-def _counter_events(process: int, found: MemoryTimeline) -> Iterator[dict[str, object]]:
+def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
     """A counter at each computation, and zeros when the step is done."""
-    for moment in found.moments:
-        values = dict(zip(found.groups, moment.group_bytes, strict=True))
+    for moment in drawn.moments:
+        values = dict(zip(drawn.groups, moment.group_bytes, strict=True))
         yield _counter(process, "live bytes by module", moment.start_ns, values)
-    yield _counter(process, "live bytes by module", found.time_ns, dict.fromkeys(found.groups, 0))
+    yield _counter(process, "live bytes by module", drawn.time_ns, dict.fromkeys(drawn.groups, 0))
 
 
 def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -> dict[str, object]:

@@ -133,9 +133,9 @@ def _problem(one: _Alike, lowered: Lowered, waits: Waits, options: Options) -> P
 def _limit_bytes(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> int:
     """The budget in bytes. The smallest one is as small for a call of another size as for those
     that are known: in bytes where it is smaller, as a share where it is larger."""
-    found = budget.within(problem.unplanned.peak_bytes)
-    if found is not None:
-        return found
+    limit_bytes = budget.within(problem.unplanned.peak_bytes)
+    if limit_bytes is not None:
+        return limit_bytes
     return min(int(one.plan.budget_bytes * max(1.0, _growth(one.plan, problem))) for one in alike)
 
 
@@ -173,10 +173,10 @@ def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | 
     peak_bytes = simulate(graph, schedule).peak_bytes
     if peak_bytes <= limit_bytes:
         return pruned(graph, schedule, limit_bytes)
-    found = repaired(graph, schedule, limit_bytes, limits=QUICK)
-    if found is None or peak_bytes <= (1 + SLIGHTLY) * limit_bytes:
-        return found
-    return exchanged(graph, found, limit_bytes, limits=QUICK)
+    repaired_schedule = repaired(graph, schedule, limit_bytes, limits=QUICK)
+    if repaired_schedule is None or peak_bytes <= (1 + SLIGHTLY) * limit_bytes:
+        return repaired_schedule
+    return exchanged(graph, repaired_schedule, limit_bytes, limits=QUICK)
 
 
 def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:

@@ -30,9 +30,9 @@ def families(
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():
         is_its_own = functools.partial(is_legal, problem)
-        found = cache.family(family_key(digest, settings), is_its_own) if cache else None
-        if found is not None:
-            known[digest] = found
+        stored = cache.family(family_key(digest, settings), is_its_own) if cache else None
+        if stored is not None:
+            known[digest] = stored
     missing = {d: p for d, p in problems.items() if d not in known}
     limited = replace(settings, time_limit_s=min(settings.time_limit_s, max(limit_s, 0.0)))
     solved = option_families(list(missing.values()), settings=limited)
@@ -57,8 +57,8 @@ def is_legal(problem: CDGraph, option: BlockOption) -> bool:
         verify(problem, schedule)
     except IllegalSchedule:
         return False
-    found = simulate(problem, schedule)
-    return (found.forward_peak_bytes, found.backward_peak_bytes, found.time_ns) == (
+    simulation = simulate(problem, schedule)
+    return (simulation.forward_peak_bytes, simulation.backward_peak_bytes, simulation.time_ns) == (
         option.forward_peak_bytes,
         option.backward_peak_bytes,
         option.time_ns,

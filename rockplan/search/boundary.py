@@ -58,14 +58,14 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
 
     def solved() -> _Found:
         least = _thriftiest(problem.graph, options)
-        found = [least]
+        incumbents = [least]
         least_bytes = bounded_option(problem.graph, _schedule(least)).saved_bytes
         for number, share in enumerate(SHARES):
             report("solving blocks", number, len(SHARES))
             saved_bytes = max(int(share * everything.saved_bytes), least_bytes)
-            found.append(_within(problem.graph, saved_bytes, peak_bytes, QUICK, options))
-        schedules = (i.schedule for i in found if i.schedule is not None)
-        return [everything.schedule, *schedules], all(i.is_complete for i in found)
+            incumbents.append(_within(problem.graph, saved_bytes, peak_bytes, QUICK, options))
+        schedules = (i.schedule for i in incumbents if i.schedule is not None)
+        return [everything.schedule, *schedules], all(i.is_complete for i in incumbents)
 
     return useful_options(_options(problem.graph, "first options", options, solved))
 
@@ -76,8 +76,8 @@ def option_within(
     """The fastest that is found with no more than this kept and alive; None where none is."""
 
     def solved() -> _Found:
-        found = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
-        return [] if found.schedule is None else [found.schedule], found.is_complete
+        incumbent = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
+        return [] if incumbent.schedule is None else [incumbent.schedule], incumbent.is_complete
 
     what = f"kept {saved_bytes} of {peak_bytes}"
     fitting = [
@@ -164,13 +164,13 @@ def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
     limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
     limits = replace(limits, without=limits.without | {"descent"})
     goal = Goal(dropping, (), None)
-    found = least_peak(goal, limits)
-    return found if found.schedule else found.improved(goal, keep_all(dropping))
+    incumbent = least_peak(goal, limits)
+    return incumbent if incumbent.schedule else incumbent.improved(goal, keep_all(dropping))
 
 
-def _schedule(found: Incumbent) -> Schedule:
-    assert found.schedule is not None
-    return found.schedule
+def _schedule(incumbent: Incumbent) -> Schedule:
+    assert incumbent.schedule is not None
+    return incumbent.schedule
 
 
 def _within(
@@ -181,10 +181,10 @@ def _within(
     options: Options,
 ) -> Incumbent:
     goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
-    found = run(STAGES, goal, _limits(effort, options))
-    if found.schedule is None:
-        return found
-    return replace(found, schedule=without_limit(graph, found.schedule))
+    incumbent = run(STAGES, goal, _limits(effort, options))
+    if incumbent.schedule is None:
+        return incumbent
+    return replace(incumbent, schedule=without_limit(graph, incumbent.schedule))
 
 
 def _limits(effort: ExchangeLimits, options: Options) -> Limits:
@@ -246,12 +246,12 @@ def peak_of(option: BoundedOption) -> int:
 
 def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
     """Results that the backward phase reads before it makes them again, if it does."""
-    found: set[int] = set()
+    returned: set[int] = set()
     made: set[int] = set()
     for node in (graph.nodes[i] for i in schedule.phases[1]):
-        found.update(d for d in node.reads if d in graph.outputs and d not in made)
+        returned.update(d for d in node.reads if d in graph.outputs and d not in made)
         made.update(node.writes)
-    return found
+    return returned
 
 
 def _output_bytes(graph: CDGraph) -> int:

@@ -37,16 +37,16 @@ class Incumbent:
         the least peak, smaller."""
         if schedule is None:
             return self
-        found = simulate(goal.graph, schedule)
-        if goal.budget_bytes is not None and found.peak_bytes > goal.budget_bytes:
+        simulation = simulate(goal.graph, schedule)
+        if goal.budget_bytes is not None and simulation.peak_bytes > goal.budget_bytes:
             return self
         if self.schedule is not None:
             is_least = goal.budget_bytes is None
-            new, old = (found.peak_bytes, found.time_ns), (self.peak_bytes, self.time_ns)
+            new, old = (simulation.peak_bytes, simulation.time_ns), (self.peak_bytes, self.time_ns)
             if (new if is_least else new[::-1]) >= (old if is_least else old[::-1]):
                 return self
         better = replace(
-            self, schedule=schedule, time_ns=found.time_ns, peak_bytes=found.peak_bytes
+            self, schedule=schedule, time_ns=simulation.time_ns, peak_bytes=simulation.peak_bytes
         )
         order = _moved(schedule)
         if order == self.order:

@@ -74,14 +74,14 @@ def plan_within(
     if budget.is_minimum and (waited := waiting(plain, problem.waits)).peak_bytes > limit_bytes:
         # As much may have a faster plan, whose gradients can wait as well.
         as_bytes = Budget(size_bytes=waited.peak_bytes)
-        found = plan_within(problem, as_bytes, options, least)
-        if waiting(found, problem.waits).peak_bytes <= found.budget_bytes:
-            return found
+        plan = plan_within(problem, as_bytes, options, least)
+        if waiting(plan, problem.waits).peak_bytes <= plan.budget_bytes:
+            return plan
         waited = replace(waited, budget_bytes=waited.peak_bytes)
-        return _certified(problem, waited, found)
+        return _certified(problem, waited, plan)
     made = plain
-    while (found := waiting(made, problem.waits)).peak_bytes > limit_bytes:
-        excess_bytes = max(found.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)
+    while (plan := waiting(made, problem.waits)).peak_bytes > limit_bytes:
+        excess_bytes = max(plan.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)
         asked = Budget(size_bytes=made.peak_bytes - excess_bytes)
         try:
             made = _without_waits(problem, asked, options, least)
@@ -90,8 +90,8 @@ def plan_within(
                 return plain
             asked = Budget(size_bytes=error.minimum_bytes)
             made = _without_waits(problem, asked, options, least)
-    found = replace(found, budget_bytes=limit_bytes)
-    return found if made is plain else _certified(problem, found, plain)
+    plan = replace(plan, budget_bytes=limit_bytes)
+    return plan if made is plain else _certified(problem, plan, plain)
 
 
 LESS = 0.03
@@ -252,10 +252,10 @@ def _too_small(
 
 
 def _operation(graph: CDGraph, node: int) -> str:
-    found = graph.nodes[node]
-    place = f" in '{found.module}'" if found.module else ""
-    line = f" ({found.source})" if found.source else ""
-    return f"{found.phase.value} operation {found.name}{place}{line}"
+    operation = graph.nodes[node]
+    place = f" in '{operation.module}'" if operation.module else ""
+    line = f" ({operation.source})" if operation.source else ""
+    return f"{operation.phase.value} operation {operation.name}{place}{line}"
 
 
 @paused_collection()
@@ -265,16 +265,16 @@ def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) 
     during = [step.during_bytes for step in timeline(graph, best)]
     merged = merge_handovers(graph, best, view_of(graph).sizes, during, ends)
     verify(problem.constrained, merged)
-    found = simulate(graph, merged)
-    certificate = _certificate(problem.constrained, found, bound_ns)
+    simulation = simulate(graph, merged)
+    certificate = _certificate(problem.constrained, simulation, bound_ns)
     return Plan(
         graph=graph,
         schedule=merged,
         blocks=tuple(BlockSummary(b.name, b.digest, b.forward, b.backward) for b in problem.blocks),
         budget_bytes=budget_bytes,
-        peak_bytes=found.peak_bytes,
-        saved_bytes=found.saved_bytes,
-        time_ns=found.time_ns,
+        peak_bytes=simulation.peak_bytes,
+        saved_bytes=simulation.saved_bytes,
+        time_ns=simulation.time_ns,
         eager_peak_bytes=unplanned.peak_bytes,
         eager_time_ns=unplanned.time_ns,
         certificate=certificate,
@@ -286,11 +286,11 @@ def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) 
     )
 
 
-def _certificate(graph: CDGraph, found: Simulation, bound_ns: int) -> Certificate:
+def _certificate(graph: CDGraph, simulation: Simulation, bound_ns: int) -> Certificate:
     """bound_ns: no schedule within the budget is faster; nor is any than `keep_all`."""
-    bound = min(max(bound_ns, graph.time_ns), found.time_ns)
-    status = Status.OPTIMAL if bound == found.time_ns else Status.FEASIBLE
-    return Certificate(status, found.time_ns, bound)
+    bound = min(max(bound_ns, graph.time_ns), simulation.time_ns)
+    status = Status.OPTIMAL if bound == simulation.time_ns else Status.FEASIBLE
+    return Certificate(status, simulation.time_ns, bound)
 
 
 def _compiled(graph: CDGraph) -> str:

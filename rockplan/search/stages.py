@@ -72,11 +72,11 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     """Options of each block by integer programs, combined by the dynamic program over the chain."""
     report("solving blocks")
     left_s = max(_half_way(limits) - time.monotonic(), 0.0)
-    found = families(goal.blocks, goal.cache, limits.blocks, left_s)
-    is_complete = incumbent.is_complete and all(family.is_complete for family in found)
+    known = families(goal.blocks, goal.cache, limits.blocks, left_s)
+    is_complete = incumbent.is_complete and all(family.is_complete for family in known)
     incumbent = replace(incumbent, is_complete=is_complete)
     report("combining blocks")
-    solver = ChainSolver(goal.graph, goal.blocks, found)
+    solver = ChainSolver(goal.graph, goal.blocks, known)
     # A table takes 2 to 3.5 s from 100 blocks on, and is nothing before it is filled.
     until = max(limits.deadline, time.monotonic() + limits.combining_s)
     if goal.budget_bytes is not None:

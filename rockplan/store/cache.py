@@ -72,8 +72,8 @@ class Cache:
     def profile(self, key: Key) -> Profile | None:
         """All costs that are known under `key`; of two for one call, the newer one: what was
         measured again took the place of what could not be right."""
-        found = [self._read(path, documents.parse_profile, key) for path in self._batches(key)]
-        batches = [profile for profile in found if profile is not None]
+        profiles = [self._read(path, documents.parse_profile, key) for path in self._batches(key)]
+        batches = [profile for profile in profiles if profile is not None]
         if not batches:
             return None
         costs = dict(cost for batch in batches for cost in batch.costs)
@@ -89,10 +89,10 @@ class Cache:
         """The options of a block class, if every one of them is legal."""
 
         def parse(text: str, key: Key) -> OptionFamily:
-            found = documents.parse_family(text, key)
-            if not found.options or not all(map(is_legal, found.options)):
+            family = documents.parse_family(text, key)
+            if not family.options or not all(map(is_legal, family.options)):
                 raise PlanFormatError("an option that is not legal for its block")
-            return found
+            return family
 
         return self._read(self._path("options", key), parse, key)
 
@@ -103,10 +103,10 @@ class Cache:
         """The plan of `key`, if it is right; its graph is an outline."""
 
         def parse(text: str, key: Key) -> Plan:
-            found = plan_file.parse_plans(text, key)
-            if len(found) != 1 or not is_right(found[0]):
+            plans = plan_file.parse_plans(text, key)
+            if len(plans) != 1 or not is_right(plans[0]):
                 raise PlanFormatError("a plan of another graph, profile or budget")
-            return found[0]
+            return plans[0]
 
         return self._read(self._path("plan", key), parse, key)
 

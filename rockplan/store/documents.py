@@ -105,10 +105,10 @@ def read_text(path: Path) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name is given twice")
-    return found
+    return members
 
 
 def _refuse(number: str) -> NoReturn:

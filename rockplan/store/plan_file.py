@@ -71,14 +71,14 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
 def _path_of(path: object) -> Path:
     """Raises InvalidInput for what names no file."""
     try:
-        found = os.fsdecode(path)  # type: ignore[arg-type]
+        text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError as error:
         raise InvalidInput(
             f"the path of a plan is a str or a pathlib.Path, not a {type(path).__name__}"
         ) from error
-    if "\0" in found:
-        raise InvalidInput(f"the path {found!r} has a null character, which no file name has")
-    return Path(found)
+    if "\0" in text:
+        raise InvalidInput(f"the path {text!r} has a null character, which no file name has")
+    return Path(text)
 
 
 def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
@@ -88,12 +88,12 @@ def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
     Raises InvalidInput for what is no path, PlanFormatError if the file is not such a file, OSError
     if it cannot be opened.
     """
-    found = _path_of(path)
+    file = _path_of(path)
     try:
-        return parse_plans(documents.read_text(found))
+        return parse_plans(documents.read_text(file))
     except PlanFormatError as error:
         raise PlanFormatError(
-            f"{found} is no plan of rockplan {VERSION} ({error}); write it again with "
+            f"{file} is no plan of rockplan {VERSION} ({error}); write it again with "
             "rockplan.save_plan"
         ) from error
 
@@ -142,21 +142,21 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     one that is cannot be.
     """
     plans = tuple(plans)
-    found = next((p for p in plans if p.graph_digest == graph_digest), None)
-    fitted = None if found is None else _onto(graph, found.graph)
-    if found is None or fitted is None or not is_outline_of(found.graph, fitted):
+    plan = next((p for p in plans if p.graph_digest == graph_digest), None)
+    fitted = None if plan is None else _onto(graph, plan.graph)
+    if plan is None or fitted is None or not is_outline_of(plan.graph, fitted):
         raise _mismatch(plans, graph, graph_digest, torch_version)
     _check_sizes(graph, fitted)
-    origin = f"read from a file, planned with torch {found.torch_version}"
-    if found.torch_version != torch_version:
+    origin = f"read from a file, planned with torch {plan.torch_version}"
+    if plan.torch_version != torch_version:
         origin += f", captured with torch {torch_version}"
         warnings.warn(
-            f"the plan was made with torch {found.torch_version}, this is torch {torch_version}: "
+            f"the plan was made with torch {plan.torch_version}, this is torch {torch_version}: "
             "the graph is the same, so results are right; predicted bytes and times are those "
             "of the other version",
             stacklevel=2,
         )
-    return replace(found, graph=fitted, origin=origin)
+    return replace(plan, graph=fitted, origin=origin)
 
 
 def outline(graph: CDGraph) -> CDGraph:
@@ -335,10 +335,10 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
 
 def _read_compiled(row: Mapping[str, Any]) -> str:
     """Plans of operators, as eager calls them, do not say so."""
-    found = text_of(row.get("compiled", ""))
-    if found not in ("", *COMPILED):
-        raise ValueError(f"kernels that are compiled in an unknown way: {found!r:.40}")
-    return found
+    compiled = text_of(row.get("compiled", ""))
+    if compiled not in ("", *COMPILED):
+        raise ValueError(f"kernels that are compiled in an unknown way: {compiled!r:.40}")
+    return compiled
 
 
 def _read_graph(row: Mapping[str, Any]) -> CDGraph:
@@ -421,10 +421,10 @@ def _read_event(event: object, graph: CDGraph) -> Event:
 
 def _below(values: object, limit: int) -> tuple[int, ...]:
     """Indices, each less than `limit`."""
-    found = naturals(values)
-    if any(i >= limit for i in found):
+    numbers = naturals(values)
+    if any(i >= limit for i in numbers):
         raise ValueError(f"an index beyond the last of {limit}")
-    return found
+    return numbers
 
 
 def _check_promises(plan: Plan) -> None:
@@ -435,9 +435,9 @@ def _check_promises(plan: Plan) -> None:
         verify(executed, keep_all(executed))
     except IllegalSchedule as error:
         raise ValueError(f"the schedule is not legal: {error}") from error
-    found = simulate(plan.graph, plan.schedule)
+    simulation = simulate(plan.graph, plan.schedule)
     everything = simulate(executed, keep_all(executed))
-    needed = (found.peak_bytes, found.saved_bytes, found.time_ns)
+    needed = (simulation.peak_bytes, simulation.saved_bytes, simulation.time_ns)
     eager = (everything.peak_bytes, everything.time_ns)
     if needed != (plan.peak_bytes, plan.saved_bytes, plan.time_ns) or eager != (
         plan.eager_peak_bytes,

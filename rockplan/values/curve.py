@@ -30,11 +30,11 @@ class CurvePoint:
 
 def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
     """By peak, without those that are no faster than one that needs no more."""
-    found: list[CurvePoint] = []
+    undominated: list[CurvePoint] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, p.time_ns)):
-        if not found or point.time_ns < found[-1].time_ns:
-            found.append(point)
-    return tuple(found)
+        if not undominated or point.time_ns < undominated[-1].time_ns:
+            undominated.append(point)
+    return tuple(undominated)
 
 
 def best_of(curves: Sequence[Curve]) -> Curve:

@@ -386,26 +386,26 @@ def producers(graph: CDGraph) -> dict[int, int]:
 
 def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
     """data index -> indices of the nodes that read it, ascending; every data has an entry."""
-    found: dict[int, list[int]] = {d.index: [] for d in graph.data}
+    readers_of: dict[int, list[int]] = {d.index: [] for d in graph.data}
     for node in graph.nodes:
         for d in node.reads:
-            found[d].append(node.index)
-    return {d: tuple(nodes) for d, nodes in found.items()}
+            readers_of[d].append(node.index)
+    return {d: tuple(nodes) for d, nodes in readers_of.items()}
 
 
 def value_refs(arguments: object) -> list[ValueRef]:
     """Every ValueRef in nested arguments of a call, in order."""
     if isinstance(arguments, ValueRef):
         return [arguments]
-    found: list[ValueRef] = []
+    references: list[ValueRef] = []
     if isinstance(arguments, _CONTAINERS):
         for item in arguments.values() if isinstance(arguments, dict) else arguments:
             if isinstance(item, ValueRef):
-                found.append(item)
+                references.append(item)
             # Most are literals: no call for each of them.
             elif isinstance(item, _CONTAINERS):
-                found += value_refs(item)
-    return found
+                references += value_refs(item)
+    return references
 
 
 _CONTAINERS = (tuple, list, dict)
@@ -413,7 +413,7 @@ _CONTAINERS = (tuple, list, dict)
 
 def refs(call: Call) -> list[ValueRef]:
     """Of all arguments."""
-    found = value_refs(call.args)
+    references = value_refs(call.args)
     for _, argument in call.kwargs:
-        found += value_refs(argument)
-    return found
+        references += value_refs(argument)
+    return references

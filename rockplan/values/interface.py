@@ -22,8 +22,8 @@ def computed_attributes(module: Any) -> frozenset[str]:
     in a hook before each forward; what a forward leaves there is read by nobody."""
     hooks = module._forward_pre_hooks.values()
     ours = [vars(h) for h in hooks if type(h).__module__.startswith("torch.nn.utils.")]
-    found = (attributes.get(name) for attributes in ours for name in ("name", "_tensor_name"))
-    names = frozenset(name for name in found if isinstance(name, str))
+    candidates = (attributes.get(name) for attributes in ours for name in ("name", "_tensor_name"))
+    names = frozenset(name for name in candidates if isinstance(name, str))
     return names.union(_OF_RECURRENT_WEIGHTS) if names else names
 
 

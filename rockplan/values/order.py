@@ -30,11 +30,11 @@ class Orders:
     def is_first(self) -> list[bool]:
         """Of each computation: does its node run for the first time?"""
         executed: set[int] = set()
-        found: list[bool] = []
+        flags: list[bool] = []
         for i in self.computations:
-            found.append(i not in executed)
+            flags.append(i not in executed)
             executed.add(i)
-        return found
+        return flags
 
 
 def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -44,15 +44,15 @@ def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     def again(reads: Sequence[int]) -> list[int]:
         """Nodes to run so that `reads` are there; marks what they make as there."""
-        found: set[int] = set()
+        ran: set[int] = set()
         pending = [d for d in reads if d in missing]
         while pending:
             node = graph.nodes[producer[pending.pop()]]
-            if node.index not in found:
-                found.add(node.index)
+            if node.index not in ran:
+                ran.add(node.index)
                 missing.difference_update(node.writes)
                 pending += [d for d in node.reads if d in missing]
-        return sorted(found)
+        return sorted(ran)
 
     forward = tuple(n.index for n in graph.forward)
     backward = [i for n in graph.backward for i in (*again(n.reads), n.index)]

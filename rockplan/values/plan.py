@@ -128,9 +128,9 @@ def plan_in(planned: object) -> Plan:
     if isinstance(planned, Plan):
         return planned
     # A planned module's state, because the model may have something else of this name.
-    found = getattr(getattr(planned, "_rockplan", None), "plan", None)
-    if isinstance(found, Plan):
-        return found
+    plan = getattr(getattr(planned, "_rockplan", None), "plan", None)
+    if isinstance(plan, Plan):
+        return plan
     raise InvalidInput(
         f"a {type(planned).__name__} has no plan; pass what rockplan.solve, rockplan.load or "
         "rockplan.plan returned"

@@ -49,11 +49,11 @@ def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallM
     if inputs.is_on_cuda:
         return _measure_memory_cuda(inputs, calls)
     waiting = list(calls.items())
-    found: dict[str, CallMemory] = {}
+    memory: dict[str, CallMemory] = {}
     for first in range(0, len(waiting), _SESSION_CALLS):
         report("measuring sizes", first, len(waiting))
-        found |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS])
-    return found
+        memory |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS])
+    return memory
 
 
 def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, CallMemory]:
@@ -69,7 +69,7 @@ def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[
                 sizes[key] = _result_bytes(execution, result)
                 del result, execution
     seen = _seen_in_ranges(session)
-    return {key: _memory(*seen[key], found) for key, found in sizes.items()}
+    return {key: _memory(*seen[key], timelines) for key, timelines in sizes.items()}
 
 
 def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> CallMemory:
@@ -158,7 +158,7 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
 
 def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
     device = device_of(inputs.graph)
-    found: dict[str, CallMemory] = {}
+    memory: dict[str, CallMemory] = {}
     for done, (key, call) in enumerate(calls.items()):
         report("measuring sizes", done, len(calls))
         with _else_estimated(inputs, call):
@@ -170,9 +170,9 @@ def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str,
             after = torch.cuda.memory_stats_as_nested_dict(device)
             sizes = _result_bytes(execution, result, "cuda")
             peak_bytes = _peak_between(before, after)
-            found[key] = CallMemory(max(0, peak_bytes - sum(sizes)), sizes)
+            memory[key] = CallMemory(max(0, peak_bytes - sum(sizes)), sizes)
             del result, execution
-    return found
+    return memory
 
 
 def _peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
@@ -198,11 +198,11 @@ def _result_bytes(
     device_type: of the graph. Seeds of attention are on the CPU where fake tensors say CUDA."""
     given = facts.tensors((execution.args, execution.kwargs))
     seen = {t.untyped_storage()._cdata for t in given}
-    found: list[int] = []
+    sizes: list[int] = []
     for leaf in flat_results(result):
         size_bytes = 0
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in seen:
             seen.add(leaf.untyped_storage()._cdata)
             size_bytes = allocated_bytes(leaf.untyped_storage().nbytes(), device_type)
-        found.append(size_bytes)
-    return tuple(found)
+        sizes.append(size_bytes)
+    return tuple(sizes)

@@ -111,9 +111,9 @@ def flops_of(graph: CDGraph, call: Call) -> int:
 def _flops_formula(op: str) -> Callable[..., int] | None:
     known = facts.facts_of(op)
     like = facts.resolve(f"{known.flops_like}.default") if known.flops_like else None
-    found: Callable[..., int] | None
-    found = flop_registry.get((like or facts.resolve(op)).overloadpacket)
-    return found
+    formula: Callable[..., int] | None
+    formula = flop_registry.get((like or facts.resolve(op)).overloadpacket)
+    return formula
 
 
 def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:

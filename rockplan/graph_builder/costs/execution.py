@@ -98,9 +98,9 @@ class Inputs:
         def tensor(index: int) -> torch.Tensor:
             if index not in environment:
                 self._supply(index, environment, copies)
-            found = environment[index]
-            mutates_given = operator._schema.is_mutable and found is self.given.get(index)
-            return found.clone() if mutates_given else found
+            operand = environment[index]
+            mutates_given = operator._schema.is_mutable and operand is self.given.get(index)
+            return operand.clone() if mutates_given else operand
 
         execution = Execution(
             operator,

@@ -35,18 +35,18 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
     """What is under a view by strides, through views of any kind."""
-    found: set[int | None] = set()
+    layouts: set[int | None] = set()
     for value in graph.values:
         view = value.view
         if view is None or row_of(view.op).view is not ViewKind.BY_STRIDES:
             continue
         while view is not None:
             base = value_refs(view.args)[0].index
-            if base in found:
+            if base in layouts:
                 break
-            found.add(base)
+            layouts.add(base)
             view = graph.values[base].view
-    return found
+    return layouts
 
 
 def _check_layout(graph: CDGraph, inputs: Inputs, node: ComputeNode, call: Call) -> None:

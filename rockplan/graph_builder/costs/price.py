@@ -57,9 +57,9 @@ def measure(
         )
     equal = calls_by_key(graph, call_keys(graph))
     calls = {key: same[0] for key, same in equal.items()}
-    found = _still_valid(known, device_of(graph))
-    found = _possible(graph, calls, found)
-    missing = {key: call for key, call in calls.items() if key not in found}
+    costs = _still_valid(known, device_of(graph))
+    costs = _possible(graph, calls, costs)
+    missing = {key: call for key, call in calls.items() if key not in costs}
     with as_executed(graph):
         inputs = inputs_of(graph, values)
         memory = measure_memory(inputs, missing)
@@ -67,10 +67,10 @@ def measure(
         times = measure_times(inputs, {key: equal[key] for key in memory}, scratch)
     for key, call in missing.items():
         if key in memory:
-            found[key] = cost_of(times[key], memory[key])
+            costs[key] = cost_of(times[key], memory[key])
         else:
-            found[key] = estimate(graph, call, *fallback_rates(graph))
-    return profile_of("measured", device_of(graph), {key: found[key] for key in calls})
+            costs[key] = estimate(graph, call, *fallback_rates(graph))
+    return profile_of("measured", device_of(graph), {key: costs[key] for key in calls})
 
 
 def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
@@ -88,10 +88,10 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
 
 
 def _possible(
-    graph: CDGraph, calls: Mapping[str, Call], found: Mapping[str, OpCost]
+    graph: CDGraph, calls: Mapping[str, Call], costs: Mapping[str, OpCost]
 ) -> dict[str, OpCost]:
-    """Costs of `found` for `calls`, without those that no measurement can have given."""
-    known = {key: found[key] for key in calls if key in found}
+    """Those of `costs` for `calls`, without those that no measurement can have given."""
+    known = {key: costs[key] for key in calls if key in costs}
     possible = {key: c for key, c in known.items() if _can_cost(graph, calls[key], c)}
     broken = [calls[key].op for key in known if key not in possible]
     if broken:
@@ -157,8 +157,8 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
     peaks: dict[int, int] = {}
     times: dict[int, int] = {}
     for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
-        found = zip(node.calls, own_keys, strict=True)
-        steps = [_step(graph, call, costs.get(key)) for call, key in found]
+        calls = zip(node.calls, own_keys, strict=True)
+        steps = [_step(graph, call, costs.get(key)) for call, key in calls]
         times[node.index] = sum(s.cost.time_ns for s in steps)
         peaks[node.index] = _replay(node, steps)
         for step in steps:

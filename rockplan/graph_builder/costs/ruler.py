@@ -80,10 +80,10 @@ def measured_timeline(
     return _undisturbed([_recorded_timeline(step) for _ in range(repeats)])
 
 
-def _undisturbed(found: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
+def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
     """The most frequent course of live bytes, each interval the shortest that was seen in it."""
-    ((live_bytes, _),) = Counter(f.live_bytes for f in found).most_common(1)
-    alike = [f.times_ns for f in found if f.live_bytes == live_bytes]
+    ((live_bytes, _),) = Counter(f.live_bytes for f in timelines).most_common(1)
+    alike = [f.times_ns for f in timelines if f.live_bytes == live_bytes]
     intervals = (map(sub, times[1:], times) for times in alike)
     shortest = map(min, zip(*intervals, strict=True))
     return MeasuredTimeline(tuple(accumulate(shortest, initial=0)), live_bytes)
@@ -174,8 +174,8 @@ def _cpu_stretches(step: Callable[[Mark], object]) -> tuple[Stretch, ...]:
 
     with profiled() as session:
         step(mark)
-    found = (e for e in profiler_events(session) if e.name().startswith(_MARK))
-    begins = [(e.start_ns(), int(e.name().removeprefix(_MARK))) for e in found]
+    marked = (e for e in profiler_events(session) if e.name().startswith(_MARK))
+    begins = [(e.start_ns(), int(e.name().removeprefix(_MARK))) for e in marked]
     # Where both are at one time, the mark comes first: it allocates nothing.
     events = [(t, False, n) for t, n in begins]
     events += [(t, True, size) for t, size in memory_events(session)]

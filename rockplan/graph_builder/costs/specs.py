@@ -26,8 +26,8 @@ def is_floating(spec: TensorSpec) -> bool:
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-    return found
+    dtype: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+    return dtype
 
 
 def span(spec: TensorSpec) -> int:

@@ -56,7 +56,7 @@ class Dataflow:
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
         """What a kernel that computes `storages` reads, if `stored` are there."""
         wanted = list(storages)
-        seen, found = set(wanted), set()
+        seen, leaves = set(wanted), set()
         while wanted:
             for read in self.made[wanted.pop()].reads:
                 if read in seen:
@@ -65,8 +65,8 @@ class Dataflow:
                     seen.add(read)
                     wanted.append(read)
                 else:
-                    found.add(read)
-        return frozenset(found)
+                    leaves.add(read)
+        return frozenset(leaves)
 
     def interior(self, storages: Iterable[int], stored: Collection[int]) -> list[int]:
         """`storages` and all that a kernel computes on the way to them, in order."""
@@ -84,17 +84,17 @@ class Dataflow:
         waiting = [(self.made[r].maker, r) for r in self.readers.get(storage, ())]
         heapq.heapify(waiting)
         seen = {r for _, r in waiting}
-        found: list[int] = []
-        while waiting and len(found) < most:
+        users: list[int] = []
+        while waiting and len(users) < most:
             _, user = heapq.heappop(waiting)
             if user in stored:
-                found.append(user)
+                users.append(user)
                 continue
             for reader in self.readers.get(user, ()):
                 if reader not in seen:
                     seen.add(reader)
                     heapq.heappush(waiting, (self.made[reader].maker, reader))
-        return found
+        return users
 
 
 def dataflow_of(parts: Parts, roots: Collection[int], kept: Collection[int]) -> Dataflow:
@@ -126,7 +126,7 @@ def dataflow_of(parts: Parts, roots: Collection[int], kept: Collection[int]) -> 
     return Dataflow(
         parts,
         made,
-        {s: tuple(found) for s, found in readers.items()},
+        {s: tuple(nodes) for s, nodes in readers.items()},
         frozenset(forced & made.keys()),
         _needed_forward(parts, made, roots, frozenset(opaque)),
         {v.storage: v.storage_bytes for v in values},
@@ -146,7 +146,7 @@ def _memory_of_opaque(
         whole |= dict.fromkeys(_storages(parts.values, part.makes), position)
         for storage in _storages(parts.values, part.reads):
             readers[storage].append(position)
-    return whole, {s: tuple(found) for s, found in readers.items()}
+    return whole, {s: tuple(nodes) for s, nodes in readers.items()}
 
 
 def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
@@ -177,8 +177,8 @@ def _needed(
     return needed, forced, tuple(reversed(opaque))
 
 
-def _storages(values: Sequence[RecordedValue], found: Iterable[int]) -> set[int]:
-    return {values[v].storage for v in found}
+def _storages(values: Sequence[RecordedValue], storages: Iterable[int]) -> set[int]:
+    return {values[v].storage for v in storages}
 
 
 def _needed_forward(

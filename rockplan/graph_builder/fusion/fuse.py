@@ -40,11 +40,11 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     said: set[str] = set()
     changed = with_versions(capture, everywhere=True)
     while True:
-        found = proposed(changed, keeps_roundings, table, frozenset(opaque))
-        failed = kernels.made({f.kernel.op: f.kernel for f in found.fused}.values())
+        proposal = proposed(changed, keeps_roundings, table, frozenset(opaque))
+        failed = kernels.made({f.kernel.op: f.kernel for f in proposal.fused}.values())
         if not failed:
-            return found.rewritten() if found.fused else capture
-        for one in found.fused:
+            return proposal.rewritten() if proposal.fused else capture
+        for one in proposal.fused:
             if one.kernel.op not in failed:
                 continue
             if one.kernel.op not in said:
@@ -91,13 +91,13 @@ def proposed(
     roots |= capture.tiles.whole
     flow = dataflow_of(parts, roots, _kept(capture, parts))
     there = stored(flow, device_type_of(capture))
-    found = [
+    groups = [
         fused_group(flow, there, group, len(capture.values), keeps_roundings)
         for group in groups_of(flow, there)
     ]
     alone: list[Fused] = []
     compiled: list[Fused] = []
-    for one in found:
+    for one in groups:
         (alone if _is_one_operator(capture, one) else compiled).append(one)
     return Proposal(capture, flow, tuple(compiled), tuple(alone))
 

@@ -101,8 +101,8 @@ class _Merging:
         beside = {r for s in (*group.reads, *group.targets) for r in self._readers[s]} | makers
         near = sorted(beside - {number}, key=lambda n: (n in makers, abs(n - number), n))[:NEAR]
         for other in near:
-            found = self.groups[other]
-            if found.phase is not group.phase or not fits(group, found):
+            neighbour = self.groups[other]
+            if neighbour.phase is not group.phase or not fits(group, neighbour):
                 continue
             made = self._merged(number, other)
             if made is not None:
@@ -144,11 +144,11 @@ class _Merging:
 
     def _due(self, group: Group, members: Collection[int]) -> float:
         """The position of the first that reads what the group makes, other than its members."""
-        found = [math.inf]
+        positions = [math.inf]
         for target in group.targets:
-            found += self._flow.opaque_readers.get(target, ())
-            found += [self.groups[r].at for r in self._readers[target] if r not in members]
-        return min(found)
+            positions += self._flow.opaque_readers.get(target, ())
+            positions += [self.groups[r].at for r in self._readers[target] if r not in members]
+        return min(positions)
 
     # -- what is to be one -------------------------------------------------------------------
 

@@ -92,25 +92,25 @@ def check_roundings(device_type: str, dtypes: Iterable[str]) -> None:
 
 def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
     """Name of the operator of each kernel -> its function, or why there is none."""
-    found: dict[str, Function | str] = {}
+    functions: dict[str, Function | str] = {}
     if not kernels:
-        return found
+        return functions
     waits: dict[str, Waits] = {}
     with _COMPILING, _below_autograd(), _waiting_later() as pending:
         for done, kernel in enumerate(kernels):
             report(STAGE, done, 2 * len(kernels))
-            found[kernel.op] = _tried(functools.partial(_begun, kernel))
+            functions[kernel.op] = _tried(functools.partial(_begun, kernel))
             waits[kernel.op] = [*pending]
             pending.clear()
         for done, kernel in enumerate(kernels):
             report(STAGE, len(kernels) + done, 2 * len(kernels))
-            begun = found[kernel.op]
+            begun = functions[kernel.op]
             if not isinstance(begun, str):
-                found[kernel.op] = _tried(
+                functions[kernel.op] = _tried(
                     functools.partial(_finished, kernel, begun, waits[kernel.op])
                 )
     report(STAGE, 2 * len(kernels), 2 * len(kernels))
-    return found
+    return functions
 
 
 def _tried(make: Callable[[], Function]) -> Function | str:

@@ -44,12 +44,12 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
-    for op, found in inductor.compiled(wanted).items():
+    for op, function in inductor.compiled(wanted).items():
         look = looks[op]
-        if isinstance(found, str) or isinstance(look, str):
-            failed[op] = str(found)
+        if isinstance(function, str) or isinstance(look, str):
+            failed[op] = str(function)
             continue
-        _functions[op] = found if look is None else functools.partial(_looked_at, look, found)
+        _functions[op] = function if look is None else functools.partial(_looked_at, look, function)
         _define(missing[op])
     return failed
 
@@ -117,10 +117,10 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         args = pytree.tree_map(here, [substitute(a, values.__getitem__) for a in call.args])
         kwargs = {k: here(substitute(a, values.__getitem__)) for k, a in call.kwargs}
         result = facts.resolve(call.op)(*args, **kwargs)
-        found = result if isinstance(result, list | tuple) else [result]
-        values |= {r: t for r, t in zip(call.results, found, strict=True) if r is not None}
+        results = result if isinstance(result, list | tuple) else [result]
+        values |= {r: t for r, t in zip(call.results, results, strict=True) if r is not None}
         values = {v: t for v, t in values.items() if last.get(v, -1) > position}
-        del args, kwargs, result, found
+        del args, kwargs, result, results
     return [values[r] for r in kernel.results]
 
 
@@ -170,9 +170,9 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
         ranges.append((indices.results.index(one.index), one.dim, size, -size * one.is_from_end))
 
     def look(arguments: Sequence[Any]) -> None:
-        found = computed(indices, arguments)
+        looked_at = computed(indices, arguments)
         for place, dim, size, least in ranges:
-            lowest, highest = (int(end) for end in torch.aminmax(found[place]))
+            lowest, highest = (int(end) for end in torch.aminmax(looked_at[place]))
             if lowest < least or highest >= size:
                 index = lowest if lowest < least else highest
                 raise IndexError(

@@ -110,10 +110,10 @@ class _Building:
             else:
                 chains.setdefault(chain[0], []).append(chain)
         inputs = []
-        for found in chains.values():
-            start = self._start(found)
-            inputs.append(found[0][start])
-            positions.update(flow.views[v] for chain in found for v in chain[start + 1 :])
+        for alike in chains.values():
+            start = self._start(alike)
+            inputs.append(alike[0][start])
+            positions.update(flow.views[v] for chain in alike for v in chain[start + 1 :])
         return tuple(inputs), tuple(sorted(positions))
 
     def _chain(self, value: int) -> list[int]:

@@ -307,13 +307,13 @@ class _Tracing:
 
     def _fake(self, value: int, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         """A fake tensor, in one storage with those that share one."""
-        found = self._values[value]
-        spec = found.spec
+        recorded = self._values[value]
+        spec = recorded.spec
         dtype = dtype_of(spec)
-        if found.storage not in storages:
-            size = found.storage_bytes
-            storages[found.storage] = torch.empty(size, dtype=torch.uint8, device=spec.device)
-        whole = storages[found.storage]
+        if recorded.storage not in storages:
+            size = recorded.storage_bytes
+            storages[recorded.storage] = torch.empty(size, dtype=torch.uint8, device=spec.device)
+        whole = storages[recorded.storage]
         made = torch.empty(0, dtype=dtype, device=spec.device)
         return made.set_(whole.untyped_storage(), spec.offset, spec.shape, spec.stride)
 

@@ -87,18 +87,18 @@ def _beside_the_loss(graph: CDGraph) -> int:
 def predecessors(graph: CDGraph) -> list[set[int]]:
     """For each node those that it must follow, beside what follows from their own."""
     producer = producers(graph)
-    found = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
+    before = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
     last: int | None = None
     for node in graph.nodes:
         if node.random or not node.recomputable or node.calls != node.recalls:
             if last is not None:
-                found[node.index].add(last)
+                before[node.index].add(last)
             last = node.index
     reading = readers(graph)
     for data in added_to(graph):
         for earlier, later in pairwise(reading[data]):
-            found[later].add(earlier)
-    return found
+            before[later].add(earlier)
+    return before
 
 
 @dataclass(frozen=True, slots=True)

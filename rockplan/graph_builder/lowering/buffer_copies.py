@@ -97,13 +97,13 @@ def _alone(capture: Capture, storages: Storages) -> dict[int, int]:
     changed_late = {
         storages.of[v] for r in capture.calls if r.phase is Phase.BACKWARD for v in r.writes
     }
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for storage in storages.mutated_outside - changed_late:
         value = min(members[storage])
         alone = len(members[storage]) == 1 and _is_all(capture.values[value])
         if alone and storages.kind[storage] is DataKind.BUFFER:
-            found[storage] = value
-    return found
+            owners[storage] = value
+    return owners
 
 
 def _is_all(value: RecordedValue) -> bool:

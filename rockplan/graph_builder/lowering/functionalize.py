@@ -229,14 +229,14 @@ def _owned(capture: Capture) -> set[int]:
 def _unchangeable(capture: Capture) -> set[int]:
     """Storages that hold numbers of several kinds, of which views cannot be told by strides; and
     gradients that are handed over: which of them autograd sums is told by the calls."""
-    found = {capture.values[g].storage for _, g in capture.gradients if g is not None}
+    unchangeable = {capture.values[g].storage for _, g in capture.gradients if g is not None}
     kinds: dict[int, str] = {}
     for value in capture.values:
         spec = value.spec
         plain = kinds.setdefault(value.storage, spec.dtype) == spec.dtype
         if not plain or spec.is_conj or spec.is_neg:
-            found.add(value.storage)
-    return found
+            unchangeable.add(value.storage)
+    return unchangeable
 
 
 def _is_whole(value: RecordedValue) -> bool:

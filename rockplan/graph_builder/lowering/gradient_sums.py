@@ -59,5 +59,5 @@ def _split(capture: Capture) -> tuple[Gradients, frozenset[int]]:
         uses[arrived] -= 1
         return (*split(arrived), last)
 
-    found = tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
-    return found, frozenset(added)
+    gradients = tuple((t, () if g is None else split(g)) for t, g in capture.gradients)
+    return gradients, frozenset(added)

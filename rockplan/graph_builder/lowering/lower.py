@@ -68,7 +68,7 @@ def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) 
     """
     capture = with_versions(capture)
     gradients = contributions(capture)
-    handed = [g for _, found in gradients for g in found]
+    handed = [g for _, several in gradients for g in several]
     parts = divided(capture, handed)
     copying = with_copies(capture, parts)
     if copying is not capture:
@@ -107,7 +107,7 @@ class _Numbering:
         """Index of a recorded value; its chain of views is numbered first."""
         if recorded in self.value_of:
             return self.value_of[recorded]
-        found = self._capture.values[recorded]
+        value = self._capture.values[recorded]
         position = self._views.get(recorded)
         derived = None if position is None else self._capture.calls[position]
         if derived is not None:
@@ -118,27 +118,27 @@ class _Numbering:
                 self.value(read)
             name = name or self.name(derived.call.op)
         name = name or self.name("value")
-        size_bytes = _allocated_bytes(found.storage_bytes, found.spec.device)
-        data = self.storage(found.storage, name, size_bytes)
+        size_bytes = _allocated_bytes(value.storage_bytes, value.spec.device)
+        data = self.storage(value.storage, name, size_bytes)
         index = len(self.values)
         self.value_of[recorded] = index
         view = None if derived is None else self.call(derived.call)
-        self.values.append(Value(index, data, name, found.spec, view))
+        self.values.append(Value(index, data, name, value.spec, view))
         return index
 
     def views_with_siblings(self) -> tuple[Value, ...]:
         """All values; a view names every result of its call that the graph uses, so that one
         execution derives them all."""
-        found = list(self.values)
+        values = list(self.values)
         for recorded, index in self.value_of.items():
             call = self._capture.calls[self._views.get(recorded, 0)].call
-            view = found[index].view
+            view = values[index].view
             if view is None or recorded not in self._views or _is_same_value(call):
                 continue
             named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
             if named != view.results:
-                found[index] = replace(found[index], view=replace(view, results=named))
-        return tuple(found)
+                values[index] = replace(values[index], view=replace(view, results=named))
+        return tuple(values)
 
     def name(self, op: str) -> str:
         packet = stem(op).split(".")[1] if "." in op else op
@@ -187,7 +187,8 @@ def _assemble(
         nodes.append(_node(capture, parts.storages, numbering, unit, len(nodes)))
     interface = _interface(capture, parts.storages, numbering, gradients)
     contributions = {
-        target: [numbering.values[g].data for g in found] for target, found in interface.gradients
+        target: [numbering.values[g].data for g in several]
+        for target, several in interface.gradients
     }
     summed = _summed_in_place(nodes, numbering.values, interface.gradients)
     held_tangents = _held_tangents(capture, numbering)
@@ -201,7 +202,7 @@ def _assemble(
     }
     of_copies = {numbering.values[copy].data for _, copy in interface.copies}
     held = _held_outputs(interface, numbering, released) | of_inputs | held_tangents | of_copies
-    handed = {d for found in contributions.values() for d in found} - of_outputs - of_inputs
+    handed = {d for several in contributions.values() for d in several} - of_outputs - of_inputs
 
     def own(data: set[int]) -> tuple[int, ...]:
         return tuple(sorted(d for d in data if not numbering.data[d].kind.resident))
@@ -242,7 +243,7 @@ def _interface(
             )
             for position, o in enumerate(capture.outputs)
         ),
-        gradients=tuple((of(t), tuple(of(g) for g in found)) for t, found in gradients),
+        gradients=tuple((of(t), tuple(of(g) for g in parts)) for t, parts in gradients),
         copies=tuple((of(buffer), of(copy)) for buffer, copy in capture.copies),
         mutated=tuple(of(v) for v in residents if storages.of[v] in storages.mutated_outside),
         guards=capture.guards,
@@ -259,14 +260,14 @@ def _summed_in_place(
     targets returned are added to the first as they are made, of others all wait for the last."""
     made_by = {d: n.index for n in nodes for d in n.writes}
     read = {d for node in nodes for d in node.reads}
-    times_handed = Counter(values[g].data for _, found in gradients for g in found)
+    times_handed = Counter(values[g].data for _, parts in gradients for g in parts)
     summed = []
-    for target, found in gradients:
-        data = [values[g].data for g in found]
+    for target, parts in gradients:
+        data = [values[g].data for g in parts]
         if len(data) < 2:
             continue
         is_ours = times_handed[data[0]] == 1 and data[0] not in read
-        dense = is_ours and is_dense(values[found[0]].spec)
+        dense = is_ours and is_dense(values[parts[0]].spec)
         if dense and _sum_into_first(nodes, made_by, data):
             summed.append(target)
         else:

@@ -48,8 +48,12 @@ def with_takeovers(graph: CDGraph) -> CDGraph:
 
 
 def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> ComputeNode:
-    found = dict(_takeovers(graph, node, seen))
-    return replace(node, takes=tuple(found), taking=tuple(found.values())) if found else node
+    takeovers = dict(_takeovers(graph, node, seen))
+    return (
+        replace(node, takes=tuple(takeovers), taking=tuple(takeovers.values()))
+        if takeovers
+        else node
+    )
 
 
 def _takeovers(
@@ -139,12 +143,12 @@ def _writing_operator(op: str) -> tuple[str, str | None]:
     packet = functional.overloadpacket
     namespace, name, overload = op.split(".")
     for candidate in packet.overloads():
-        found = getattr(packet, candidate)
-        results = [a.name for a in found._schema.arguments if a.is_out]
+        operator = getattr(packet, candidate)
+        results = [a.name for a in operator._schema.arguments if a.is_out]
         if (
             len(results) == 1
-            and torch.Tag.generated not in found.tags
-            and _inputs(found) == _inputs(functional)
+            and torch.Tag.generated not in operator.tags
+            and _inputs(operator) == _inputs(functional)
         ):
             return f"{namespace}.{name}.{candidate}", results[0]
     in_place = getattr(getattr(torch.ops, namespace), f"{name}_", None)
@@ -158,12 +162,12 @@ def out_of_place(op: str) -> str | None:
     """`add.Tensor` for `add_.Tensor`: the operator that makes the bits which `op` writes into its
     first argument, and whose result may be written there; None for other operators."""
     namespace, name, overload = op.split(".")
-    found = f"{namespace}.{name.removesuffix('_')}.{overload}"
-    row = row_of(found)
+    functional = f"{namespace}.{name.removesuffix('_')}.{overload}"
+    row = row_of(functional)
     if not name.endswith("_") or row.may_write_into != OPERAND or row.writes_as:
         return None
-    same = _inputs(facts.resolve(op)) == _inputs(facts.resolve(found))
-    return found if same and _writing_operator(found)[0] else None
+    same = _inputs(facts.resolve(op)) == _inputs(facts.resolve(functional))
+    return functional if same and _writing_operator(functional)[0] else None
 
 
 def _inputs(operator: OpOverload) -> list[tuple[str, str]]:

@@ -42,24 +42,24 @@ def operator_name(operator: OpOverload) -> str:
 def resolve(name: str) -> OpOverload:
     """Inverse of `operator_name`."""
     namespace, packet, overload = name.split(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    assert isinstance(found, OpOverload)
-    return found
+    operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    assert isinstance(operator, OpOverload)
+    return operator
 
 
 def tensors(arguments: object) -> list[torch.Tensor]:
     """Every tensor in nested arguments, in order."""
     if isinstance(arguments, torch.Tensor):
         return [arguments]
-    found: list[torch.Tensor] = []
+    operands: list[torch.Tensor] = []
     if isinstance(arguments, _CONTAINERS):
         for argument in arguments.values() if isinstance(arguments, dict) else arguments:
             if isinstance(argument, torch.Tensor):
-                found.append(argument)
+                operands.append(argument)
             # Most are literals: no call for each of them.
             elif isinstance(argument, _CONTAINERS):
-                found += tensors(argument)
-    return found
+                operands += tensors(argument)
+    return operands
 
 
 _CONTAINERS = (tuple, list, dict)
@@ -73,13 +73,13 @@ def facts_of(operator: Any) -> OperatorFacts:
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
-        found = _merged(OperatorFacts(str(operator)), str(operator))
+        operator_facts = _merged(OperatorFacts(str(operator)), str(operator))
         refused = OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS)
-        return found if found.composite else _merged(refused, str(operator))
+        return operator_facts if operator_facts.composite else _merged(refused, str(operator))
     namespace, packet, _ = str(operator).split(".")
     names = (f"*.{packet}", f"{namespace}.{packet}", str(operator))
-    found = _merged(_facts_of_schema(operator), *names)
-    return replace(found, changes_shape_as="") if found.refused_because else found
+    facts = _merged(_facts_of_schema(operator), *names)
+    return replace(facts, changes_shape_as="") if facts.refused_because else facts
 
 
 _ROWS = {row.name: row for row in ROWS}
@@ -87,12 +87,12 @@ _ROWS = {row.name: row for row in ROWS}
 _DRAWS_IF = ("dropout_p", "dropout", "draws")
 
 
-def _merged(found: OperatorFacts, *names: str) -> OperatorFacts:
-    """`found`, and what the rows of these names say."""
+def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
+    """`facts`, and what the rows of these names say."""
     for row in (_ROWS[name] for name in names if name in _ROWS):
         said = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "name"}
-        found = replace(found, **{name: fact for name, fact in said.items() if fact})
-    return found
+        facts = replace(facts, **{name: fact for name, fact in said.items() if fact})
+    return facts
 
 
 def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
@@ -138,11 +138,11 @@ def operators_named(name: str) -> tuple[Any, ...]:
     packet = getattr(getattr(torch.ops, library), rest[0], None) if rest[0].isidentifier() else None
     if isinstance(packet, OpOverloadPacket) and len(rest) <= 2:
         overloads = (rest[1],) if rest[1:] else sorted(packet.overloads())
-        found = [getattr(packet, o) for o in overloads if o in packet.overloads()]
-        found = [o for o in found if "Tensor" in str(o._schema)]
-        plain = [o for o in found if not any(a.is_out for a in o._schema.arguments)]
-        if found:
-            return tuple(plain or found)
+        operators = [getattr(packet, o) for o in overloads if o in packet.overloads()]
+        operators = [o for o in operators if "Tensor" in str(o._schema)]
+        plain = [o for o in operators if not any(a.is_out for a in o._schema.arguments)]
+        if operators:
+            return tuple(plain or operators)
     raise InvalidInput(f"PyTorch has no operator '{name}'{_nearest(name)}")
 
 
@@ -190,11 +190,11 @@ def written(
 ) -> tuple[torch.Tensor, ...]:
     """The tensors that this call mutates."""
     facts, names = facts_of(operator), argument_names(operator)
-    found = [names[position] for position in _declared_writes(operator)]
-    undeclared = [name for name in facts.writes if name not in found]
+    places = [names[position] for position in _declared_writes(operator)]
+    undeclared = [name for name in facts.writes if name not in places]
     if undeclared and given(operator, facts.if_argument, args, kwargs):
-        found += undeclared
-    return tuple(t for name in found for t in tensors(given(operator, name, args, kwargs)))
+        places += undeclared
+    return tuple(t for name in places for t in tensors(given(operator, name, args, kwargs)))
 
 
 def out_of_place_view(operator: OpOverload) -> OpOverload | None:
@@ -310,9 +310,9 @@ def follows_shapes(operator: OpOverload) -> bool:
 @functools.cache
 def is_plain_view(operator: OpOverload) -> bool:
     """Is the result the same elements as the first argument, which is the only tensor?"""
-    found = facts_of(operator)
+    facts = facts_of(operator)
     tensors_taken = sum("Tensor" in str(a.type) for a in operator._schema.arguments)
-    is_view = found.view not in (ViewKind.NONE, ViewKind.OTHER_NUMBERS)
+    is_view = facts.view not in (ViewKind.NONE, ViewKind.OTHER_NUMBERS)
     is_view = is_view and not operator._schema.is_mutable
     return is_view and tensors_taken == 1
 
@@ -320,10 +320,10 @@ def is_plain_view(operator: OpOverload) -> bool:
 @functools.cache
 def is_pointwise(operator: OpOverload) -> bool:
     """Does the result, a new tensor, have an element for each of the arguments'?"""
-    found = facts_of(operator)
+    facts = facts_of(operator)
     returned = [r.alias_info for r in operator._schema.returns]
-    is_new = returned == [None] and not (operator._schema.is_mutable or found.draws)
-    return is_new and torch.Tag.pointwise in operator.tags and not found.shape_rule
+    is_new = returned == [None] and not (operator._schema.is_mutable or facts.draws)
+    return is_new and torch.Tag.pointwise in operator.tags and not facts.shape_rule
 
 
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

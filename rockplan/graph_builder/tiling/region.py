@@ -106,10 +106,10 @@ class _Growth:
         self._core: set[int] = set()
 
     def region(self) -> Region | str:
-        found = self._grown(goes_up=True)
+        growth = self._grown(goes_up=True)
         # A wide thing that others read, too, stays whole, and parts read rows of it.
-        without = self._grown(goes_up=False) if isinstance(found, str) else found
-        return found if isinstance(without, str) else without
+        without = self._grown(goes_up=False) if isinstance(growth, str) else growth
+        return growth if isinstance(without, str) else without
 
     def _grown(self, goes_up: bool) -> Region | str:
         run, makers = self._run, dict[int, _WideMaker]()
@@ -155,9 +155,9 @@ class _Growth:
 
     def _look(self, position: int, rows: Rows) -> None:
         recorded = self._run.capture.calls[position]
-        found = viewed(recorded.call, self._run.spec, rows, self._groups)
-        if found is not None:
-            self._known[self._run.made_by(position)[0]] = found
+        view = viewed(recorded.call, self._run.spec, rows, self._groups)
+        if view is not None:
+            self._known[self._run.made_by(position)[0]] = view
 
     def _add(self, position: int) -> None:
         """A call that reads what is known to have rows, if it is independent by rows."""
@@ -165,21 +165,23 @@ class _Growth:
         recorded = run.capture.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):
             return
-        found = row_wise(recorded.call, run.spec, self._known, self._groups)
-        if found is None:
+        row_wise_call = row_wise(recorded.call, run.spec, self._known, self._groups)
+        if row_wise_call is None:
             return
         made = {
             v: rows
-            for v, rows in zip(recorded.call.results, found.results, strict=True)
+            for v, rows in zip(recorded.call.results, row_wise_call.results, strict=True)
             if v is not None and rows is not None
         }
-        is_wide = any(self._is_wide(v) for v in (*made, *found.operands.keys() & self._known))
+        is_wide = any(
+            self._is_wide(v) for v in (*made, *row_wise_call.operands.keys() & self._known)
+        )
         if not is_wide and recorded.call.op in PRODUCTS:
             return
         self._known |= made
         if any(self._is_wide(v) and run.storage(v) in run.roots for v in made):
             return
-        self._found[position] = found
+        self._found[position] = row_wise_call
         if is_wide:
             self._core.add(position)
 
@@ -191,11 +193,11 @@ class _Growth:
                 read = (v for v in self._found[position].operands if v in self._known)
                 makers = {run.maker_of(v) for v in read}
                 needed |= {m for m in makers if m in self._found}
-        return {p: found for p, found in self._found.items() if p in needed}
+        return {p: kept for p, kept in self._found.items() if p in needed}
 
     def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
         """Of wide things that the calls read, and that are not made by them."""
-        run, found = self._run, dict[int, _WideMaker]()
+        run, makers = self._run, dict[int, _WideMaker]()
         for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
             position = run.maker_of(value)
             if position is None or position in calls or not run.is_plain(position):
@@ -207,12 +209,12 @@ class _Growth:
             call = run.capture.calls[position].call
             cut = of_views and row_wise(call, run.spec, {}, self._groups, wanted=of_views[base])
             if of_views and cut:
-                found[position] = _WideMaker(cut, of_views)
-        return found
+                makers[position] = _WideMaker(cut, of_views)
+        return makers
 
     def _cut_of_base(self, value: int, rows: Rows) -> dict[int, Rows] | None:
         """Rows of what `value` is a view of such that its own are `rows`."""
-        run, found = self._run, {value: rows}
+        run, cut = self._run, {value: rows}
         while (position := run.views.get(value)) is not None:
             base = run.viewed_by(position)
             if base is None:
@@ -225,13 +227,13 @@ class _Growth:
                 r
                 for r in tried
                 if prod(shape[r.first : r.last + 1]) % self._groups.count == 0
-                and viewed(call, run.spec, r, self._groups) == found[value]
+                and viewed(call, run.spec, r, self._groups) == cut[value]
             )
             of_base = next(fit, None)
             if of_base is None:
                 return None
-            value, found[base] = base, of_base
-        return found
+            value, cut[base] = base, of_base
+        return cut
 
     def _open_at(self, calls: Mapping[int, RowWise]) -> str:
         """Why the calls are no region, '' if they are one."""

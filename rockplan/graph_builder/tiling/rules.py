@@ -128,9 +128,9 @@ def viewed(call: Call, specs: Specs, rows: Rows, groups: Groups) -> Rows | None:
     if op in ("aten.view.default", "aten._unsafe_view.default"):
         return _reshaped(prod(whole[: rows.first]), made, groups)
     if op == "aten.expand.default":
-        found = rows.moved(len(made) - len(whole))
-        is_same = made[found.first : found.last + 1] == whole[rows.first : rows.last + 1]
-        return found if is_same else None
+        moved = rows.moved(len(made) - len(whole))
+        is_same = made[moved.first : moved.last + 1] == whole[rows.first : rows.last + 1]
+        return moved if is_same else None
     if op == "aten.transpose.int":
         a, b = (_dim(d, len(whole)) for d in args[1:3])
         swapped = {a: b, b: a}
@@ -176,36 +176,36 @@ def row_wise(
     wanted: how its result is to be, where none of them is."""
     op = call.op
     given = list(dict.fromkeys(r.index for r in refs(call)))
-    found = {v: known[v] for v in given if v in known}
+    by_value = {v: known[v] for v in given if v in known}
     if not call.results or call.results[0] is None:
         return None
     if op in PRODUCTS:
-        return _product(call, specs, found)
+        return _product(call, specs, by_value)
     if op in (NLL, _NLL_BACKWARD):
-        return _nll(call, specs, found)
+        return _nll(call, specs, by_value)
     if op in _CREATIONS:
         return RowWise({}, (wanted,)) if wanted and not given else None
     if op in _ALONG:
-        return _along(call, specs, found, wanted)
+        return _along(call, specs, by_value, wanted)
     if op in _REDUCTIONS or op in ("aten.sum.default", "aten.mean.default"):
-        return _reduction(call, specs, found)
+        return _reduction(call, specs, by_value)
     if op == "aten.select_backward.default":
-        return _select_backward(call, specs, found)
+        return _select_backward(call, specs, by_value)
     if op in _COPIES or facts.is_pointwise(facts.resolve(op)):
-        return _pointwise(call, specs, found, wanted)
+        return _pointwise(call, specs, by_value, wanted)
     return None
 
 
-def _product(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise | None:
+def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
-    rows, columns = found.get(left), found.get(right)
+    rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:
         operands = {left: FIRST}
         for one in bias:
             if len(specs(one).shape) == 2 and specs(one).shape[0] != 1:
                 operands[one] = FIRST
         # What is added is cut as the result is, or has no rows.
-        is_fit = all(found.get(one) in (None, operands.get(one)) for one in bias)
+        is_fit = all(rows_of.get(one) in (None, operands.get(one)) for one in bias)
         is_fit = is_fit and left not in bias and right not in (left, *bias)
         return RowWise(operands, (FIRST,)) if is_fit else None
     if bias or left == right:
@@ -215,19 +215,21 @@ def _product(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise | N
     return None
 
 
-def _nll(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise | None:
+def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
     """Of two dimensions; the loss of a row is that of its target."""
     gradient = () if call.op == NLL else call.args[:1]
     scores, targets, weight, reduction, *_ = call.args[len(gradient) :]
     assert isinstance(scores, ValueRef) and isinstance(targets, ValueRef)
-    if len(specs(scores.index).shape) != 2 or found.get(scores.index, FIRST) != FIRST:
+    if len(specs(scores.index).shape) != 2 or rows_of.get(scores.index, FIRST) != FIRST:
         return None
     operands = {scores.index: FIRST, targets.index: FIRST}
     is_by_row = reduction == 0
     if gradient and is_by_row:
         operands[gradient[0].index] = FIRST  # type: ignore[attr-defined]
     others = [a.index for a in (weight, *call.args[-1:]) if isinstance(a, ValueRef)]
-    if any(v in found for v in others) or any(found.get(v, r) != r for v, r in operands.items()):
+    if any(v in rows_of for v in others) or any(
+        rows_of.get(v, r) != r for v, r in operands.items()
+    ):
         return None
     if gradient:
         return RowWise(operands, (FIRST,))
@@ -235,9 +237,9 @@ def _nll(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise | None:
 
 
 def _along(
-    call: Call, specs: Specs, found: Mapping[int, Rows], wanted: Rows | None
+    call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
 ) -> RowWise | None:
-    rows = _common(found) if found else wanted
+    rows = _common(rows_of) if rows_of else wanted
     given = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape
     if rows is None or any(len(specs(v).shape) != len(result) for v in given):
@@ -250,13 +252,13 @@ def _along(
     return RowWise(dict.fromkeys(given, rows), (rows,))
 
 
-def _common(found: Mapping[int, Rows]) -> Rows | None:
-    kinds = set(found.values())
+def _common(rows_of: Mapping[int, Rows]) -> Rows | None:
+    kinds = set(rows_of.values())
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _reduction(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise | None:
-    rows = _common(found)
+def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+    rows = _common(rows_of)
     (given,) = (r.index for r in refs(call))
     if rows is None:
         return None
@@ -276,8 +278,8 @@ def _reduction(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise |
     return RowWise({given: rows}, (made,) * len(call.results))
 
 
-def _select_backward(call: Call, specs: Specs, found: Mapping[int, Rows]) -> RowWise | None:
-    rows = _common(found)
+def _select_backward(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+    rows = _common(rows_of)
     if rows is None:
         return None
     (given,) = (r.index for r in refs(call))
@@ -287,10 +289,10 @@ def _select_backward(call: Call, specs: Specs, found: Mapping[int, Rows]) -> Row
 
 
 def _pointwise(
-    call: Call, specs: Specs, found: Mapping[int, Rows], wanted: Rows | None
+    call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
 ) -> RowWise | None:
     result = specs(call.results[0] or 0).shape
-    places = {r.moved(len(result) - len(specs(v).shape)) for v, r in found.items()}
+    places = {r.moved(len(result) - len(specs(v).shape)) for v, r in rows_of.items()}
     places |= {wanted} if wanted else set()
     if len(places) != 1 or len(call.results) != 1:
         return None
@@ -310,7 +312,7 @@ def _pointwise(
             and not is_absent
         ):
             operands[ref.index] = Rows(there[0], there[-1])
-        elif not is_absent or ref.index in found:
+        elif not is_absent or ref.index in rows_of:
             return None
     return RowWise(operands, (rows,))
 

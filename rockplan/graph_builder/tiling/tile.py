@@ -143,7 +143,7 @@ class _TiledRun:
         are no views stay in their order."""
         levels: list[tuple[list[int], list[int]]] = []
         for phase in Phase:
-            found: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+            by_level: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
             parts: dict[int, int] = {}  # storage made in parts -> level
             ready: dict[int, int] = {}  # storage that is whole -> the first level that may read it
             now = 0
@@ -156,17 +156,17 @@ class _TiledRun:
                     if not is_view:
                         level = now = max(now, level)
                         ready |= dict.fromkeys(made, level)
-                    found[level][0].append(position)
+                    by_level[level][0].append(position)
                     continue
                 level = max((parts.get(s, ready.get(s, 0)) for s in read), default=0)
-                found[level][1].append(position)
+                by_level[level][1].append(position)
                 for result in self._run.made_by(position):
                     place = ready if result not in self._region.rows else parts
                     storage = self._run.storage(result)
                     place[storage] = level + (place is ready)
                     if result in self._whole:
                         ready[storage] = level + 1
-            levels += [found[level] for level in sorted(found)]
+            levels += [by_level[level] for level in sorted(by_level)]
         return levels
 
     def _running(self, phase: Phase) -> Iterator[tuple[int, bool]]:
@@ -321,9 +321,9 @@ class _TiledRun:
                 f"{self._run.spec(result)}"
             )
         storage = self._values[made].storage
-        for value, found in enumerate(self._values):
-            if found.storage == storage:
-                self._values[value] = replace(found, storage=self._run.storage(result))
+        for value, fakes in enumerate(self._values):
+            if fakes.storage == storage:
+                self._values[value] = replace(fakes, storage=self._run.storage(result))
         call = Call("aten.alias.default", (ValueRef(made),), (), (result,))
         self._calls.append(replace(recorded, call=call, reads=(made,), writes=()))
 
@@ -368,14 +368,14 @@ class _TiledRun:
     def _fake(self, value: int) -> torch.Tensor:
         """A fake tensor, in one storage with those that share one."""
         if value not in self._fakes:
-            found = self._values[value]
-            spec, device = found.spec, found.spec.device
+            recorded = self._values[value]
+            spec, device = recorded.spec, recorded.spec.device
             with self._results.fake_mode:
-                if found.storage not in self._memory:
-                    whole = torch.empty(found.storage_bytes, dtype=torch.uint8, device=device)
-                    self._memory[found.storage] = whole
-                    self._ordinals[whole.untyped_storage()._cdata] = found.storage
-                storage = self._memory[found.storage].untyped_storage()
+                if recorded.storage not in self._memory:
+                    whole = torch.empty(recorded.storage_bytes, dtype=torch.uint8, device=device)
+                    self._memory[recorded.storage] = whole
+                    self._ordinals[whole.untyped_storage()._cdata] = recorded.storage
+                storage = self._memory[recorded.storage].untyped_storage()
                 made = torch.empty(0, dtype=dtype_of(spec), device=device)
                 made.set_(storage, spec.offset, spec.shape, spec.stride)
             self._fakes[value] = made

@@ -146,8 +146,8 @@ def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
         with_indices = input.requires_grad and torch.is_grad_enabled()
         if input.device.type == "cpu" and not with_indices:
             input = input.contiguous()
-        found: torch.Tensor = original(input, *args, **kwargs)
-        return found
+        pooled: torch.Tensor = original(input, *args, **kwargs)
+        return pooled
 
     return max_pool1d
 

@@ -26,7 +26,7 @@ Essence = tuple[Any, ...]
 def of(recorder: Recorder, outputs: Sequence[Any]) -> Essence:
     """outputs: leaves of the result."""
     reading = _Essence(recorder)
-    calls = [found for call in recorder.calls if (found := reading.call(call)) is not None]
+    calls = [essential for call in recorder.calls if (essential := reading.call(call)) is not None]
     results = [
         reading.value(recorder.value(o)) if isinstance(o, torch.Tensor) else data_in(o)
         for o in outputs

@@ -42,11 +42,11 @@ def prefix(
 def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
     """Values that are read before any call makes them; an in-place call reads what it returns."""
     made: set[int] = set()
-    found: set[int] = set()
+    leaves: set[int] = set()
     for recorded in calls:
-        found |= set(recorded.reads) - made
+        leaves |= set(recorded.reads) - made
         made |= {r for r in recorded.call.results if r is not None}
-    return found | (set(wanted) - made)
+    return leaves | (set(wanted) - made)
 
 
 def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

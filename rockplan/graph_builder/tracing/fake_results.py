@@ -29,8 +29,8 @@ _ATTRIBUTE = object.__getattribute__
 
 
 def fake_device(tensor: FakeTensor) -> torch.device:
-    found: torch.device = _ATTRIBUTE(tensor, "_fake_device")
-    return found
+    device: torch.device = _ATTRIBUTE(tensor, "_fake_device")
+    return device
 
 
 @dataclass(frozen=True, slots=True)

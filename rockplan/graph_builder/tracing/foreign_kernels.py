@@ -66,12 +66,12 @@ def running() -> Frames:
 
 def _raised(error: BaseException) -> Frames:
     """The frames that an error has left."""
-    found: list[Frame] = []
+    frames: list[Frame] = []
     traceback = error.__traceback__
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    yield from reversed(found)
+    yield from reversed(frames)
 
 
 def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:

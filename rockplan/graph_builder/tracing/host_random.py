@@ -50,13 +50,13 @@ class _NotAdvanced:
 
 
 @contextlib.contextmanager
-def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
     """Refuse draws meanwhile. found: what the forward can reach; refuse: raises with the place in
     the model."""
-    _refuse_given(found)
-    generators = _generators(found)
+    _refuse_given(reached)
+    generators = _generators(reached)
     states = [_state(g) for _, g in generators]
-    exchanged = [*_iterators(found)]
+    exchanged = [*_iterators(reached)]
     for held, elements in exchanged:
         held.kind.write(held.owner, [(k, _still(v, refuse)) for k, v in elements])
     try:
@@ -75,9 +75,9 @@ def refused(found: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def restored(found: Reached) -> Iterator[None]:
+def restored(reached: Reached) -> Iterator[None]:
     """Generators are on exit where they were."""
-    generators = _generators(found)
+    generators = _generators(reached)
     states = [_state(g) for _, g in generators]
     try:
         yield
@@ -97,23 +97,23 @@ def _put_back(generators: _Generators, states: Sequence[Any]) -> _Generators:
     return [one for one, _ in moved]
 
 
-def _refuse_given(found: Reached) -> None:
-    for place, value in found.objects:
+def _refuse_given(reached: Reached) -> None:
+    for place, value in reached.objects:
         if place.is_callers and _is_iterator(value):
             kind = type(value).__name__
             raise NAMED["iterator as an argument"].error(place=place.text, kind=kind)
 
 
-def _generators(found: Reached) -> _Generators:
+def _generators(state: Reached) -> _Generators:
     """Those that the forward can reach, and the two that everybody draws from."""
     everybodys = ((Place(name), method.__self__) for name, method in _EVERYBODYS.items())
-    reached = ((place, value) for place, value in found.objects if isinstance(value, _RANDOM))
+    reached = ((place, value) for place, value in state.objects if isinstance(value, _RANDOM))
     return [*{id(g): (place, g) for place, g in (*everybodys, *reached)}.values()]
 
 
-def _iterators(found: Reached) -> Iterator[tuple[Held, list[Element]]]:
+def _iterators(reached: Reached) -> Iterator[tuple[Held, list[Element]]]:
     """Holders of iterators of Python's own, with their elements."""
-    for held in found.holders:
+    for held in reached.holders:
         elements = held.kind.elements(held.owner)
         if any(_is_iterator(value) for _, value in elements):
             yield held, elements

@@ -258,13 +258,13 @@ def taken(leaf: Any, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor
 
 def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
     """`leaves` with places of tensors, and the distinct tensors."""
-    found: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in found:
-            found[id(leaf)] = len(tensors)
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
+            numbers[id(leaf)] = len(tensors)
             tensors.append(leaf)
-    refs = (Ref(found[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves)
+    refs = (Ref(numbers[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves)
     return tuple(refs), tensors
 
 
@@ -378,14 +378,14 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
     told = {} if ctx is None else vars(ctx)
     saved = tuple(map(finder.place, told.get("to_save") or ()))
     flat = {n: pytree.tree_flatten(told[n]) for n in sorted(told.keys() - _OF_AUTOGRAD)}
-    places = {name: tuple(map(finder.place, found)) for name, (found, _) in flat.items()}
+    places = {name: tuple(map(finder.place, tensors)) for name, (tensors, _) in flat.items()}
     dirty, constant = (finder.places(told.get(n)) for n in ("dirty_tensors", "non_differentiable"))
     outcome = Outcome(
         made=tuple(finder.made),
         results=results,
         is_one=is_one,
         saved=saved,
-        attributes=tuple((n, found, str(flat[n][1])) for n, found in places.items()),
+        attributes=tuple((n, tensors, str(flat[n][1])) for n, tensors in places.items()),
         dirty=dirty,
         constant=constant,
         materializes=bool(told.get("materialize_grads", True)),
@@ -394,7 +394,7 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
         outcome,
         tuple(finder.tensors),
         _themselves(results, leaves),
-        tuple((n, _themselves(places[n], found), tree) for n, (found, tree) in flat.items()),
+        tuple((n, _themselves(places[n], tensors), tree) for n, (tensors, tree) in flat.items()),
     )
 
 

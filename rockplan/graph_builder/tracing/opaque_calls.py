@@ -314,7 +314,7 @@ def _backward_call(
     copied = {p for name in function.backward_mutates for p in named[name]}
     refs_saved = zip(saved_refs, outcome.saved, strict=True)
     need = {to.place for to, r in refs_saved if isinstance(r, Ref) and r.place in call.needing}
-    found = OpaqueBackward(
+    backward = OpaqueBackward(
         forward=call,
         saved=saved_refs,
         attributes=attributes,
@@ -324,7 +324,7 @@ def _backward_call(
         copied=tuple(sorted(copied)),
         surroundings=AutocastThere.here(),
     )
-    return found, given
+    return backward, given
 
 
 def _backward_names(
@@ -482,14 +482,14 @@ def _refuse_write(
     if isinstance(call, OpaqueForward):
         names = _argument_names(call.function, len(call.args))
         pairs = zip(names, call.args, strict=True)
-        found = [n for n, a in pairs if Ref(place) in pytree.tree_leaves(a)]
+        written_names = [n for n, a in pairs if Ref(place) in pytree.tree_leaves(a)]
         how = "mutates"
     else:
         named = _backward_names(call.function, call.saved, call.attributes, call.gradients)
-        found = [n for n, places in named.items() if place in places]
+        written_names = [n for n, places in named.items() if place in places]
         how = "backward_mutates"
     raise NAMED["write of an opaque function"].at(
-        *source, function=call.called, argument=found[0], how=how
+        *source, function=call.called, argument=written_names[0], how=how
     )
 
 

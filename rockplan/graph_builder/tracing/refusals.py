@@ -72,31 +72,31 @@ class Refusal:
     rule: Callable[[nn.Module], Iterator[dict[str, Any]]] | None = None
     kind: type[RockplanError] = UnsupportedModel
 
-    def text(self, **found: Any) -> str:
+    def text(self, **facts: Any) -> str:
         """What is said. remedy: another one, where what was found has its own."""
-        remedy = found.pop("remedy", self.remedy.format(**found))
-        says = self.says.format(**found)
+        remedy = facts.pop("remedy", self.remedy.format(**facts))
+        says = self.says.format(**facts)
         joined = ". " if remedy[:1].isupper() else "; "
         return f"{says}{joined}{remedy}" if remedy else says
 
-    def error(self, module_path: str | None = None, **found: Any) -> RockplanError:
+    def error(self, module_path: str | None = None, **facts: Any) -> RockplanError:
         """To be raised. module_path: of the submodule that it is about."""
         if not issubclass(self.kind, CaptureError):
-            return self.kind(self.text(**found))
-        return self.kind(self.text(**found), module_path=module_path)
+            return self.kind(self.text(**facts))
+        return self.kind(self.text(**facts), module_path=module_path)
 
-    def at(self, module: str, source: str, **found: Any) -> CaptureError:
+    def at(self, module: str, source: str, **facts: Any) -> CaptureError:
         """To be raised, with the place in the user's model."""
         assert issubclass(self.kind, CaptureError)
-        return self.kind.at(module, source, self.text(**found))
+        return self.kind.at(module, source, self.text(**facts))
 
 
 def refuse(when: When, module: nn.Module) -> None:
     """Raise the first thing that a rule of this stage finds."""
     for row in REFUSALS:
         if row.when is when and row.rule is not None:
-            for found in row.rule(module):
-                raise row.error(**found)
+            for finding in row.rule(module):
+                raise row.error(**finding)
 
 
 # Rules

@@ -85,7 +85,7 @@ def _changed(before: Changes, after: Changes) -> list[tuple[Identity, Any]]:
 _NO_CHANGE = object()
 
 
-def _noticed(name: str, place: Place, **found: Any) -> Any:
+def _noticed(name: str, place: Place, **facts: Any) -> Any:
     """The refusal of this name, to be raised."""
     of = "in the model" if place.module is None else f"in module '{place.module or '(root)'}'"
-    return NAMED[name].error(module_path=place.module, of=of, place=place.text, **found)
+    return NAMED[name].error(module_path=place.module, of=of, place=place.text, **facts)

@@ -79,16 +79,16 @@ class Tables:
 
 
 def refuse_kept_arguments(
-    found: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
+    reached: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
 ) -> None:
     """Raise where a tensor of the caller is also kept where the forward can see it, and compare the
     two: it would be one tensor in this call, and two in the next."""
-    if not found.compares_objects:
+    if not reached.compares_objects:
         return
-    for place in found.shared:
+    for place in reached.shared:
         raise _compared(place)
     given = {id(t) for t in arguments} - registered.keys()
-    for held in found.holders:
+    for held in reached.holders:
         if held.place.is_callers:
             continue
         for key, value in held.kind.elements(held.owner):
@@ -102,7 +102,7 @@ def _compared(place: Place) -> RockplanError:
 
 def tables_of(
     snapshot: Snapshot,
-    found: Reached,
+    reached: Reached,
     recorder: Recorder,
     reader: ValueReader,
     stand_ins: Mapping[int, torch.Tensor],
@@ -110,18 +110,18 @@ def tables_of(
     """Tables that the run has stored. found: what can be reached after it; stand_ins: identity of
     a fake tensor -> what it stands for. Raises UnsupportedModel for other tensors."""
     before = {h.identity: (h, b, dict(s)) for h, b, s in _known(snapshot)}
-    computed = _computed(found)
+    computed = _computed(reached)
     made = _RunTensors(recorder, reader, stand_ins)
     tables = Tables()
     stored: dict[Identity, list[Found]] = {}
-    for one in holding(found, made.is_ours):
+    for one in holding(reached, made.is_ours):
         owner = one.held.identity
         if (owner, one.key) in computed or (owner, None) in computed:
             continue
         if owner not in before or before[owner][2].get(one.key) is not one.value:
             made.refuse(one)
             stored.setdefault(owner, []).append(one)
-    _refuse_cached(found, made)
+    _refuse_cached(reached, made)
     new = {owner for owner in stored if owner not in before}
     for owner in new:
         held = stored[owner][0].held
@@ -151,10 +151,10 @@ def no_tables(
     return Tables()
 
 
-def _refuse_cached(found: Reached, made: _RunTensors) -> None:
+def _refuse_cached(reached: Reached, made: _RunTensors) -> None:
     """Raise where a cache of a function has a tensor that is no table: eager would find it at the
     next call, a plan would make it anew."""
-    for place, value in found.objects:
+    for place, value in reached.objects:
         if not is_function_cache(value):
             continue
         for tensor in filter(made.is_ours, _cached(value)):
@@ -178,7 +178,7 @@ def _cached(cache: Any) -> Iterator[Any]:
 def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
     """What each call leaves outside of tensors. Raises UnsupportedModel where a planned call could
     not leave it there."""
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     owners = {owner for owner, _ in changes}
     for held, before, start in _known(snapshot):
         if held.identity not in owners:
@@ -198,8 +198,8 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
         is_ours = place.address is not None and not held.is_registry
         if keys and not (is_ours and all(map(_is_plain, values))):
             raise NAMED["kept change"].error(place.module, who=_who(place), place=place.text)
-        found += _assigned(held, keys, now, before)
-    return tuple(found)
+        assignments += _assigned(held, keys, now, before)
+    return tuple(assignments)
 
 
 def perturbed(snapshot: Snapshot, changes: Changes) -> bool:
@@ -281,10 +281,10 @@ def _is_plain(value: Any) -> bool:
     return value is ABSENT or is_tensor or is_plain(value)
 
 
-def _computed(found: Reached) -> set[tuple[Identity, Any]]:
+def _computed(reached: Reached) -> set[tuple[Identity, Any]]:
     """Where hooks of PyTorch leave weights that they compute before each call, for nobody."""
     places: set[tuple[Identity, Any]] = set()
-    for _, value in found.objects:
+    for _, value in reached.objects:
         if isinstance(value, nn.Module):
             names = computed_attributes(value)
             attributes = identity_of(value.__dict__, ATTRIBUTES)
@@ -301,7 +301,7 @@ def _leading_to(owners: set[Identity], start: dict[Any, Any], now: list[Element]
 
 
 def _holders_in(value: Any) -> set[Identity]:
-    found: set[Identity] = set()
+    holders: set[Identity] = set()
     pending = [value]
     while pending:
         one = pending.pop()
@@ -312,10 +312,10 @@ def _holders_in(value: Any) -> set[Identity]:
             continue
         for owner, kind in kinds_of(one):
             identity = identity_of(owner, kind)
-            if identity not in found:
-                found.add(identity)
+            if identity not in holders:
+                holders.add(identity)
                 pending += [v for _, v in kind.elements(owner)]
-    return found
+    return holders
 
 
 def _with(elements: list[Element], others: list[Element]) -> list[Element]:
@@ -363,9 +363,9 @@ class _RunTensors:
         if not self.is_ours(tensor):
             return None
         if id(tensor) not in self.known:
-            found = self.real_or_none(tensor)
-            assert found is not None
-            self.known[id(tensor)] = found
+            real_tensor = self.real_or_none(tensor)
+            assert real_tensor is not None
+            self.known[id(tensor)] = real_tensor
         return self.known[id(tensor)]
 
     def real_or_none(self, tensor: Any) -> torch.Tensor | None:
@@ -385,16 +385,16 @@ class _RunTensors:
         real: Callable[[torch.Tensor], torch.Tensor | None] = self.real
         return [(one.key, replaced(one.value, real)) for one in stored]
 
-    def refuse(self, found: Found) -> None:
+    def refuse(self, entry: Found) -> None:
         """Raise where a tensor is not made of constants alone, or where it is no table: what the
         caller has given, a parameter or a buffer, anywhere but in the module."""
-        ours = [t for t in tensors_in(found.value) if self.is_ours(t)]
+        ours = [t for t in tensors_in(entry.value) if self.is_ours(t)]
         is_none = any(self.real_or_none(tensor) is None for tensor in ours)
-        is_weak = isinstance(found.value, weakref.ref)
+        is_weak = isinstance(entry.value, weakref.ref)
         is_given = any(id(tensor) in self.stand_ins for tensor in ours)
-        is_elsewhere = is_given and found.place.address is None
-        if found.place.is_callers or found.held.is_registry or is_weak or is_none or is_elsewhere:
-            raise _refusal(found.place)
+        is_elsewhere = is_given and entry.place.address is None
+        if entry.place.is_callers or entry.held.is_registry or is_weak or is_none or is_elsewhere:
+            raise _refusal(entry.place)
 
 
 def _who(place: Place) -> str:
@@ -404,10 +404,10 @@ def _who(place: Place) -> str:
 
 
 def _refusal(place: Place) -> RockplanError:
-    refusal, found = NAMED["kept tensor"], {"who": _who(place)}
-    found["place"] = place.text if place.module is not None else str(place)
+    refusal, facts = NAMED["kept tensor"], {"who": _who(place)}
+    facts["place"] = place.text if place.module is not None else str(place)
     if place.text.removeprefix("self.").isidentifier():
-        found["remedy"] = (
+        facts["remedy"] = (
             f"Return it, or update a registered buffer in place ({place.text}.copy_(...))"
         )
-    return refusal.error(place.module, **found)
+    return refusal.error(place.module, **facts)

@@ -254,8 +254,8 @@ class Questions:
                     f"the forward makes a {kind.__qualname__} of a tensor (as_subclass), a class "
                     "that a plan would not give back; keep to plain tensors"
                 )
-            found: torch.Tensor = torch.ops.aten.alias.default(tensor)
-            return found
+            plain: torch.Tensor = torch.ops.aten.alias.default(tensor)
+            return plain
 
         return as_subclass
 

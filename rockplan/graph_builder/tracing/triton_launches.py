@@ -212,8 +212,8 @@ def _grids(
             # Heuristics compute some of the others.
             for name, compute in (getattr(layer, "values", None) or {}).items():
                 chosen[name] = compute(dict(chosen))
-        found = grid(chosen) if callable(grid) else grid
-        sizes = (found,) if isinstance(found, int) else found
+        blocks = grid(chosen) if callable(grid) else grid
+        sizes = (blocks,) if isinstance(blocks, int) else blocks
         own = tuple(sorted((n, value) for n, value in settings.items() if n in parameters))
         yield own, tuple(int(size) for size in sizes)
 

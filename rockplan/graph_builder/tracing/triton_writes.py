@@ -71,21 +71,21 @@ class _Analysis:
         key = function, tuple(sorted((n, id(c)) for n, c in constants.items() if _is_jit(c)))
         if key in self._running:
             return self._running[key]
-        found = self._running[key] = _Effects()
+        effects = self._running[key] = _Effects()
         while True:
-            before = set(found.written), set(found.returned)
-            _Function(self, function, constants, found).visit_all()
-            if before == (found.written, found.returned):
-                return found
+            before = set(effects.written), set(effects.returned)
+            _Function(self, function, constants, effects).visit_all()
+            if before == (effects.written, effects.returned):
+                return effects
 
 
 class _Function(ast.NodeVisitor):
     """One function: from which parameters each of its variables may be made."""
 
     def __init__(
-        self, analysis: _Analysis, function: Any, constants: dict[str, Any], found: _Effects
+        self, analysis: _Analysis, function: Any, constants: dict[str, Any], effects: _Effects
     ) -> None:
-        self._analysis, self._function, self._found = analysis, function, found
+        self._analysis, self._function, self._found = analysis, function, effects
         self._constants = constants
         self._definition = _definition(function)
         arguments = self._definition.args
@@ -205,9 +205,9 @@ class _Function(ast.NodeVisitor):
         given |= {k.arg: k.value for k in node.keywords if k.arg is not None}
         values = {n: self._value(a) for n, a in given.items()}
         constants = {n: value for n, value in values.items() if _is_jit(value)}
-        found = self._analysis.of(function, constants)
-        self._found.written |= {p for n in found.written for p in made_of.get(n, _NOTHING)}
-        return frozenset(p for n in found.returned for p in made_of.get(n, _NOTHING))
+        effects = self._analysis.of(function, constants)
+        self._found.written |= {p for n in effects.written for p in made_of.get(n, _NOTHING)}
+        return frozenset(p for n in effects.returned for p in made_of.get(n, _NOTHING))
 
     def _value(self, node: ast.expr) -> Any:
         """What a name, or an attribute of one, stands for, if that is known."""

@@ -94,9 +94,9 @@ class ValueReader:
         recorder.refuse_unwritten([value], f"Python at {source} reads")
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
         environment = self._environment(recorder, calls, leaves, module, source, _OF_ARRAYS)
-        found = environment[value]
+        known = environment[value]
         with _disable_current_modes(), torch.no_grad():
-            handed = _Handed(found, _bits(found).clone(), module, source)
+            handed = _Handed(known, _bits(known).clone(), module, source)
         self._handed.append(handed)
         if leaves:
             # The same object for a second recorder, which then has the same constants.
@@ -109,7 +109,7 @@ class ValueReader:
             )
             equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
             self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
-        return found
+        return known
 
     def table(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor | None:
         """`tensor` for real, if it is made of nothing but constants, which nothing changes."""

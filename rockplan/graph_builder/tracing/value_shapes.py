@@ -67,10 +67,10 @@ def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not name:
         return None
     deciding = facts.given(operator, name, args, kwargs)
-    found = tuple(facts.tensors(deciding))
+    tensors = tuple(facts.tensors(deciding))
     if not isinstance(deciding, torch.Tensor):
-        found = tuple(t for t in found if t.dtype in _MASKS)
-    return Rule(operator, args, kwargs, found)
+        tensors = tuple(t for t in tensors if t.dtype in _MASKS)
+    return Rule(operator, args, kwargs, tensors)
 
 
 def result(
@@ -83,15 +83,15 @@ def result(
     others are zeros meanwhile, since shapes and strides do not depend on them."""
 
     def known(tensor: torch.Tensor) -> torch.Tensor:
-        found = real.get(id(tensor))
-        return _like(tensor).zero_() if found is None else found
+        value = real.get(id(tensor))
+        return _like(tensor).zero_() if value is None else value
 
     with _disable_current_modes(), torch.no_grad():
         given, named = pytree.tree_map_only(torch.Tensor, known, (args, kwargs))
-        found = operator(*given, **named)
-    if isinstance(found, torch.Tensor):
-        return _like(found)
-    return tuple(map(_like, found))
+        value = operator(*given, **named)
+    if isinstance(value, torch.Tensor):
+        return _like(value)
+    return tuple(map(_like, value))
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

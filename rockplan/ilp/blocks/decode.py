@@ -45,14 +45,14 @@ def solve_stages(
     """The fastest schedule of the stage formulation within the budgets (tiny storages aside);
     gap: share of the iteration time that may stay unproven."""
     program = model.within(peak_bytes, saved_bytes)
-    found = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
-    orders = None if found.values is None else read_orders(model, found.values)
+    report = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
+    orders = None if report.values is None else read_orders(model, report.values)
     graph = model.stages.units.graph
     return Solution(
-        status=found.status,
+        status=report.status,
         orders=orders,
-        bound_ns=graph.time_ns + proven_ns(found.bound, graph.time_ns),
-        iterations=found.iterations,
+        bound_ns=graph.time_ns + proven_ns(report.bound, graph.time_ns),
+        iterations=report.iterations,
     )
 
 
@@ -86,16 +86,16 @@ def price(problem: CDGraph, orders: Orders) -> BlockOption:
     """The option that executes `orders`, checked by `verify` and measured by `simulate`."""
     schedule = with_frees(problem, orders.forward, orders.backward)
     verify(problem, schedule)
-    found = simulate(problem, schedule)
+    simulation = simulate(problem, schedule)
     output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return BlockOption(
         forward=orders.forward,
         backward=orders.backward,
         output_bytes=output_bytes,
-        saved_bytes=found.saved_bytes - output_bytes,
-        forward_peak_bytes=found.forward_peak_bytes,
-        backward_peak_bytes=found.backward_peak_bytes,
-        time_ns=found.time_ns,
+        saved_bytes=simulation.saved_bytes - output_bytes,
+        forward_peak_bytes=simulation.forward_peak_bytes,
+        backward_peak_bytes=simulation.backward_peak_bytes,
+        time_ns=simulation.time_ns,
     )
 
 

@@ -128,15 +128,15 @@ class ParetoSearch:
         if self.model is None or self.is_late():
             return None
         started, limit_s = time.monotonic(), self._solve_limit_s
-        found = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
+        answer = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
         self.is_cut = self.is_cut or time.monotonic() >= started + limit_s
         self.solves += 1
-        self.effort += SOLVE_EFFORT + found.iterations
-        if found.status is SolverStatus.INFEASIBLE:
+        self.effort += SOLVE_EFFORT + answer.iterations
+        if answer.status is SolverStatus.INFEASIBLE:
             self.infeasible.append(corner)
             return None
-        self.bounds.append((*corner, found.bound_ns))
-        return None if found.orders is None else self.add(found.orders)
+        self.bounds.append((*corner, answer.bound_ns))
+        return None if answer.orders is None else self.add(answer.orders)
 
     def is_late(self) -> bool:
         self.is_cut = self.is_cut or time.monotonic() >= self.deadline
@@ -202,19 +202,19 @@ def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
     def corner(limit: int) -> Corner:
         return (limit, other) if axis == 0 else (other, limit)
 
-    found = min(a.needs[axis] for a in search.answers if _covers(corner(UNLIMITED), a.needs))
+    smallest = min(a.needs[axis] for a in search.answers if _covers(corner(UNLIMITED), a.needs))
     least = limit = _least(search, axis)
-    while least < found:
+    while least < smallest:
         answer = search.solve(corner(limit), gap=1.0)
-        if answer is not None and answer.needs[axis] < found:
-            found = answer.needs[axis]
-            limit = (least + found) // 2
+        if answer is not None and answer.needs[axis] < smallest:
+            smallest = answer.needs[axis]
+            limit = (least + smallest) // 2
         elif search.is_infeasible(corner(limit)):
-            least, limit = limit + 1, found - 1
+            least, limit = limit + 1, smallest - 1
         else:
-            return found
-    search.infeasible.append(corner(found - 1))
-    return found
+            return smallest
+    search.infeasible.append(corner(smallest - 1))
+    return smallest
 
 
 def _least(search: ParetoSearch, axis: int) -> int:
@@ -244,12 +244,12 @@ def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
 
 def _from_coarse_to_fine(last: int) -> list[int]:
     """0 to last, so that every beginning of the list covers the range evenly."""
-    found = dict.fromkeys([0, last])
+    order = dict.fromkeys([0, last])
     stride = last
-    while len(found) <= last:
+    while len(order) <= last:
         stride = max(stride // 2, 1)
-        found |= dict.fromkeys(range(0, last, stride))
-    return list(found)
+        order |= dict.fromkeys(range(0, last, stride))
+    return list(order)
 
 
 def _sweep(search: ParetoSearch, peak_bytes: int, step: int) -> None:

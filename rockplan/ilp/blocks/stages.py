@@ -93,7 +93,7 @@ def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tu
     graph, producer = view.graph, view.producer
     before = {n.index: during[n.index] - view.own_bytes(n) for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
-    chosen = [i for i, found in reads.items() if found]
+    chosen = [i for i, read in reads.items() if read]
     starts = [len(graph.forward), *(node + 1 for node in chosen)]
     stages: list[TurnStage] = []
     wanted: set[int] = set()

@@ -117,11 +117,11 @@ class Facts:
         """Storage -> first and last node at which it is alive in every schedule: tangents, and
         what is held."""
         read_by, start = self.view.readers, len(self.graph.forward)
-        found = {d: (start, max(read_by[d])) for d in self.tangents if read_by[d]}
+        alive = {d: (start, max(read_by[d])) for d in self.tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
         for d in self.graph.held:
-            found[d] = (self.producer[d] if self.producer[d] >= 0 else start, last)
-        return found
+            alive[d] = (self.producer[d] if self.producer[d] >= 0 else start, last)
+        return alive
 
     @functools.cached_property
     def always_bytes(self) -> list[int]:
@@ -167,7 +167,7 @@ class Facts:
             first = 0
             stops.insert(sum(stop <= turn for stop, _ in stops), (turn, TURN))
         firsts = [first, *(stop for stop, _ in stops)]
-        found: list[Interval] = []
+        intervals: list[Interval] = []
         wanted: set[int] = set()
         unborn: frozenset[int] = frozenset()
         for first, (stop, end) in reversed(list(zip(firsts, stops, strict=False))):
@@ -179,8 +179,8 @@ class Facts:
             older = {d for d in wanted | read if self.born[d] < first} - unborn
             wanted = self.closure(older)
             reads = frozenset(read & older)
-            found.append(Interval(first, stop, end, reads, tuple(sorted(wanted))))
-        return found[::-1]
+            intervals.append(Interval(first, stop, end, reads, tuple(sorted(wanted))))
+        return intervals[::-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -328,15 +328,15 @@ class ProgramRows:
         return terms, facts.forced_bytes[node.index]
 
 
-def orders_of(found: Program, solution: NDArray[np.float64]) -> Orders:
+def orders_of(made: Program, solution: NDArray[np.float64]) -> Orders:
     """The order that a solution stands for: what it does not keep runs again when it is read next,
     with what that needs. In the forward phase nothing runs again. Legal whatever the solution is.
     """
-    facts = found.facts
+    facts = made.facts
     order = BackwardOrder(facts)
     turn = len(facts.graph.forward)
-    for s, part in enumerate(found.intervals):
-        columns = {d: found.keep.get((s, d)) for d in part.wanted}
+    for s, part in enumerate(made.intervals):
+        columns = {d: made.keep.get((s, d)) for d in part.wanted}
         order.drop(d for d, c in columns.items() if c is not None and solution[c] < 0.5)
         for index in range(max(part.first, turn), part.stop):
             order.execute(index)

@@ -111,21 +111,21 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
         bound = max(bound, report.bound)
         if report.status is not SolverStatus.OPTIMAL or report.values is None:
             break
-        found = orders_of(made, report.values)
-        moments = looking_closer(made, moments, found, start.budget_bytes)
+        orders = orders_of(made, report.values)
+        moments = looking_closer(made, moments, orders, start.budget_bytes)
     return _proven_ns(graph, bound)
 
 
 def looking_closer(
-    made: Program, moments: Moments, found: Orders, budget_bytes: int
+    made: Program, moments: Moments, orders: Orders, budget_bytes: int
 ) -> Moments | None:
     """With the moment at which the schedule needs most above the budget, of the first executions
     that are none yet; None if there is none."""
     graph = made.facts.graph
-    schedule = with_frees(graph, found.forward, found.backward)
+    schedule = with_frees(graph, orders.forward, orders.backward)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     during = (step.during_bytes for event, step in steps if isinstance(event, Compute))
-    firsts = zip(during, found.computations, found.is_first, strict=True)
+    firsts = zip(during, orders.computations, orders.is_first, strict=True)
     new = [(b, i) for b, i, is_first in firsts if is_first and i not in moments.ends]
     most_bytes, worst = max(new, default=(0, 0))
     if most_bytes <= budget_bytes:

@@ -300,15 +300,15 @@ class Draft:
     def _gaps_of(self, d: int) -> list[tuple[int, int]]:
         """From each use of a copy to its next read, if that is in the backward phase."""
         made, read = self._made[d], self._read[d]
-        found: list[tuple[int, int]] = []
+        gaps: list[tuple[int, int]] = []
         first = bisect_right(read, self.boundary)
         last_use = read[first - 1] if first else EMPTY
         for next_read in read[first:]:
             last_use = max(made[bisect_left(made, next_read) - 1], last_use)
             if next_read - last_use > 1:
-                found.append((last_use, next_read))
+                gaps.append((last_use, next_read))
             last_use = next_read
-        return found
+        return gaps
 
     def outlives(self, d: int, position: int) -> bool:
         """Is d, made before `position`, alive there and read later?"""

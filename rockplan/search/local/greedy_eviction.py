@@ -130,8 +130,8 @@ def thriftiest(
 
 
 def _peak_and_time(graph: CDGraph, schedule: Schedule) -> tuple[int, int]:
-    found = simulate(graph, schedule)
-    return found.peak_bytes, found.time_ns
+    simulation = simulate(graph, schedule)
+    return simulation.peak_bytes, simulation.time_ns
 
 
 def _thriftiest_by(
