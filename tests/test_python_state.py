@@ -26,6 +26,7 @@ from benchmarks.python_state_cases import (
     result_case,
     state,
 )
+from rockplan.python_state.holders import kinds_of
 
 ANOTHER_SIZE, EVALUATION_FIRST, WITHOUT_GRADIENTS = 2, 3, 4
 """Steps of the training loop, by number (`python_state_cases.STEPS`)."""
@@ -305,3 +306,13 @@ def test_what_is_drawn_is_python() -> None:
         compile(case.source.replace("<other>", "other"), case.name, "exec")
         compile(case.other, case.name, "exec")
         assert draw(seed) == case
+
+
+def test_an_object_that_answers_no_question_holds_nothing() -> None:
+    class Answerless:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError(f"{name} is not there yet")
+
+    assert kinds_of(Answerless()) == []

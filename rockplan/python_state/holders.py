@@ -372,12 +372,19 @@ def kinds_of(value: object) -> list[tuple[Any, Kind]]:
     kinds: list[tuple[Any, Kind]] = [(value, own) for own in _own_kinds(kind)]
     if kinds and kinds[0][1] in _ALONE:
         return kinds[:1]
-    attributes = getattr(value, "__dict__", None)
+    attributes = _attributes(value)
     if isinstance(attributes, dict):
         kinds.append((attributes, OF_TENSOR if isinstance(value, torch.Tensor) else ATTRIBUTES))
     if slots(kind):
         kinds.append((value, SLOTS))
     return kinds
+
+
+def _attributes(value: object) -> object:
+    try:
+        return getattr(value, "__dict__", None)
+    except Exception:  # stand-ins of libraries (pydantic's) raise what they like, whatever is asked
+        return None
 
 
 _PLAIN = {
