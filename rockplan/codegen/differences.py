@@ -61,20 +61,20 @@ class Difference:
 class Differences:
     """Between a call and what was planned."""
 
-    found: tuple[Difference, ...]
+    each: tuple[Difference, ...]
 
     @property
     def advice(self) -> str:
         """The first there is."""
-        return next((d.advice for d in self.found if d.advice), "")
+        return next((d.advice for d in self.each if d.advice), "")
 
     @property
     def has_values(self) -> bool:
-        return any(d.is_value for d in self.found)
+        return any(d.is_value for d in self.each)
 
     def __str__(self) -> str:
-        more = len(self.found) - _MOST
-        shown = "; ".join(d.text for d in self.found[:_MOST])
+        more = len(self.each) - _MOST
+        shown = "; ".join(d.text for d in self.each[:_MOST])
         return f"{shown}; and {more} more" if more > 0 else shown
 
 

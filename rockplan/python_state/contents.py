@@ -101,12 +101,12 @@ class Contents:
     container: object
     constants: tuple[torch.Tensor, ...]
     read: Callable[[object, Sequence[torch.Tensor]], Any]
-    found: Any
+    contents: Any
 
     def hold(self) -> bool:
         """True if it still is."""
         try:
-            return bool(self.read(self.container, self.constants) == self.found)
+            return bool(self.read(self.container, self.constants) == self.contents)
         except _ERRORS:
             return False
 

@@ -226,7 +226,7 @@ class _Scene:
         self.times_ns = start_times_ns(graph, schedule)
         self.replay = simulate(graph, schedule)
         self.peak_event = self.replay.peak_event
-        self.found = lifetimes(graph, schedule)
+        self.lifetimes = lifetimes(graph, schedule)
         self.producers = producers(graph)
         self.positions: dict[int, list[int]] = {}
         self.reads: dict[int, list[int]] = {}
@@ -248,7 +248,7 @@ class _Scene:
         return reads[at] if at < len(reads) and reads[at] < stop else None
 
     def tenants(self) -> Iterator[Tenant]:
-        for lifetime in alive_at(self.found, self.peak_event):
+        for lifetime in alive_at(self.lifetimes, self.peak_event):
             yield self.tenant(lifetime)
 
     def tenant(self, lifetime: Lifetime) -> Tenant:
@@ -328,7 +328,7 @@ class _Scene:
         """Making `data` again just before the event `reading`; None if that is impossible."""
         alive = {
             f.index
-            for f in alive_at(self.found, reading)
+            for f in alive_at(self.lifetimes, reading)
             if f.owner is Owner.STORAGE and f.start < reading and f.index != data
         }
         needed = _needed(self.graph, self.producers, data, alive)

@@ -102,7 +102,7 @@ class _Growth:
         self._left = refs(run.capture.calls[seed].call)[-2].index
         self._elements = prod(run.spec(self._made).shape)
         self._known: dict[int, Rows] = {}
-        self._found: dict[int, RowWise] = {}
+        self._cuts: dict[int, RowWise] = {}
         self._core: set[int] = set()
 
     def region(self) -> Region | str:
@@ -133,13 +133,13 @@ class _Growth:
         run, call = self._run, self._run.capture.calls[self._seed].call
         # Where the caller gets the result of the seed it is whole, and parts read rows of it.
         self._known = {self._made: FIRST}
-        self._found = {position: maker.cut for position, maker in makers.items()}
+        self._cuts = {position: maker.cut for position, maker in makers.items()}
         for maker in makers.values():
             self._known |= maker.rows
         seed = row_wise(call, run.spec, {self._left: FIRST}, self._groups)
         if seed and run.storage(self._made) not in run.roots and run.is_plain(self._seed):
-            self._found[self._seed] = seed
-        self._core = set(self._found)
+            self._cuts[self._seed] = seed
+        self._core = set(self._cuts)
 
     def _go_down(self) -> None:
         live = frozenset(self._run.live) - self._sums
@@ -147,7 +147,7 @@ class _Growth:
             base = self._run.viewed_by(position)
             if base in self._known:
                 self._look(position, self._known[base])
-            elif position in live and position not in self._found and position != self._seed:
+            elif position in live and position not in self._cuts and position != self._seed:
                 self._add(position)
 
     def _is_wide(self, value: int) -> bool:
@@ -181,19 +181,19 @@ class _Growth:
         self._known |= made
         if any(self._is_wide(v) and run.storage(v) in run.roots for v in made):
             return
-        self._found[position] = row_wise_call
+        self._cuts[position] = row_wise_call
         if is_wide:
             self._core.add(position)
 
     def _with_statistics(self) -> dict[int, RowWise]:
         """What reads or makes wide rows, and what lies between."""
         run, needed = self._run, set(self._core)
-        for position in sorted(self._found, reverse=True):
+        for position in sorted(self._cuts, reverse=True):
             if position in needed:
-                read = (v for v in self._found[position].operands if v in self._known)
+                read = (v for v in self._cuts[position].operands if v in self._known)
                 makers = {run.maker_of(v) for v in read}
-                needed |= {m for m in makers if m in self._found}
-        return {p: kept for p, kept in self._found.items() if p in needed}
+                needed |= {m for m in makers if m in self._cuts}
+        return {p: kept for p, kept in self._cuts.items() if p in needed}
 
     def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
         """Of wide things that the calls read, and that are not made by them."""

@@ -28,8 +28,14 @@ _OF = torch._C.TensorBase
 _ATTRIBUTE = object.__getattribute__
 
 
+# A property of torch 2.13 and later, which takes two steps, reads the first of these.
+_DEVICE = (
+    "_fake_device" if isinstance(vars(FakeTensor).get("fake_device"), property) else "fake_device"
+)
+
+
 def fake_device(tensor: FakeTensor) -> torch.device:
-    device: torch.device = _ATTRIBUTE(tensor, "_fake_device")
+    device: torch.device = _ATTRIBUTE(tensor, _DEVICE)
     return device
 
 

@@ -33,7 +33,7 @@ class _FreeTensors(TorchFunctionMode):
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._known: dict[int, torch.Tensor] = {id(t): t for t in known}
-        self.found: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []
 
     def __torch_function__(
         self,
@@ -45,7 +45,7 @@ class _FreeTensors(TorchFunctionMode):
         for tensor in _tensors((args, kwargs or {})):
             if id(tensor) not in self._known:
                 self._known[id(tensor)] = tensor
-                self.found.append(tensor)
+                self.free.append(tensor)
         made = func(*args, **(kwargs or {}))
         self._known |= {id(t): t for t in _tensors(made)}
         return made
@@ -84,7 +84,7 @@ def _with_free_tensors(
 
     with TransformGetItemToIndex(), _FreeTensors(examples) as run:
         function(*examples)
-    free = tuple(run.found)
+    free = tuple(run.free)
 
     def closed(*args: torch.Tensor) -> Any:
         own, others = args[: len(examples)], args[len(examples) :]

@@ -85,7 +85,7 @@ class _Function(ast.NodeVisitor):
     def __init__(
         self, analysis: _Analysis, function: Any, constants: dict[str, Any], effects: _Effects
     ) -> None:
-        self._analysis, self._function, self._found = analysis, function, effects
+        self._analysis, self._function, self._effects = analysis, function, effects
         self._constants = constants
         self._definition = _definition(function)
         arguments = self._definition.args
@@ -98,10 +98,10 @@ class _Function(ast.NodeVisitor):
 
     def visit_all(self) -> None:
         while True:
-            before = dict(self._made_of), set(self._found.written), set(self._found.returned)
+            before = dict(self._made_of), set(self._effects.written), set(self._effects.returned)
             for statement in self._definition.body:
                 self.visit(statement)
-            if before == (self._made_of, self._found.written, self._found.returned):
+            if before == (self._made_of, self._effects.written, self._effects.returned):
                 return
 
     # Statements
@@ -125,7 +125,7 @@ class _Function(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None:
-            self._found.returned |= self._of(node.value)
+            self._effects.returned |= self._of(node.value)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
         self._of(node)
@@ -192,7 +192,7 @@ class _Function(ast.NodeVisitor):
         if "pointer_type" in ast.unparse(node):
             raise UnknownWrites("it takes numbers for addresses (pointer_type)")
         if any(part in name for part in _WRITE):
-            self._found.written |= everything
+            self._effects.written |= everything
         return _NOTHING if any(part in name for part in _READ) else everything
 
     def _of_function(
@@ -206,7 +206,7 @@ class _Function(ast.NodeVisitor):
         values = {n: self._value(a) for n, a in given.items()}
         constants = {n: value for n, value in values.items() if _is_jit(value)}
         effects = self._analysis.of(function, constants)
-        self._found.written |= {p for n in effects.written for p in made_of.get(n, _NOTHING)}
+        self._effects.written |= {p for n in effects.written for p in made_of.get(n, _NOTHING)}
         return frozenset(p for n in effects.returned for p in made_of.get(n, _NOTHING))
 
     def _value(self, node: ast.expr) -> Any:
