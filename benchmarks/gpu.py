@@ -11,13 +11,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TypeVar
 
 import torch
 
+from benchmarks import models
 from benchmarks.zoo import FOR_CUDA
+
+LLAMA = partial(
+    models.llama,
+    layers=8,
+    width=2048,
+    heads=32,
+    key_value_heads=4,
+    vocabulary=32000,
+    batch=4,
+    length=2048,
+)
+"""The one that the tables of a GPU are of."""
 
 Found = TypeVar("Found")
 GRACE_S = 20

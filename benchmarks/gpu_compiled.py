@@ -24,7 +24,7 @@ from torch import nn
 import rockplan
 from benchmarks import models
 from benchmarks.compiled import Row, distance, gradients, line, table
-from benchmarks.gpu import TimeLimit, arguments, tried, where
+from benchmarks.gpu import LLAMA, TimeLimit, arguments, tried, where
 from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds
 from rockplan.checkpointing.wrap import per_block, sharing_copy
@@ -59,17 +59,7 @@ def cases(on_cpu: bool) -> dict[str, Callable[[], LossCase]]:
             "resnet-50": partial(images, batch=4, size=32),
         }
     return {
-        "llama": partial(
-            language,
-            models.llama,
-            layers=8,
-            width=2048,
-            heads=32,
-            key_value_heads=4,
-            vocabulary=32000,
-            batch=4,
-            length=2048,
-        ),
+        "llama": partial(language, LLAMA),
         "gpt2-large": partial(
             language,
             models.gpt2,

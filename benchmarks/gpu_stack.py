@@ -24,7 +24,7 @@ from torch import nn
 
 import rockplan
 from benchmarks import models
-from benchmarks.gpu import TimeLimit, arguments, tried, where
+from benchmarks.gpu import LLAMA, TimeLimit, arguments, tried, where
 from benchmarks.lengths import LENGTHS, lengths_of
 from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds, mebibytes
@@ -58,15 +58,7 @@ class StackRow:
 def llama(on_cpu: bool) -> Case:
     if on_cpu:
         return models.llama(batch=4)
-    made = models.llama(
-        layers=8,
-        width=2048,
-        heads=32,
-        key_value_heads=4,
-        vocabulary=32000,
-        batch=4,
-        length=2048,
-    )
+    made = LLAMA()
     made.model.bfloat16()
     return made
 
