@@ -49,7 +49,7 @@ from rockplan.store.plan_file import fit, outline, read_plans
 from rockplan.values.curve import Curve, best_of
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import as_eager
-from rockplan.values.interface import Incoming
+from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
@@ -371,7 +371,7 @@ def captured_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    incoming: Incoming | None = None,
+    incoming: Incoming | Precedent | None = None,
 ) -> CapturedCall:
     report("capturing the model")
     check_options(options)
@@ -432,7 +432,7 @@ def program_in_training(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    incoming: Incoming | None,
+    incoming: Incoming | Precedent | None,
     *,
     make: MakeProgram,
 ) -> PlannedProgram:
@@ -445,10 +445,15 @@ def program_in_training(
     except ForwardRaises as failure:
         error = failure
     forward = planned_modules.original_forward(module)
-    is_own = incoming is None and not _is_of_operators(error.__cause__)
+    is_own = not _is_of_backward(incoming) and not _is_of_operators(error.__cause__)
     if is_own and not runs(module, forward, args, kwargs):
         forward(*args, **kwargs)
     raise error
+
+
+def _is_of_backward(incoming: Incoming | Precedent | None) -> bool:
+    """Is a program made for a backward pass that has begun, after the forward of its call?"""
+    return incoming is not None and not isinstance(incoming, Precedent)
 
 
 def _is_of_operators(error: BaseException | None) -> bool:
@@ -539,7 +544,7 @@ def _program(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    incoming: Incoming | None,
+    incoming: Incoming | Precedent | None,
     *,
     budget: Budget,
     options: Options,
@@ -553,7 +558,7 @@ def _program(
             program = built_program(module, replayed.plan, way, args, kwargs, options)
             digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
             return replace(program, adapted_from=digest)
-    return _new_program(module, source, args, kwargs, budget, options, incoming is not None)
+    return _new_program(module, source, args, kwargs, budget, options, _is_of_backward(incoming))
 
 
 def _new_program(
@@ -630,7 +635,7 @@ def _stored_program(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    incoming: Incoming | None,
+    incoming: Incoming | Precedent | None,
     *,
     plans: tuple[Plan, ...],
     budget: Budget | None,
@@ -663,7 +668,7 @@ def _stored_program(
     for way in source.ways:
         if (replayed := _adapted(_known(module, way), way, budget, options)) is not None:
             return built_program(module, replayed.plan, way, args, kwargs, options)
-    return _new_program(module, source, args, kwargs, budget, options, incoming is not None)
+    return _new_program(module, source, args, kwargs, budget, options, _is_of_backward(incoming))
 
 
 def built_program(

@@ -343,7 +343,7 @@ def _run(
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    with torch.enable_grad(), eager_paths.patched([eager_paths.CACHE_OF_PARAMETRIZATIONS]):
+    with torch.enable_grad(), eager_paths.patched(_NOT_OF_A_STEP):
         outputs = trees.tree_leaves(forward(*args, **kwargs))
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
@@ -368,6 +368,10 @@ def _run(
         (str(given.snapshot.place_of(change)), v) for change, v in changes if not _is_tensor(v)
     )
     return _StepResult(tuple(named), data)
+
+
+# Reentrant checkpoints refuse torch.autograd.grad, which leaves `.grad` of parameters as it is.
+_NOT_OF_A_STEP = (eager_paths.CACHE_OF_PARAMETRIZATIONS, eager_paths.REENTRANT_CHECKPOINT)
 
 
 def _is_tensor(value: Any) -> bool:

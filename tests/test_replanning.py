@@ -241,6 +241,55 @@ def test_backward_passes_that_are_planned_again_are_said(caplog: pytest.LogCaptu
     assert "the backward pass starts from other outputs" in caplog.text
 
 
+class Two(nn.Module):
+    """Two results: with `is_apart` no one of them reaches all parameters."""
+
+    def __init__(self, is_apart: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.is_apart = is_apart
+
+    def forward(self, x: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.a(x)) * gain
+        return self.b(y), self.c(y) if self.is_apart else y
+
+
+def of_one(results: tuple[Tensor, Tensor]) -> None:
+    loss(results[0]).backward()
+
+
+def expanded(results: tuple[Tensor, Tensor]) -> None:
+    sum(r.sum() for r in results).backward()  # type: ignore[union-attr]
+
+
+def transposed(results: tuple[Tensor, Tensor]) -> None:
+    result = results[0]
+    result.backward(torch.linspace(0, 1, result.numel()).view(*result.shape[::-1]).T)
+
+
+@pytest.mark.parametrize("backward", [of_one, expanded, transposed])
+def test_a_new_kind_is_planned_for_the_backward_pass_of_those_before(backward: Any) -> None:
+    torch.manual_seed(0)
+    eager = Two()
+    planned: Any = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
+    for kind, (count, gain) in enumerate(((4, 1.0), (5, 1.0), (6, 1.0), (6, 0.5))):
+        for module in (planned, eager):
+            backward(module(rows(count), gain=gain))
+        assert_same_state(planned, eager, f"kind {kind}")
+        # The sample was planned for both results, and then as it was trained.
+        assert len(planned.plans) == 2 + kind
+
+
+def test_a_new_kind_may_start_from_more_than_those_before() -> None:
+    torch.manual_seed(0)
+    eager = Two(is_apart=True)
+    planned: Any = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
+    for count, backward in ((4, of_one), (5, expanded), (6, of_one), (7, expanded)):
+        for module in (planned, eager):
+            backward(module(rows(count)))
+        assert_same_state(planned, eager, f"{count} rows")
+
+
 class Deep(nn.Module):
     """Twice the rows need twice the bytes, whatever is made again."""
 

@@ -648,6 +648,14 @@ class Checkpointed(Net):
         return nn.functional.dropout(torch.tanh(x), 0.3)
 
 
+class CheckpointedFirst(Net):
+    """Of an input without gradients: in eager, `first` gets none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=True)
+        return self.head(self.second(x))
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -820,6 +828,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "tied weights, module used three times": (Tied, lambda: torch.randint(0, 20, (4, 8))),
     "parametrizations": (SpectralNet, vectors),
     "checkpoint inside, reentrant": (lambda: Checkpointed(True), vectors),
+    "checkpoint inside, reentrant, of an input": (CheckpointedFirst, vectors),
     "checkpoint inside, non-reentrant": (lambda: Checkpointed(False), vectors),
     "custom autograd function": (WithFunction, vectors),
     "in place on views": (InPlace, vectors),
@@ -874,7 +883,7 @@ def test_modules(kind: str) -> None:
 
     case = Case(kind, make_again(), (sample(),), {}, mean_square)
     eager = make_again()
-    planned = solve_case(case, BUDGET, options=QUICK)
+    planned = solve_case(case, BUDGET, options=CHECKED)
     train_side_by_side(case, planned, eager, steps=3)
 
 

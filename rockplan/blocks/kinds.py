@@ -37,7 +37,7 @@ from rockplan.search.boundary import (
 from rockplan.search.problem import Problem, measured
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.interface import Incoming
+from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.schedule import keep_all
 
 
@@ -87,7 +87,7 @@ def captured_block(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
-    incoming: Incoming | None = None,
+    incoming: Incoming | Precedent | None = None,
 ) -> CapturedBlock:
     source = captured_call(module, args, kwargs, options, incoming)
     lowered = replace(source.lowered, graph=_of_a_step(source.lowered.graph))
@@ -191,7 +191,7 @@ class BlockMaker:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        incoming: Incoming | None,
+        incoming: Incoming | Precedent | None,
     ) -> PlannedProgram:
         try:
             return program_in_training(module, args, kwargs, incoming, make=self._make)
@@ -205,7 +205,7 @@ class BlockMaker:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        incoming: Incoming | None,
+        incoming: Incoming | Precedent | None,
     ) -> PlannedProgram:
         options = self.programs.options
         block = captured_block(module, args, kwargs, options, incoming)

@@ -246,7 +246,7 @@ class _Job:
         if not first.others:
             return first.moments, captured, first.kinds
         again = {
-            path: self._capture(captured[path].module, calls[path], _incoming(program))
+            path: self._capture(captured[path].module, calls[path], program.incoming)
             for path, program in first.others.items()
         }
         captured = {**captured, **again}
@@ -368,12 +368,6 @@ def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> No
             "from what the model returns; pass loss=, a function of that whose gradients do reach "
             "it, or leave it out of `blocks`"
         )
-
-
-def _incoming(program: PlannedProgram) -> Incoming:
-    """From where, and in which strides, the backward phase of a program starts."""
-    pairs = zip(program.interface.results, program.executable.pattern, strict=True)
-    return {position: strides for position, strides in pairs if strides is not None}
 
 
 def _check_options(options: Options) -> None:

@@ -66,7 +66,7 @@ from rockplan.python_state import trees
 from rockplan.python_state.classes import once_for_each_class
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.interface import Assignment, Incoming
+from rockplan.values.interface import Assignment, Incoming, Precedent
 from rockplan.values.literals import picklable
 from rockplan.values.plan import Plan
 
@@ -98,6 +98,7 @@ class _PlannedState:
 
     infeasible: calls for which no plan fits the budget, as the module was, and which therefore run
     the original (`on_infeasible`). count: of plans made, for it or the one that it is a copy of.
+    precedent: where backward passes start if not where it was thought that they do.
     is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
     forward (`take_out`).
     """
@@ -113,6 +114,7 @@ class _PlannedState:
     latest: PlannedProgram | None = None
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     count: int = 1
+    precedent: Precedent | None = None
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False
     assigned: list[Assignment] = field(default_factory=list)
@@ -303,7 +305,7 @@ class Planned:
         state = self._rockplan
         assert isinstance(self, nn.Module)
         try:
-            program = _made(self, args, kwargs, None, changes)
+            program = _made(self, args, kwargs, state.precedent, changes)
         except InfeasibleBudget as error:
             if state.on_infeasible != "original":
                 error.add_note(
@@ -339,7 +341,7 @@ def _made(
     planned: Planned,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    incoming: Incoming | None,
+    incoming: Incoming | Precedent | None,
     changes: Differences,
 ) -> PlannedProgram:
     """A program for one more kind of call, which takes time that the training waits for: from the
@@ -434,7 +436,11 @@ class _Situation:
             other = _bind(module, self._program(pattern))
         else:
             bounds.remove(other)
-        bounds.insert(len(bounds) if self._is_preferred(pattern) else 0, other)
+        if self._is_preferred(pattern):
+            bounds.append(other)
+            state.precedent = Precedent(other.program.incoming)
+        else:
+            bounds.insert(0, other)
         return other.program.executable
 
     def _program(self, pattern: Pattern) -> PlannedProgram:

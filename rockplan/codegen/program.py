@@ -19,7 +19,7 @@ from rockplan.codegen.executable import Executable, build
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
 from rockplan.values.columns import aligned
-from rockplan.values.interface import Incoming, Interface
+from rockplan.values.interface import Incoming, Interface, Precedent
 from rockplan.values.literals import picklable
 from rockplan.values.plan import Plan
 
@@ -49,6 +49,12 @@ class PlannedProgram:
         """Does it call functions given to `rockplan.opaque`, which are found out about in each
         process?"""
         return any(op.startswith(f"{OPAQUE}.") for _, op in self.executable.code.operators)
+
+    @property
+    def incoming(self) -> Incoming:
+        """From where, and in which strides, its backward phase starts."""
+        pairs = zip(self.interface.results, self.executable.pattern, strict=True)
+        return {position: strides for position, strides in pairs if strides is not None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedProgram:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
@@ -101,5 +107,5 @@ def build_program(
 
 
 MakeProgram = Callable[
-    [nn.Module, tuple[Any, ...], dict[str, Any], Incoming | None], PlannedProgram
+    [nn.Module, tuple[Any, ...], dict[str, Any], Incoming | Precedent | None], PlannedProgram
 ]

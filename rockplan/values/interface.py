@@ -13,6 +13,14 @@ Incoming = Mapping[int, tuple[int, ...] | None]
 of the leaf."""
 
 
+@dataclass(frozen=True, slots=True)
+class Precedent:
+    """What the backward pass of an earlier call, in other sizes or with other values, started from:
+    that of a new kind of call most likely starts from the same."""
+
+    incoming: Incoming
+
+
 # Where recurrent layers list their weights, computed ones among them.
 _OF_RECURRENT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 

@@ -67,6 +67,7 @@ from rockplan.values.interface import (
     Guard,
     Incoming,
     OutputLeaf,
+    Precedent,
     Question,
 )
 
@@ -123,7 +124,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     forward: Callable[..., Any] | None = None,
-    incoming: Incoming | None = None,
+    incoming: Incoming | Precedent | None = None,
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
@@ -174,7 +175,7 @@ class _Sample:
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    incoming: Incoming | None
+    incoming: Incoming | Precedent | None
 
 
 def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:

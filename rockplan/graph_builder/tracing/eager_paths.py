@@ -191,11 +191,14 @@ def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
 
 
 class _Direct:
-    """Stands for a function of autograd that checkpoints."""
+    """Stands for a function of autograd that checkpoints. As any such function, it has gradients
+    where a tensor among its own arguments has, whatever else is read in it."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
-        return function(*args)
+        has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
+            return function(*args)
 
 
 def _telling(original: Any, recording: RecordingAccess) -> Any:
@@ -283,6 +286,9 @@ _CHECKPOINTED = (
 _TOLD = "tells Python the values of a whole tensor, and calls no operator for it"
 _ADDRESS = "fake tensors have no memory, and what is done with that of others is not seen"
 
+REENTRANT_CHECKPOINT = Patch(
+    checkpoint, "CheckpointFunction", lambda original, recording: _Direct, _CHECKPOINTED
+)
 CACHE_OF_PARAMETRIZATIONS = Patch(
     parametrize,
     "_cache",
@@ -328,7 +334,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     CACHE_OF_PARAMETRIZATIONS,
     Patch(checkpoint, _CHECKPOINT_HOOKS, _no_hooks, _CHECKPOINTED),
-    Patch(checkpoint, "CheckpointFunction", lambda original, recording: _Direct, _CHECKPOINTED),
+    REENTRANT_CHECKPOINT,
     Patch(FakeTensor, "tolist", lambda original, r: _telling(torch._C.TensorBase.tolist, r), _TOLD),
     Patch(torch.Tensor, "tolist", _telling, _TOLD),
     Patch(torch.Tensor, "numpy", _telling, _TOLD),

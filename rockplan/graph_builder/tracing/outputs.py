@@ -19,7 +19,7 @@ from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
-from rockplan.values.interface import Incoming, OutputLeaf
+from rockplan.values.interface import Incoming, OutputLeaf, Precedent
 
 # FullyShardedDataParallel keeps the parameters of a module in one.
 WITHOUT_FLAT_PARAMETERS = (
@@ -55,7 +55,7 @@ def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
 
 
 def backward_starts(
-    outputs: Sequence[Any], spec: trees.TreeSpec, incoming: Incoming | None
+    outputs: Sequence[Any], spec: trees.TreeSpec, incoming: Incoming | Precedent | None
 ) -> dict[int, tuple[int, ...]]:
     """Position of each output that the backward pass starts from -> strides of its gradient."""
     candidates = [
@@ -63,6 +63,8 @@ def backward_starts(
     ]
     if not candidates:
         raise NAMED["nothing to differentiate"].error()
+    if isinstance(incoming, Precedent):
+        incoming = _as_before(incoming.incoming, outputs, candidates)
     wanted = dict.fromkeys(_likely(outputs, spec, candidates)) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
@@ -71,6 +73,36 @@ def backward_starts(
         )
     firsts = first_places(outputs)
     return {firsts[i]: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+
+
+def _as_before(
+    before: Incoming, outputs: Sequence[Any], candidates: Sequence[int]
+) -> Incoming | None:
+    """What a backward pass starts from that starts as one of an earlier call; None where that is
+    another result, or would not reach all that any output reaches (a backward pass may reach less
+    than the plan of its call, and no more)."""
+    if not set(before) <= set(candidates):
+        return None
+    if any(s is not None and len(s) != outputs[i].ndim for i, s in before.items()):
+        return None
+    reached = leaves_reached(outputs[i] for i in before)
+    if not leaves_reached(outputs[i] for i in candidates) <= reached:
+        return None
+    return {
+        i: None if strides is None else _dense_strides(outputs[i].shape, strides)
+        for i, strides in before.items()
+    }
+
+
+def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose dimensions lie in the order of `example`'s; 0 where those are 0."""
+    strides = [0] * len(shape)
+    step = 1
+    for dimension in sorted(range(len(shape)), key=lambda d: (example[d], -d)):
+        if example[dimension]:
+            strides[dimension] = step
+            step *= max(shape[dimension], 1)
+    return tuple(strides)
 
 
 def _likely(
