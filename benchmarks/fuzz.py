@@ -427,7 +427,7 @@ def use_nearly(
     tensors = named(eager, expected)
 
     def of_rounded() -> Mapping[str, float]:
-        check.round_otherwise([*rounded.module.parameters(), *rounded.inputs])
+        check.round_otherwise([*rounded.module.parameters(), *rounded.inputs], dtypes)
         torch.manual_seed(number)
         return check.shares_of(named(rounded, use(rounded, number)), tensors)
 

@@ -296,15 +296,16 @@ def compare_with_eager(case: Any, planned: Any, eager: Any) -> dict[str, Any]:
         steps.append(_named_step(case, module))
         milliseconds.append(round(1e3 * (time.perf_counter() - started), 1))
 
+    names = {v.spec.dtype.removeprefix("torch.") for v in planned.plan.graph.values}
+    dtypes = {getattr(torch, name) for name in names}
+
     def of_rounded() -> dict[str, float]:
-        check.round_otherwise(rounded.parameters())
+        check.round_otherwise(rounded.parameters(), dtypes)
         return check.shares_of(_named_step(case, rounded), steps[0])
 
     shares = check.shares_of(steps[1], steps[0])
-    names = {v.spec.dtype.removeprefix("torch.") for v in planned.plan.graph.values}
-    bound = check.bound_of({getattr(torch, name) for name in names})
     said = ", ".join(f"{what} {share:.1e}" for what, share in shares.items())
-    assert not check.too_far(shares, bound, of_rounded), f"far from eager: {said}"
+    assert not check.too_far(shares, check.bound_of(dtypes), of_rounded), f"far from eager: {said}"
     return {"from_eager": {w: float(f"{s:.1e}") for w, s in shares.items()}, "ms": milliseconds}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rockplan.budget import Budget, parse_budget
-from rockplan.check import NOTHING_RUNS_AGAIN, bound_of, check, distance, runs
+from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen import planned_module as planned_modules
 from rockplan.codegen import rng_replay
 from rockplan.codegen.differences import described_call
@@ -691,8 +691,8 @@ def built_program(
     )
     if not options.check:
         return program
-    bound = bound_of({dtype_of(value.spec) for value in source.captured.values})
-    return _checked(module, program, args, kwargs, bound)
+    dtypes = frozenset(dtype_of(value.spec) for value in source.captured.values)
+    return _checked(module, program, args, kwargs, dtypes)
 
 
 def _keep_all(program: PlannedProgram) -> PlannedProgram:
@@ -708,11 +708,11 @@ def _checked(
     program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    bound: float,
+    dtypes: frozenset[torch.dtype],
 ) -> PlannedProgram:
     """`program`, whose plan records what two steps compared with eager execution showed; with its
     own graph where nothing runs again, if its kernels are compiled or its head is in parts, and how
-    far that is from eager, which may be `bound`."""
+    far that is from eager. dtypes: of what it computes."""
     outputs = program.interface.outputs
     starts = {
         i: program.plan.graph.values[leaf.tangent].spec.stride
@@ -725,7 +725,7 @@ def _checked(
         if program.plan.compiled or program.plan.graph.tiles:
             kept = planned_modules.bound_forward(module, _keep_all(program))
             difference = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
-            share = distance(module, original, planned, starts, args, kwargs, bound)
+            share = distance(module, original, planned, starts, args, kwargs, dtypes)
             difference += f"; gradients differ from eager's by {share:.1e} of their norm"
         else:
             difference = check(module, original, planned, starts, args, kwargs)

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,22 +173,23 @@ def distance(
     starts: Mapping[int, tuple[int, ...]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    bound: float,
+    dtypes: Collection[torch.dtype],
 ) -> float:
     """How far the gradients of a step of `planned` are from those of `original`, as a share of the
-    norm of all of these. Other arguments are those of `check`.
+    norm of all of these. dtypes: of what is computed. Other arguments are those of `check`.
 
     Raises CheckFailed where results, gradients or buffers are `too_far`, or generators end
     elsewhere, unless a second step of `original` is as far or ends elsewhere. Where shares are
-    beyond `bound` for want of digits alone, that is warned of.
+    beyond `bound_of(dtypes)` for want of digits alone, that is warned of.
     """
     given = _Given.of(module, original, args, kwargs)
+    bound = bound_of(dtypes)
 
     def step(forward: Callable[..., Any], is_rounded: bool = False) -> NamedTensors:
         with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
             given.snapshot.begin()
             if is_rounded:
-                round_otherwise(tensor for _, tensor, _ in given.tensors)
+                round_otherwise([tensor for _, tensor, _ in given.tensors], dtypes)
             return dict(_run(given, forward, starts, args, kwargs, _drawn).tensors)
 
     expected = step(original)
@@ -233,8 +234,10 @@ def too_far(
     return {what: share for what, share in far.items() if not share <= _ROUNDINGS * least[what]}
 
 
-def round_otherwise(tensors: Iterable[torch.Tensor]) -> None:
-    """Change each number by one rounding, up or down."""
+def round_otherwise(tensors: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> None:
+    """Change each number by one rounding, up or down, to the coarsest of `dtypes`: under autocast
+    it is rounded to 16 bits where it is read."""
+    coarsest = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in tensors:
@@ -243,7 +246,8 @@ def round_otherwise(tensors: Iterable[torch.Tensor]) -> None:
             )
             if tensor.is_floating_point() and not repeats and not tensor.is_inference():
                 up = torch.rand(tensor.shape, generator=generator).to(tensor.device) < 0.5
-                change = torch.finfo(tensor.dtype).eps * (2 * up.double() - 1)
+                rounding = max(torch.finfo(tensor.dtype).eps, coarsest)
+                change = rounding * (2 * up.double() - 1)
                 tensor.copy_(tensor.double() * (1 + change))
 
 
