@@ -280,6 +280,18 @@ def test_a_new_kind_is_planned_for_the_backward_pass_of_those_before(backward: A
         assert len(planned.plans) == 2 + kind
 
 
+def test_a_result_that_is_never_used_is_left_out_of_new_kinds() -> None:
+    """Twice it is planned for first, with the parameters that it alone reaches."""
+    torch.manual_seed(0)
+    eager = Two(is_apart=True)
+    planned: Any = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
+    for count, plans in ((4, 2), (5, 4), (6, 5), (7, 6)):
+        for module in (planned, eager):
+            of_one(module(rows(count)))
+        assert_same_state(planned, eager, f"{count} rows")
+        assert len(planned.plans) == plans
+
+
 def test_a_new_kind_may_start_from_more_than_those_before() -> None:
     torch.manual_seed(0)
     eager = Two(is_apart=True)

@@ -438,7 +438,9 @@ class _Situation:
             bounds.remove(other)
         if self._is_preferred(pattern):
             bounds.append(other)
-            state.precedent = Precedent(other.program.incoming)
+            incoming, before = other.program.incoming, state.precedent
+            is_repeated = before is not None and before.incoming.keys() == incoming.keys()
+            state.precedent = Precedent(incoming, is_repeated)
         else:
             bounds.insert(0, other)
         return other.program.executable

@@ -16,9 +16,13 @@ of the leaf."""
 @dataclass(frozen=True, slots=True)
 class Precedent:
     """What the backward pass of an earlier call, in other sizes or with other values, started from:
-    that of a new kind of call most likely starts from the same."""
+    that of a new kind of call most likely starts from the same.
+
+    is_repeated: so did the one that was planned before it.
+    """
 
     incoming: Incoming
+    is_repeated: bool
 
 
 # Where recurrent layers list their weights, computed ones among them.

@@ -64,7 +64,7 @@ def backward_starts(
     if not candidates:
         raise NAMED["nothing to differentiate"].error()
     if isinstance(incoming, Precedent):
-        incoming = _as_before(incoming.incoming, outputs, candidates)
+        incoming = _as_before(incoming, outputs, candidates)
     wanted = dict.fromkeys(_likely(outputs, spec, candidates)) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
@@ -76,17 +76,19 @@ def backward_starts(
 
 
 def _as_before(
-    before: Incoming, outputs: Sequence[Any], candidates: Sequence[int]
+    precedent: Precedent, outputs: Sequence[Any], candidates: Sequence[int]
 ) -> Incoming | None:
     """What a backward pass starts from that starts as one of an earlier call; None where that is
-    another result, or would not reach all that any output reaches (a backward pass may reach less
-    than the plan of its call, and no more)."""
+    another result, or would not reach all that any output reaches and has been so but once (a
+    backward pass may reach less than the plan of its call, and no more)."""
+    before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
     if any(s is not None and len(s) != outputs[i].ndim for i, s in before.items()):
         return None
     reached = leaves_reached(outputs[i] for i in before)
-    if not leaves_reached(outputs[i] for i in candidates) <= reached:
+    whole = leaves_reached(outputs[i] for i in candidates)
+    if not (whole <= reached or precedent.is_repeated):
         return None
     return {
         i: None if strides is None else _dense_strides(outputs[i].shape, strides)
