@@ -91,7 +91,7 @@ def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
         yield
     except Exception as error:
         # Kernels raise these; a function of the user's whatever it likes.
-        by_kernel = isinstance(error, RuntimeError | IndexError | ValueError)
+        by_kernel = isinstance(error, facts.CALL_ERRORS)
         if not by_kernel and not call.op.startswith(f"{OPAQUE}."):
             raise
         if _OF_DTYPES.search(str(error)) and _has_real_dtypes(inputs, call):
@@ -110,7 +110,7 @@ def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
         try:
             for earlier in inputs.made_by[index].calls if index in inputs.made_by else ():
                 inputs.run(earlier, made)
-        except (RuntimeError, IndexError, ValueError):
+        except facts.CALL_ERRORS:
             return False
         if index in made and str(made[index].dtype) != graph.values[index].spec.dtype:
             return False

@@ -12,6 +12,7 @@ import torch
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.costs.call_key import call_key
 from rockplan.graph_builder.costs.execution import Inputs, as_executed, flat_results, inputs_of
+from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 
@@ -52,7 +53,7 @@ def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
 def _check_layout(graph: CDGraph, inputs: Inputs, node: ComputeNode, call: Call) -> None:
     try:
         results = flat_results(inputs.execution(call).run())
-    except (RuntimeError, IndexError, ValueError):
+    except facts.CALL_ERRORS:
         return
     for index, real in zip(call.results, results, strict=True):
         if index is None or not isinstance(real, torch.Tensor) or real.numel() < 2:

@@ -32,6 +32,10 @@ from rockplan.graph_builder.operators.rows import (
     ViewKind,
 )
 
+CALL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+"""What an operator raises that refuses its arguments; TypeError from torch 2.15 on (`maximum` of
+complex numbers)."""
+
 
 @functools.cache
 def operator_name(operator: OpOverload) -> str:
@@ -468,7 +472,7 @@ def _real_layouts(
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
         try:
             result = operator(*real_args, **real_kwargs)
-        except (RuntimeError, ValueError, IndexError):
+        except CALL_ERRORS:
             return ()
         finally:
             for generator, state in zip(generators, states, strict=True):

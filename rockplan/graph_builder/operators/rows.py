@@ -362,7 +362,8 @@ ROWS: tuple[OperatorFacts, ...] = (
     OperatorFacts("aten.unsqueeze.default", method="unsqueeze"),
     OperatorFacts("aten.view.default", method="view", view=ViewKind.BY_STRIDES),
     OperatorFacts("aten.view.dtype", view=ViewKind.OTHER_NUMBERS),
-    # Attention on CPU has no formula of its own; its arguments begin as those of CUDA do.
+    # Attention on CPU has no formula of its own before torch 2.15; its arguments begin as those
+    # of CUDA do.
     OperatorFacts("aten._scaled_dot_product_cudnn_attention", repeats_heads=True),
     OperatorFacts("aten._scaled_dot_product_cudnn_attention_backward", repeats_heads=True),
     OperatorFacts("aten._scaled_dot_product_efficient_attention", repeats_heads=True),

@@ -342,7 +342,7 @@ class _TiledRun:
         try:
             with torch.no_grad(), torch._C._DisableAutocast(), self._results.fake_mode:
                 made = self._results.of(facts.resolve(op), tuple(given), named)
-        except (RuntimeError, ValueError, IndexError) as error:
+        except facts.CALL_ERRORS as error:
             raise _NotTiled(f"{op} cannot run on a part of the rows ({error})") from error
         results = tuple(self._value(t) for t in flat_results(made))
         call = Call(op, args, kwargs, results)
