@@ -7,14 +7,29 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
+# Beside the pinned one: the first and the last release that pyproject.toml admits, and some between.
+VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
+# What reads private parts of PyTorch, or says what its operators do.
+MATRIX := $(patsubst %,tests/test_%.py,available backward bypassed compiled eager_paths hooks lengths \
+	modes models new_tensors opaque operator_facts python_state results returned rules \
+	takeover triton value_shapes versions)
 
-.PHONY: demo test lint clean
+.PHONY: demo test matrix lint clean always
 
 demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# One environment a version, `.venv-2.15.0`, of about 6 GB each with PyPI's builds for Linux.
+matrix: $(VERSIONS:%=build/matrix/%.xml)
+	$(PYTHON) -m benchmarks.versions build/matrix $(VERSIONS)
+
+build/matrix/%.xml: always
+	rm -f $@
+	$(MAKE) VENV=.venv-$* TORCH=torch==$* .venv-$*/ready
+	-.venv-$*/bin/python -m pytest -n auto --dist worksteal --junitxml=$@ $(MATRIX)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -29,4 +44,4 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VERSIONS:%=.venv-%) build dist *.egg-info

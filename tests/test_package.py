@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import rockplan
+from benchmarks import versions
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(program: str) -> str:
@@ -29,3 +40,42 @@ def test_a_module_does_not_hide_the_function_of_its_name() -> None:
     program = "import rockplan, rockplan.values.plan, rockplan.api; print(callable(rockplan.plan))"
     assert run(program) == "True\n"
     assert callable(rockplan.plan)
+
+
+def test_the_range_of_torch_is_what_the_matrix_ran_on() -> None:
+    """The first release that is admitted and the last minor one, with no failure on any."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch_range,) = [
+        r.specifier for r in map(Requirement, project["dependencies"]) if r.name == "torch"
+    ]
+    table = (ROOT / "benchmarks" / "results" / "versions.md").read_text()
+    rows = re.findall(r"^\| (\d\S+) \| (\d+) \| (\d+) \|", table, re.MULTILINE)
+    run = [Version(version) for version, _, _ in rows]
+    makefile = (ROOT / "Makefile").read_text()
+    (named,) = re.findall(r"^VERSIONS \?= (.*)$", makefile, re.MULTILINE)
+    assert [str(version) for version in run] == named.split()
+    assert all(int(passed) > 500 and failed == "0" for _, passed, failed in rows)
+    first, last = min(run), max(run)
+    assert str(torch_range) == f"<{last.major}.{last.minor + 1},>={first.major}.{first.minor}"
+    assert Version(torch.__version__) in torch_range
+
+
+JUNIT = """\
+<testsuites><testsuite errors="1" failures="2" skipped="1" tests="9" time="7.6"
+ timestamp="2026-11-27T18:00:00+00:00"><testcase><skipped message="no CUDA"/></testcase></testsuite>
+</testsuites>"""
+
+
+def test_a_row_of_the_matrix_is_what_pytest_said(tmp_path: Path) -> None:
+    path = tmp_path / "2.11.0.xml"
+    path.write_text(JUNIT)
+    row = versions.row_of(path)
+    assert row == versions.Row("2.11.0", "2026-11-27", 5, 3, 1, 8, ("no CUDA",))
+    text = versions.report([row], "here")
+    assert "| 2.11.0 | 5 | 3 | 1 | 8 | 2026-11-27 |" in text
+    assert text.endswith("- no CUDA (2.11.0)\n")
+
+
+def test_a_version_of_the_matrix_without_a_result_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        versions.main(tmp_path, ["2.11.0"])
