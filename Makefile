@@ -10,9 +10,9 @@ BIN := $(VENV)/bin
 # Beside the pinned one: the first and the last release that pyproject.toml admits, and some between.
 VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
 # What reads private parts of PyTorch, or says what its operators do.
-MATRIX := $(patsubst %,tests/test_%.py,available backward bypassed compiled eager_paths hooks lengths \
-	modes models new_tensors opaque operator_facts python_state results returned rules \
-	takeover triton value_shapes versions)
+MATRIX := $(patsubst %,tests/test_%.py,available bypassed eager_paths fusion hooks modes new_tensors \
+	operator_facts python_state refusals results returned rules triton value_shapes versions)
+WORKERS ?= auto
 
 .PHONY: demo test matrix lint clean always
 
@@ -20,7 +20,7 @@ demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # One environment a version, `.venv-2.15.0`, of about 6 GB each with PyPI's builds for Linux.
 matrix: $(VERSIONS:%=build/matrix/%.xml)
@@ -29,7 +29,7 @@ matrix: $(VERSIONS:%=build/matrix/%.xml)
 build/matrix/%.xml: always
 	rm -f $@
 	$(MAKE) VENV=.venv-$* TORCH=torch==$* .venv-$*/ready
-	-.venv-$*/bin/python -m pytest -n auto --dist worksteal --junitxml=$@ $(MATRIX)
+	-.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --junitxml=$@ $(MATRIX)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
