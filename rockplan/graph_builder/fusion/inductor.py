@@ -2,7 +2,7 @@
 
 takes: Kernels. returns: for each a function of a list of tensors, or why there is none. guarantees:
 a function returns tensors that look as the kernel says, each in a storage of its own. The one
-module that knows Inductor; torch 2.11 to 2.14.
+module that knows Inductor; torch 2.11 to 2.15.
 
 `compile_fx_inner` is called below autograd and Dynamo, on static shapes. Sources are handed to the
 compilers of the system as they are written, and waited for together: kernels compile side by side.
