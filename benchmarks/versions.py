@@ -1,90 +1,70 @@
 """What the tests of `make matrix` said under each version of PyTorch.
 
-    python -m benchmarks.versions build/matrix
+    python -m benchmarks.versions build/matrix 2.11.0 2.15.0
 
-takes: a folder of pytest's JUnit files, each named after a version. Writes
-benchmarks/results/versions.md; ends with 1 if a test failed or a file is missing.
+takes: a folder of pytest's JUnit files, each named after a version. Writes a row of each into
+benchmarks/results/versions.md, where rows of other versions stay; ends with 1 if a test failed.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import subprocess
+import re
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 
+HEAD = """\
+# Versions of PyTorch
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Numbers of tests under one version; failed: with errors outside of tests. skips: the reasons,
-    each once."""
+`make matrix`: the tests of what differs between versions of PyTorch, each version in an environment
+of its own.
 
-    version: str
-    date: str
-    passed: int
-    failed: int
-    skipped: int
-    seconds: int
-    skips: tuple[str, ...]
+| torch | passed | failed | skipped | seconds | when, where | reasons of skips |
+|---|---|---|---|---|---|---|
+"""
 
 
-def row_of(path: Path) -> Row:
+def row_of(path: Path, where: str) -> str:
+    """Errors outside of tests count as failures; a reason is told once."""
     suites = list(ET.parse(path).iter("testsuite"))
 
     def total(name: str) -> int:
         return sum(int(suite.attrib[name]) for suite in suites)
 
     failed, skipped = total("failures") + total("errors"), total("skipped")
-    return Row(
-        version=path.stem,
-        date=suites[0].attrib["timestamp"].partition("T")[0],
-        passed=total("tests") - failed - skipped,
-        failed=failed,
-        skipped=skipped,
-        seconds=round(sum(float(suite.attrib["time"]) for suite in suites)),
-        skips=tuple(
-            sorted({s.attrib["message"] for suite in suites for s in suite.iter("skipped")})
-        ),
-    )
+    passed = total("tests") - failed - skipped
+    seconds = round(sum(float(suite.attrib["time"]) for suite in suites))
+    date = suites[0].attrib["timestamp"].partition("T")[0]
+    reasons = sorted({s.attrib["message"] for suite in suites for s in suite.iter("skipped")})
+    cells = (path.stem, passed, failed, skipped, seconds, f"{date}, {where}", "; ".join(reasons))
+    return f"| {' | '.join(map(str, cells))} |"
 
 
-def report(rows: Iterable[Row], where: str) -> str:
-    lines = [
-        "# Versions of PyTorch",
-        "",
-        "`make matrix`: the tests of what differs between versions of PyTorch, each version in an "
-        f"environment of its own ({where}).",
-        "",
-        "| torch | passed | failed | skipped | seconds | date |",
-        "|---|---|---|---|---|---|",
-    ]
-    skips: dict[str, list[str]] = {}
-    for row in rows:
-        counts = (row.passed, row.failed, row.skipped, row.seconds)
-        lines.append(f"| {row.version} | {' | '.join(map(str, counts))} | {row.date} |")
-        for reason in row.skips:
-            skips.setdefault(reason, []).append(row.version)
-    lines += ["", "Skipped:", ""]
-    lines += [f"- {reason} ({', '.join(versions)})" for reason, versions in sorted(skips.items())]
-    return "\n".join(lines) + "\n"
+def rows_in(table: str) -> dict[str, str]:
+    """Version -> its row."""
+    return {m[1]: m[0] for m in re.finditer(r"^\| (\d[\d.]*) \|.*$", table, re.MULTILINE)}
+
+
+def with_rows(table: str, rows: dict[str, str]) -> str:
+    """A table with these rows exchanged or added, in the order of versions."""
+    by_version = rows_in(table) | rows
+    order = sorted(by_version, key=lambda version: [*map(int, version.split("."))])
+    return HEAD + "".join(f"{by_version[version]}\n" for version in order)
 
 
 def main(folder: Path, versions: list[str]) -> int:
-    rows = [row_of(folder / f"{version}.xml") for version in versions]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    where = f"{commit}, Python {platform.python_version()}, {os.cpu_count()} cores"
-    text = report(rows, f"{where}, {platform.machine()}")
-    (RESULTS / "versions.md").write_text(text)
+    python, machine = platform.python_version(), platform.machine()
+    where = f"Python {python}, {os.cpu_count()} cores, {machine}"
+    rows = {v: row_of(folder / f"{v}.xml", where) for v in versions}
+    path = RESULTS / "versions.md"
+    text = with_rows(path.read_text() if path.exists() else "", rows)
+    path.write_text(text)
     print(text)
-    return int(any(row.failed for row in rows))
+    return int(any(row.split(" | ")[2] != "0" for row in rows.values()))
 
 
 if __name__ == "__main__":

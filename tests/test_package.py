@@ -48,13 +48,13 @@ def test_the_range_of_torch_is_what_the_matrix_ran_on() -> None:
     (torch_range,) = [
         r.specifier for r in map(Requirement, project["dependencies"]) if r.name == "torch"
     ]
-    table = (ROOT / "benchmarks" / "results" / "versions.md").read_text()
-    rows = re.findall(r"^\| (\d\S+) \| (\d+) \| (\d+) \|", table, re.MULTILINE)
-    run = [Version(version) for version, _, _ in rows]
-    makefile = (ROOT / "Makefile").read_text()
-    (named,) = re.findall(r"^VERSIONS \?= (.*)$", makefile, re.MULTILINE)
-    assert [str(version) for version in run] == named.split()
-    assert all(int(passed) > 500 and failed == "0" for _, passed, failed in rows)
+    rows = versions.rows_in((ROOT / "benchmarks" / "results" / "versions.md").read_text())
+    for row in rows.values():
+        _, passed, failed, *_ = row.split(" | ")
+        assert int(passed) > 500 and failed == "0"
+    (named,) = re.findall(r"^VERSIONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [*rows] == named.split()
+    run = [*map(Version, rows)]
     first, last = min(run), max(run)
     assert str(torch_range) == f"<{last.major}.{last.minor + 1},>={first.major}.{first.minor}"
     assert Version(torch.__version__) in torch_range
@@ -64,18 +64,28 @@ JUNIT = """\
 <testsuites><testsuite errors="1" failures="2" skipped="1" tests="9" time="7.6"
  timestamp="2026-11-27T18:00:00+00:00"><testcase><skipped message="no CUDA"/></testcase></testsuite>
 </testsuites>"""
+ROW = "| 2.9.0 | 5 | 3 | 1 | 8 | 2026-11-27, here | no CUDA |"
 
 
 def test_a_row_of_the_matrix_is_what_pytest_said(tmp_path: Path) -> None:
-    path = tmp_path / "2.11.0.xml"
+    path = tmp_path / "2.9.0.xml"
     path.write_text(JUNIT)
-    row = versions.row_of(path)
-    assert row == versions.Row("2.11.0", "2026-11-27", 5, 3, 1, 8, ("no CUDA",))
-    text = versions.report([row], "here")
-    assert "| 2.11.0 | 5 | 3 | 1 | 8 | 2026-11-27 |" in text
-    assert text.endswith("- no CUDA (2.11.0)\n")
+    assert versions.row_of(path, "here") == ROW
+    table = versions.with_rows("", {"2.11.0": ROW.replace("2.9.0", "2.11.0")})
+    table = versions.with_rows(table, {"2.9.0": ROW})
+    assert [*versions.rows_in(table)] == ["2.9.0", "2.11.0"]
+    assert versions.with_rows(table, {"2.9.0": ROW}) == table
 
 
-def test_a_version_of_the_matrix_without_a_result_is_an_error(tmp_path: Path) -> None:
+def test_failures_and_missing_results_of_the_matrix_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "RESULTS", tmp_path)
     with pytest.raises(FileNotFoundError):
-        versions.main(tmp_path, ["2.11.0"])
+        versions.main(tmp_path, ["2.9.0"])
+    (tmp_path / "2.9.0.xml").write_text(JUNIT)
+    assert versions.main(tmp_path, ["2.9.0"]) == 1
+    (tmp_path / "2.9.0.xml").write_text(
+        JUNIT.replace('"2"', '"0"').replace('errors="1"', 'errors="0"')
+    )
+    assert versions.main(tmp_path, ["2.9.0"]) == 0
