@@ -160,7 +160,7 @@ def _least_around_bytes(graph: CDGraph, follows: networkx.DiGraph, node: int) ->
             cut.add_edge(second, side(first))
     sizes = [0 if d.kind.resident else d.size_bytes for d in graph.data]
     made_bytes = sum(sizes[d] for d in runs.writes)
-    taken_bytes = max((sizes[d] for d in runs.takes), default=0)
+    taken_bytes = max((sum(sizes[d] for d in t.operands) for t in runs.takes), default=0)
     alive_bytes = int(networkx.minimum_cut_value(cut, "before", "after"))
     return alive_bytes + made_bytes - taken_bytes + runs.workspace_bytes
 

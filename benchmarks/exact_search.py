@@ -148,7 +148,7 @@ class View:
         made_bytes = [self.bytes_of(writes) for writes in self.writes]
         workspace_bytes = by_step([n.workspace_bytes for n in nodes], 0)
         self.extra_bytes = [a + b for a, b in zip(made_bytes, workspace_bytes, strict=True)]
-        self.takes = by_step([[bit[d] for d in takes] for takes in view.takes], [])
+        self.takes = by_step([[mask(t.operands) for t in takes] for takes in view.takes], [])
         self.made = [0]
         for writes, saved in zip(self.writes, self.saved, strict=True):
             self.made.append(self.made[-1] | writes | saved)
@@ -426,10 +426,10 @@ class Search:
                 self._reach(State(position, before, before_bytes, before_ns, number, i))
 
     def _may_take_over(self, node: Step, before: Mask, after: Mask, over: int) -> bool:
-        """Is there an operand of so many bytes, needed no more after the node, in whose storage it
+        """Are there operands of so many bytes, needed no more after the node, in whose storages it
         may write? Not if it makes another copy of something."""
         view = self.view
         if before & view.writes[node]:
             return False
         free = before & ~after
-        return any(view.bytes_of(taken) >= over for taken in view.takes[node] if taken & free)
+        return any(view.bytes_of(taken) >= over for taken in view.takes[node] if not taken & ~free)

@@ -212,7 +212,7 @@ class Problem {
     if ((before & step.writes).any()) return false;
     Set free = without(before, after);
     for (const Set& taken : step.takes)
-      if ((taken & free).any() && bytes(taken) >= over) return true;
+      if ((taken & free) == taken && bytes(taken) >= over) return true;
     return false;
   }
 

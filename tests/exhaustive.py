@@ -156,10 +156,10 @@ class Exhaustive:
                     yield self._without_dead(after)
 
     def _takeovers(self, state: State, node: ComputeNode) -> Iterator[frozenset[int]]:
-        """What the result may be written over, which dies then: nothing, or one storage."""
+        """What results may be written over, which dies then, or nothing."""
         yield frozenset()
         if state.alive.isdisjoint(node.writes):
-            yield from (frozenset({d}) for d in self._view.takes[node.index])
+            yield from (frozenset(t.operands) for t in self._view.takes[node.index])
 
     def _fit(self, state: State, extra: int, reads: set[int], running: set[int]) -> Iterator[State]:
         """States with as few frees as let `extra` bytes fit; to free more later is as good."""

@@ -25,6 +25,7 @@ from rockplan.values.graph import (
     DataKind,
     DataNode,
     Phase,
+    Takeover,
     TensorSpec,
     Value,
     ValueRef,
@@ -168,7 +169,12 @@ def random_graph(rng: random.Random, forward_nodes: int = 4, ranges: Ranges = DE
 
 
 def with_random_takes(rng: random.Random, graph: CDGraph) -> CDGraph:
-    """`graph` where some results may take over one or two operands, which are as large."""
+    """`graph` where results may take over operands, which are as large: one of two, or several at
+    once."""
+    return _with_several_taken(rng, graph) if _chance(rng, 50) else _with_one_taken(rng, graph)
+
+
+def _with_one_taken(rng: random.Random, graph: CDGraph) -> CDGraph:
     outside = {*graph.outputs, *graph.held, *graph.handed}
     ours = {DataKind.ACTIVATION, DataKind.GRADIENT}
     data, nodes = list(graph.data), list(graph.nodes)
@@ -180,7 +186,32 @@ def with_random_takes(rng: random.Random, graph: CDGraph) -> CDGraph:
         best = rng.choice(found)
         data[written] = replace(data[written], size_bytes=data[best].size_bytes)
         takes = [best, *(d for d in found if d != best and _chance(rng, 50))]
-        nodes[node.index] = replace(node, takes=tuple(takes))
+        nodes[node.index] = replace(node, takes=tuple(Takeover((d,), node.writes) for d in takes))
+    return replace(graph, data=tuple(data), nodes=tuple(nodes))
+
+
+def _with_several_taken(rng: random.Random, graph: CDGraph) -> CDGraph:
+    """`graph` where some nodes make several results, which may all take over operands, or some."""
+    outside = {*graph.outputs, *graph.held, *graph.handed}
+    ours = {DataKind.ACTIVATION, DataKind.GRADIENT}
+    data, nodes = list(graph.data), list(graph.nodes)
+    for node in graph.nodes:
+        found = [d for d in node.reads if data[d].kind in ours and d not in outside]
+        if node.random or not found or outside.intersection(node.writes):
+            continue
+        rng.shuffle(found)
+        writes = list(node.writes)
+        while len(writes) < len(found) and _chance(rng, 70):
+            kind = data[node.writes[0]].kind
+            data.append(DataNode(len(data), f"more_{len(data)}", kind, 0))
+            writes.append(len(data) - 1)
+        pairs = list(zip(found, writes, strict=False))
+        for operand, result in pairs:
+            data[result] = replace(data[result], size_bytes=data[operand].size_bytes)
+        takes = [Takeover(*zip(*pairs, strict=True))]
+        if len(pairs) > 1 and _chance(rng, 50):
+            takes.append(Takeover(*zip(*pairs[:-1], strict=True)))
+        nodes[node.index] = replace(node, writes=tuple(sorted(writes)), takes=tuple(takes))
     return replace(graph, data=tuple(data), nodes=tuple(nodes))
 
 
@@ -192,7 +223,7 @@ def with_more_held(rng: random.Random, graph: CDGraph) -> CDGraph:
     held = {*graph.held, rng.choice(gradients), *(d for d in tangents if _chance(rng, 50))}
     handed = tuple(d for d in graph.handed if d not in held)
     nodes = tuple(
-        replace(n, takes=tuple(d for d in n.takes if not held.intersection((d, *n.writes))))
+        replace(n, takes=tuple(t for t in n.takes if held.isdisjoint((*t.operands, *n.writes))))
         for n in graph.nodes
     )
     return replace(graph, nodes=nodes, held=tuple(sorted(held)), handed=handed)

@@ -9,6 +9,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.python_state import trees
 from rockplan.reports.listing import schedule_listing
 from rockplan.values.block import Block
+from rockplan.values.graph import Takeover
 from rockplan.values.interface import Interface, OutputLeaf
 from rockplan.values.plan import Certificate, Plan, Status
 from rockplan.values.schedule import with_frees
@@ -106,7 +107,7 @@ def test_what_is_particular_about_a_node_is_behind_it() -> None:
     mul, gelu, *backward = GRAPH.nodes
     nodes = (
         replace(mul, random=True, recomputable=False),
-        replace(gelu, takes=(2,), taking=gelu.calls),
+        replace(gelu, takes=(Takeover((2,), gelu.writes, gelu.calls[0]),)),
         *backward,
     )
     assert str(replace(GRAPH, nodes=nodes, dropped=(2,))) == REMARKS_TEXT.strip()

@@ -100,11 +100,12 @@ class Pinches:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """reads, writes, takes: places; workspace_bytes: beside them; again: it may run again."""
+    """reads, writes: places; takes: places of each takeover; workspace_bytes: beside them; again: it
+    may run again."""
 
     reads: frozenset[int]
     writes: frozenset[int]
-    takes: tuple[int, ...]
+    takes: tuple[tuple[int, ...], ...]
     workspace_bytes: int
     again: bool
 
@@ -273,10 +274,13 @@ class _Game:
         before = self.sets[alive & ((self.sets & reads) == reads)]
         own_bytes = self._own_bytes(node.reads | node.writes)
         needed_bytes = max(beside_bytes, own_bytes) + node.workspace_bytes
-        forgotten = max((self.view.sizes[d] for d in node.takes if d not in bits), default=0)
-        ways = [(0, forgotten), *((bits[d], self.view.sizes[d]) for d in node.takes if d in bits)]
+        ways = {0: 0}
+        for taken in node.takes:
+            gone = sum(bits.get(d, 0) for d in taken)
+            taken_bytes = sum(self.view.sizes[d] for d in taken)
+            ways[gone] = max(ways.get(gone, 0), taken_bytes)
         is_new = False
-        for gone, taken_bytes in ways:
+        for gone, taken_bytes in ways.items():
             during = self.set_bytes[before | writes] + needed_bytes - taken_bytes
             after = (before[during <= left_bytes] | writes) & ~gone
             if not target[after].all():
@@ -300,7 +304,8 @@ def _places(graph: CDGraph, facts: Facts) -> dict[int, int]:
     place = {d: d for d in facts.is_open if facts.producer[d] >= 0}
     for node in graph.nodes:
         reads = [d for d in node.reads if d in place]
-        if len(reads) == 1 == len(node.writes) and reads[0] in node.takes:
+        taken = [t.operands for t in node.takes]
+        if len(reads) == 1 == len(node.writes) and (reads[0],) in taken:
             (d,), (e,) = reads, node.writes
             same_phase = graph.nodes[facts.producer[d]].phase is node.phase
             is_alone = e in place and len(read_by[d]) == 1
@@ -312,7 +317,7 @@ def _places(graph: CDGraph, facts: Facts) -> dict[int, int]:
 def _node(node: ComputeNode, facts: Facts, place: dict[int, int]) -> _Node:
     reads = frozenset(place[d] for d in node.reads if d in place)
     writes = frozenset(place[d] for d in node.writes if d in place)
-    takes = tuple(place[d] for d in node.takes if d in place)
+    takes = tuple(tuple(place[d] for d in t.operands if d in place) for t in node.takes)
     if reads & writes:
         # It writes in the place of what it reads.
         return _Node(reads, frozenset(), (), 0, again=False)

@@ -21,7 +21,15 @@ import torch
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.simulate import taken_over
-from rockplan.values.graph import Call, CDGraph, ComputeNode, ValueRef, is_kernel, refs
+from rockplan.values.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    Takeover,
+    ValueRef,
+    is_kernel,
+    refs,
+)
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule
 
@@ -281,7 +289,7 @@ class _Emitter:
             self._line(f"del {', '.join(map(self._name, self._live[data]))}")
         self._live[data] = []
 
-    def _compute(self, node: ComputeNode, taken: int | None) -> None:
+    def _compute(self, node: ComputeNode, taken: Takeover | None) -> None:
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         on_copies = not self._copied.isdisjoint(node.reads)
@@ -299,8 +307,8 @@ class _Emitter:
         if replayed:
             self._before_random(node, again)
         calls = node.recalls if again or (self._again and not on_copies) else node.calls
-        if taken is not None:
-            calls = (node.taking[node.takes.index(taken)], *calls[1:])
+        if taken is not None and taken.call is not None:
+            calls = (taken.call, *calls[1:])
         self._calls(node, calls)
         if replayed and again:
             self._line("frame.end_replay()")

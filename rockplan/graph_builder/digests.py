@@ -8,8 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
-from rockplan.values.graph import Call, CDGraph, ComputeNode, DataKind, TensorSpec, Value, ValueRef
+from rockplan.values.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    Takeover,
+    TensorSpec,
+    Value,
+    ValueRef,
+)
 from rockplan.values.profile import Profile
 
 # Types of torch whose repr is their whole value; matched by name, so that torch is not needed here.
@@ -50,7 +60,7 @@ def problem_digest(problem: CDGraph) -> str:
                     *_node_costs(n),
                     indices(n.reads),
                     indices(n.writes),
-                    *([[local[d] for d in n.takes]] if n.takes else []),
+                    *([[_takeover(t, local) for t in n.takes]] if n.takes else []),
                 ]
                 for n in problem.nodes
             ],
@@ -61,6 +71,10 @@ def problem_digest(problem: CDGraph) -> str:
             problem.rng_state_bytes,
         ]
     )
+
+
+def _takeover(takeover: Takeover, local: Mapping[int, int]) -> list[list[int]]:
+    return [[local[d] for d in data] for data in (takeover.operands, takeover.results)]
 
 
 def graph_digest(graph: CDGraph) -> str:

@@ -493,7 +493,6 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
                 calls=(),
                 recalls=(),
                 takes=(),
-                taking=(),
             )
             for i, node in enumerate(nodes)
         ),

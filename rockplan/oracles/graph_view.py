@@ -15,6 +15,7 @@ from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
     DataKind,
+    Takeover,
     may_run_again,
     producers,
     readers,
@@ -68,18 +69,21 @@ class GraphView:
         return tuple(self.bytes_of(n.writes) for n in self.graph.nodes)
 
     @cached_property
-    def takes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, operands in whose storage it may write its result where they die: those
-        that are as large."""
-        made = self.made_bytes
-        return tuple(
-            tuple(d for d in n.takes if self.sizes[d] == made[n.index]) for n in self.graph.nodes
-        )
+    def takes(self) -> tuple[tuple[Takeover, ...], ...]:
+        """Of each node, ways to write results where operands die that are as large, those that
+        take more first."""
+        return tuple(tuple(filter(self._fits, n.takes)) for n in self.graph.nodes)
+
+    def _fits(self, takeover: Takeover) -> bool:
+        pairs = zip(takeover.operands, takeover.results, strict=True)
+        return all(self.sizes[operand] == self.sizes[result] for operand, result in pairs)
 
     @cached_property
     def taken_bytes(self) -> tuple[int, ...]:
         """Of each node, what it may save by that at most."""
-        return tuple(max(map(self.sizes.__getitem__, takes), default=0) for takes in self.takes)
+        return tuple(
+            max((self.bytes_of(t.operands) for t in takes), default=0) for takes in self.takes
+        )
 
     @cached_property
     def tangents(self) -> frozenset[int]:

@@ -91,13 +91,13 @@ def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
         if position == schedule.forward_length:
             born.update(dict.fromkeys(view.tangents, position))
         if isinstance(event, Compute):
-            start = position
-            if position in taken:
-                start += 1
-                end(taken[position], start)
-                passed_on.add(taken[position])
+            takeover = taken.get(position)
+            there = takeover.results if takeover else ()
+            for operand in takeover.operands if takeover else ():
+                end(operand, position + 1)
+                passed_on.add(operand)
             for data in graph.nodes[event.node].writes:
-                born.setdefault(data, start)
+                born.setdefault(data, position + 1 if data in there else position)
         elif event.data in passed_on:
             passed_on.discard(event.data)
         else:

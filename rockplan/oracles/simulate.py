@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rockplan.oracles.graph_view import view_of
-from rockplan.values.graph import CDGraph
+from rockplan.values.graph import CDGraph, Takeover
 from rockplan.values.schedule import Compute, Free, Schedule
 
 
@@ -65,13 +65,14 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
         yield EventCost(during_bytes, after_bytes, time_ns)
 
 
-def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
-    """Position of a computation -> the data in whose storage it writes its result.
+def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
+    """Position of a computation -> how it writes results where operands die.
 
-    The first of the node's `takes` that is freed directly after it, before anything else runs or
-    the forward phase ends, and is as large as the result. A copy of what is alive takes nothing.
+    The first of the node's `takes` whose operands are all freed directly after it, before anything
+    else runs or the forward phase ends, and are as large as the results. A copy of what is alive
+    takes nothing.
     """
-    takeovers: dict[int, int] = {}
+    takeovers: dict[int, Takeover] = {}
     if not any(node.takes for node in graph.nodes):
         return takeovers
     takes = view_of(graph).takes
@@ -83,7 +84,7 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
         node = graph.nodes[event.node]
         if node.takes and alive.isdisjoint(node.writes):
             dying = _freed_after(schedule, position)
-            taken = next((d for d in takes[node.index] if d in dying), None)
+            taken = next((t for t in takes[node.index] if dying.issuperset(t.operands)), None)
             if taken is not None:
                 takeovers[position] = taken
         alive.update(node.writes)
@@ -136,10 +137,11 @@ def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]
                     alive.add(d)
                     live_bytes += sizes[d]
             if position in taken:
-                taken_bytes = sizes[taken[position]]
+                operands = taken[position].operands
+                taken_bytes = view.bytes_of(operands)
                 during_bytes -= taken_bytes
                 live_bytes -= taken_bytes
-                passed_on.add(taken[position])
+                passed_on.update(operands)
             if node.random and draws[node.index] > 1:
                 during_bytes += states[node.index]
                 if not drawn[node.index]:

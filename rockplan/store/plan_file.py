@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -32,8 +32,8 @@ from rockplan.values.graph import (
     DataKind,
     DataNode,
     Phase,
+    Takeover,
     as_eager,
-    with_takes,
 )
 from rockplan.values.plan import COMPILED, BlockSummary, Certificate, Plan, Status
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all
@@ -162,7 +162,13 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
 def outline(graph: CDGraph) -> CDGraph:
     """What a document keeps of `graph`: no calls, no values, source lines without folders."""
     nodes = tuple(
-        replace(n, calls=(), recalls=(), taking=(), source=PurePath(n.source).name)
+        replace(
+            n,
+            calls=(),
+            recalls=(),
+            takes=tuple(replace(t, call=None) for t in n.takes),
+            source=PurePath(n.source).name,
+        )
         for n in graph.nodes
     )
     return replace(graph, nodes=nodes, values=(), kernels=())
@@ -193,7 +199,12 @@ def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
             for d, p in zip(graph.data, prices.data, strict=True)
         ),
         nodes=tuple(
-            replace(with_takes(n, p.takes), time_ns=p.time_ns, workspace_bytes=p.workspace_bytes)
+            replace(
+                n,
+                takes=tuple(t for t in n.takes if replace(t, call=None) in p.takes),
+                time_ns=p.time_ns,
+                workspace_bytes=p.workspace_bytes,
+            )
             for n, p in zip(graph.nodes, prices.nodes, strict=True)
         ),
         rng_state_bytes=prices.rng_state_bytes,
@@ -288,7 +299,7 @@ def _graph_row(graph: CDGraph) -> dict[str, object]:
                 "source": n.source,
                 "reads": list(n.reads),
                 "writes": list(n.writes),
-                "takes": list(n.takes),
+                "takes": [_takeover_row(t, n) for t in n.takes],
                 "time_ns": n.time_ns,
                 "workspace_bytes": n.workspace_bytes,
                 "random": n.random,
@@ -375,16 +386,14 @@ def _read_order(row: Mapping[str, Any], phases: list[Phase]) -> tuple[int, ...]:
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
     # Plans of before anything was taken over say nothing of it, and hold as they are.
-    takes = _below(row.get("takes", []), data)
-    if not set(takes).issubset(row["reads"]):
-        raise ValueError("an operation takes over what it does not read")
+    reads, writes = _below(row["reads"], data), _below(row["writes"], data)
     return ComputeNode(
         index=index,
         name=text_of(row["name"]),
         phase=Phase(row["phase"]),
-        reads=_below(row["reads"], data),
-        writes=_below(row["writes"], data),
-        takes=takes,
+        reads=reads,
+        writes=writes,
+        takes=tuple(_read_takeover(t, reads, writes) for t in list_of(row.get("takes", []))),
         time_ns=natural(row["time_ns"]),
         workspace_bytes=natural(row["workspace_bytes"]),
         random=flag(row["random"]),
@@ -392,6 +401,27 @@ def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
         module=text_of(row["module"]),
         source=text_of(row["source"]),
     )
+
+
+def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
+    """Pairs of operand and result; of a node with one result, the operand."""
+    if takeover.results == node.writes and len(node.writes) == 1:
+        return takeover.operands[0]
+    return list(map(list, zip(takeover.operands, takeover.results, strict=True)))
+
+
+def _read_takeover(row: object, reads: Sequence[int], writes: Sequence[int]) -> Takeover:
+    pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *writes)]
+    if any(len(pair) != 2 for pair in pairs) or not pairs:
+        raise ValueError("an operation takes over no pairs of an operand and a result")
+    operands, results = zip(*pairs, strict=True)
+    if not set(reads).issuperset(operands):
+        raise ValueError("an operation takes over what it does not read")
+    if not set(writes).issuperset(results):
+        raise ValueError("an operation takes over storages for what it does not make")
+    if len(set(operands)) < len(pairs) or len(set(results)) < len(pairs):
+        raise ValueError("an operation takes over a storage twice")
+    return Takeover(operands, results)
 
 
 def _read_block(row: object, graph: CDGraph) -> BlockSummary:

@@ -11,7 +11,7 @@ These are values: nothing here imports torch, and no pass changes a graph in pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -182,6 +182,19 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Takeover:
+    """Results that are written where operands die, all of them or none.
+
+    operands: storages that the node reads; results: for each of them, the one that the node makes
+    there; call: of the node's calls the first, which does so. None in an outline.
+    """
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ComputeNode:
     """Calls that execute as one unit.
 
@@ -191,8 +204,8 @@ class ComputeNode:
     recomputable: False if it may execute only once (its effect or its inputs cannot be had
     again); then whatever it writes is kept until its last use.
     random: draws from a generator; a re-execution replays the generator's state.
-    takes: of `reads`, those in whose storage the only result may be written where they die at this
-    node, best first; taking: the call that does so, for each of `takes`.
+    takes: ways to write results where operands die at this node, of which it goes one: the first
+    whose operands all die. Those that take more come first.
     time_ns, workspace_bytes: from the Profile; workspace is the peak of temporaries inside the
     node, beyond its inputs and `writes`.
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
@@ -209,8 +222,7 @@ class ComputeNode:
     recomputable: bool = True
     calls: tuple[Call, ...] = ()
     recalls: tuple[Call, ...] = ()
-    takes: tuple[int, ...] = ()
-    taking: tuple[Call, ...] = ()
+    takes: tuple[Takeover, ...] = ()
     module: str = ""
     source: str = ""
 
@@ -272,7 +284,7 @@ class CDGraph:
         size_bytes = sum(self.data[d].size_bytes for d in node.writes)
         remarks = (
             f"workspace {node.workspace_bytes} B" if node.workspace_bytes else "",
-            f"takes {_listed(self, node.takes)}" if node.takes else "",
+            f"takes {_taken(self, node)}" if node.takes else "",
             "random" if node.random else "",
             "" if node.recomputable else "runs once",
             f"in {node.module}" if node.module else "",
@@ -301,6 +313,12 @@ def _facts_line(graph: CDGraph) -> str:
     return f"{len(graph.nodes)} nodes, {graph.time_ns} ns{''.join(named)}"
 
 
+def _taken(graph: CDGraph, node: ComputeNode) -> str:
+    """'a' or 'b', or both 'a + b'."""
+    names = ([graph.data[d].name for d in t.operands] for t in node.takes)
+    return ", ".join(map(" + ".join, names))
+
+
 def _listed(graph: CDGraph, data: Iterable[int]) -> str:
     return ", ".join(graph.data[d].name for d in data)
 
@@ -319,17 +337,7 @@ def in_eager_order(graph: CDGraph) -> CDGraph:
 
 def without_takes(graph: CDGraph) -> CDGraph:
     """`graph` where every result has a storage of its own."""
-    return replace(graph, nodes=tuple(with_takes(n, ()) for n in graph.nodes))
-
-
-def with_takes(node: ComputeNode, allowed: Collection[int]) -> ComputeNode:
-    """`node`, which takes nothing but storages of `allowed`."""
-    if all(d in allowed for d in node.takes):
-        return node
-    # An outline has `takes` only.
-    calls = [c for d, c in zip(node.takes, node.taking, strict=False) if d in allowed]
-    takes = tuple(d for d in node.takes if d in allowed)
-    return replace(node, takes=takes, taking=tuple(calls))
+    return replace(graph, nodes=tuple(replace(n, takes=()) if n.takes else n for n in graph.nodes))
 
 
 _CALLER_GRADIENTS = 4

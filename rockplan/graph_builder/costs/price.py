@@ -30,7 +30,7 @@ from rockplan.graph_builder.costs.estimate import estimate, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.costs.specs import distinct_bytes
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs, with_takes
+from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 from rockplan.values.profile import OpCost, Profile
 
 # A pebibyte, or 13 days in nanoseconds: more than any operator takes.
@@ -168,7 +168,8 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
     data = tuple(replace(d, size_bytes=sizes.get(d.index, d.size_bytes)) for d in graph.data)
     nodes = tuple(
         replace(
-            with_takes(node, distinct),
+            node,
+            takes=tuple(t for t in node.takes if distinct >= {*t.operands}),
             time_ns=times[node.index],
             workspace_bytes=max(
                 0, peaks[node.index] - sum(data[d].size_bytes for d in node.writes)

@@ -114,7 +114,10 @@ class _Liveness:
 
     def __init__(self, graph: CDGraph) -> None:
         view = GraphView(graph)
-        self._sizes, self._made, self._takes = view.sizes, view.made_bytes, view.takes
+        self._sizes, self._made = view.sizes, view.made_bytes
+        self._takes = [
+            [(t.operands, view.bytes_of(t.operands)) for t in takes] for takes in view.takes
+        ]
         first = len(graph.forward)
         self._left = [0] * len(graph.data)
         for data, nodes in view.readers.items():
@@ -133,9 +136,9 @@ class _Liveness:
         dying = [d for d in node.reads if self._left[d] == 1]
         made = self._made[node.index]
         unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
-        takes_over = any(d in dying for d in self._takes[node.index])
+        taken = (b for data, b in self._takes[node.index] if all(d in dying for d in data))
         freed = unread + sum(self._sizes[d] for d in dying)
-        return _Effect(rise=0 if takes_over else made, net=made - freed)
+        return _Effect(rise=made - next(taken, 0), net=made - freed)
 
 
 def _place(

@@ -32,6 +32,7 @@ from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
     DataKind,
+    Takeover,
     TensorSpec,
     Value,
     ValueRef,
@@ -48,19 +49,13 @@ def with_takeovers(graph: CDGraph) -> CDGraph:
 
 
 def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> ComputeNode:
-    takeovers = dict(_takeovers(graph, node, seen))
-    return (
-        replace(node, takes=tuple(takeovers), taking=tuple(takeovers.values()))
-        if takeovers
-        else node
-    )
+    takes = {t.operands: t for t in _takeovers(graph, node, seen)}
+    return replace(node, takes=tuple(takes.values())) if takes else node
 
 
-def _takeovers(
-    graph: CDGraph, node: ComputeNode, seen: frozenset[int]
-) -> Iterator[tuple[int, Call]]:
-    """Data that the node may take over, with the call that does; seen: data that not only the
-    plan sees."""
+def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Iterator[Takeover]:
+    """How the node may write its only result over an operand; seen: data that not only the plan
+    sees."""
     if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
         return
     (call, *rest), (written,) = node.calls, node.writes
@@ -89,7 +84,7 @@ def _takeovers(
         ):
             variant = _variant(call, operand.index)
             if variant is not None:
-                yield operand.data, variant
+                yield Takeover((operand.data,), node.writes, variant)
 
 
 def _operands(graph: CDGraph, call: Call) -> list[Value]:

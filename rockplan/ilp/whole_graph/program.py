@@ -320,9 +320,11 @@ class ProgramRows:
         """What outlives the moment was alive at it."""
         facts, node = self.facts, self.facts.graph.nodes[self.intervals[s].end]
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
-        # Nothing is taken over from the only operand that might be, if it is kept.
-        takes = facts.view.takes[node.index]
-        own = {*node.reads, *node.writes}.difference(takes if len(takes) == 1 else ())
+        # Nothing is taken over from what is kept; another operand may be in its place, unless the
+        # largest takeover takes all that any does.
+        takes = [frozenset(t.operands) for t in facts.view.takes[node.index]]
+        largest = takes[0] if takes and all(t <= takes[0] for t in takes) else frozenset()
+        own = {*node.reads, *node.writes} - largest
         own.update(d for d in following if facts.is_always(d, node.index))
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
         return terms, facts.forced_bytes[node.index]

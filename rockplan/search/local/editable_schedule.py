@@ -127,8 +127,10 @@ class Draft:
         self.sizes, self.producer, self.reads = view.sizes, view.producer, view.reads
         self.maker, self._tangents, self._state_bytes = view.maker, view.tangents, view.state_bytes
         self._held, self._dropped, self._made_bytes = view.held, view.dropped, view.made_bytes
-        self._takes = view.takes
-        self._takers = {d for takes in self._takes for d in takes}
+        self._takes = [
+            [(t.operands, view.bytes_of(t.operands)) for t in takes] for takes in view.takes
+        ]
+        self._takers = {d for takes in view.takes for t in takes for d in t.operands}
         self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]
         # Beside what is alive they take the same wherever they run, but for a generator's state.
         self._is_plain = [
@@ -559,9 +561,14 @@ class Draft:
             return
         again = [d for d in node.writes if d in self._held and self._made[d][0] != position]
         beside += sum(self.sizes[d] for d in again)
-        if not again and any(self._dies(d, position) for d in self._takes[index]):
-            beside -= self._made_bytes[index]
-        self._beside[position] = beside
+        self._beside[position] = beside if again else beside - self._taken_bytes(index, position)
+
+    def _taken_bytes(self, index: int, position: int) -> int:
+        """Of operands that die there, and in whose storages the node writes results."""
+        for operands, taken_bytes in self._takes[index]:
+            if all(self._dies(d, position) for d in operands):
+                return taken_bytes
+        return 0
 
     def _dies(self, d: int, position: int) -> bool:
         return self._reading(d, position + 1)[2]

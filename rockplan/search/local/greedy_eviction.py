@@ -23,7 +23,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.ilp.whole_graph.program import Facts
@@ -396,18 +396,35 @@ class _Run:
         """For what the node makes, if need be in the storage of an operand, which may have to be
         made again then."""
         needed_bytes = self.beside_bytes[node.index]
-        free = [d for d in self.takes[node.index] if self.locks[d] == 1 and d not in self.stay]
-        taken: list[int] = []
+        operands = (t.operands for t in self.takes[node.index])
+        free = [
+            data
+            for data in operands
+            if all(self.locks[d] == 1 and d not in self.stay for d in data)
+        ]
+        taken: tuple[int, ...] = ()
         if self.live_bytes + needed_bytes > self.budget_bytes:
-            taken = [d for d in free if self._is_read_last(d, node)][:1]
-            self._drop(taken, needed_bytes)
+            dying = (data for data in free if all(self._is_read_last(d, node) for d in data))
+            taken = next(dying, ())
+            self._take(taken)
         try:
             self._make_room(needed_bytes)
         except _Failed:
-            if taken or self.position < self.n_forward:
+            more = (data for data in free if set(data) > set(taken))
+            again = (data for data in more if all(map(self._may_be_made, set(data) - set(taken))))
+            largest = next(again, None)
+            if largest is None or self.position < self.n_forward:
                 raise
-            self._drop([d for d in free if self.maker[d] is not None][:1], needed_bytes)
+            self._take(largest)
             self._make_room(needed_bytes)
+
+    def _take(self, operands: Iterable[int]) -> None:
+        """All of them go, or nothing is written in their storages."""
+        for d in operands:
+            self._remove(d)
+
+    def _may_be_made(self, d: int) -> bool:
+        return self.maker[d] is not None
 
     def _is_read_last(self, d: int, node: ComputeNode) -> bool:
         """It is not read later, though it might serve to make others again."""
