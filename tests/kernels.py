@@ -33,6 +33,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, fails: Failing = lambda kernel: F
 
     monkeypatch.setattr(inductor, "compiled", compiled)
     monkeypatch.setattr(kernels, "_functions", {})
+    monkeypatch.setattr(kernels, "_refused", {})
     return asked
 
 

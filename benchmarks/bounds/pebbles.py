@@ -100,7 +100,7 @@ class Pinches:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """reads, writes: places; takes: places of each takeover; workspace_bytes: beside them; again: it
+    """reads, writes: places; takes: those of each takeover; workspace_bytes: beside them; again: it
     may run again."""
 
     reads: frozenset[int]

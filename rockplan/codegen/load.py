@@ -41,9 +41,11 @@ class Functions:
 
 
 def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] = ()) -> Functions:
-    """Compile the text of a plan; `name` appears in tracebacks. kernels: what the text calls."""
+    """Compile the text of a plan; `name` appears in tracebacks. kernels: those of its graph."""
     filename = f"<rockplan {name}>"
-    namespace = _execute(code.source, code.operators, filename, functions_of(kernels))
+    called = {op for _, op in code.operators}
+    functions = functions_of(kernel for kernel in kernels if kernel.op in called)
+    namespace = _execute(code.source, code.operators, filename, functions)
     guards = []
     for number, guard in enumerate(interface.guards):
         text, operators = emit_guard(guard, number)

@@ -129,6 +129,9 @@ class Kernel:
     inputs: its arguments, values 0, 1, ...; calls: what it computes, whose results are numbered
     from there on; results, result_specs: the values that it returns, each in a storage of its own,
     and how they look. keeps_roundings: it rounds where operators of eager would, to `rounded`.
+
+    plain, over: of a kernel that computes what `plain` does, over its inputs: places of results
+    that are written there, with those of the inputs. Other results have storages of their own.
     """
 
     op: str
@@ -139,6 +142,8 @@ class Kernel:
     device: str
     keeps_roundings: bool = False
     rounded: tuple[int, ...] = ()
+    plain: str = ""
+    over: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -146,7 +151,9 @@ class Kernel:
 
     def __str__(self) -> str:
         """The name, then a line a call."""
-        results = ", ".join(f"%{v}" for v in self.results)
+        over = dict(self.over)
+        written = [f" over %{over[p]}" if p in over else "" for p in range(len(self.results))]
+        results = ", ".join(f"%{v}{w}" for v, w in zip(self.results, written, strict=True))
         lines = [f"{self.name}({', '.join(map(_looks, self.inputs))}) -> {results}"]
         for call in self.calls:
             made = ", ".join("_" if r is None else f"%{r}" for r in call.results)

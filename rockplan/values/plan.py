@@ -184,7 +184,7 @@ def _kernel_lines(plan: Plan) -> list[str]:
     if not plan.compiled:
         return []
     near = ", which round as eager does" if plan.compiled == "near" else ""
-    kernels = plan.graph.kernels
+    kernels = [kernel for kernel in plan.graph.kernels if not kernel.over]
     calls = sum(is_kernel(c.op) for n in plan.graph.nodes for c in n.calls)
     counted = f"{calls} calls of {len(kernels)} kernels" if kernels else "compiled kernels"
     return [f"compiled        {counted}{near}"]

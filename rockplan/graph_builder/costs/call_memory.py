@@ -13,7 +13,6 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -21,8 +20,14 @@ from torch.autograd.profiler import profile, record_function
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.costs.call_key import call_key, device_of
 from rockplan.graph_builder.costs.execution import Execution, Inputs, flat_results
-from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled, profiler_events
-from rockplan.graph_builder.costs.specs import CUDA_GRANULE_BYTES, allocated_bytes
+from rockplan.graph_builder.costs.ruler import (
+    memory_events,
+    peak_between,
+    peak_of,
+    profiled,
+    profiler_events,
+)
+from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.values.graph import Call, CDGraph, Phase, value_refs
@@ -169,25 +174,10 @@ def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str,
             result = execution.run()
             after = torch.cuda.memory_stats_as_nested_dict(device)
             sizes = _result_bytes(execution, result, "cuda")
-            peak_bytes = _peak_between(before, after)
+            peak_bytes = peak_between(before, after)
             memory[key] = CallMemory(max(0, peak_bytes - sum(sizes)), sizes)
             del result, execution
     return memory
-
-
-def _peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Bytes that the caching allocator gave out at most, by its statistics, beyond those before.
-
-    A block of more than a mebibyte may be left unsplit, with up to another one that nobody asked
-    for: then by what was asked for, in whole granules."""
-
-    def rise(statistic: str) -> int:
-        return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
-
-    given_bytes = rise("allocated_bytes")
-    if not after["requested_bytes"]["all"]["allocated"]:
-        return given_bytes  # cudaMallocAsync does not count what is asked for
-    return min(given_bytes, rise("requested_bytes") + rise("allocation") * CUDA_GRANULE_BYTES)
 
 
 def _result_bytes(

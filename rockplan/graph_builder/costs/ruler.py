@@ -19,6 +19,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.costs.specs import CUDA_GRANULE_BYTES
 from rockplan.values.measured_timeline import MeasuredTimeline
 
 # The profiler writes two lines to stderr for each session unless told not to before the first.
@@ -48,11 +49,7 @@ def peak_live_bytes(
         step()
     gc.collect()
     device = torch.device(device)
-    if device.type == "cuda":
-        return _cuda_peak(step, device)
-    with profiled() as session:
-        step()
-    return LiveBytes(*peak_of(change for _, change in memory_events(session)))
+    return _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
 
 
 def measured_timeline(
@@ -132,6 +129,37 @@ def peak_of(changes: Iterator[int]) -> tuple[int, int]:
         live += change
         peak = max(peak, live)
     return peak, live
+
+
+def _cpu_peak(step: Callable[[], object]) -> LiveBytes:
+    with profiled() as session:
+        step()
+    return LiveBytes(*peak_of(change for _, change in memory_events(session)))
+
+
+def rise_of(step: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `step`, which ran before, allocates at most at one time.
+
+    On CUDA, a block of more than a mebibyte may be left unsplit, with up to another one that nobody
+    asked for: there it is by what was asked for, in whole granules, where that is less."""
+    if device.type != "cuda":
+        return _cpu_peak(step).peak_bytes
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats_as_nested_dict(device)
+    step()
+    return peak_between(before, torch.cuda.memory_stats_as_nested_dict(device))
+
+
+def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Of two statistics of the caching allocator, as `rise_of`."""
+
+    def rise(statistic: str) -> int:
+        return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
+
+    given_bytes = rise("allocated_bytes")
+    if not after["requested_bytes"]["all"]["allocated"]:
+        return given_bytes  # cudaMallocAsync does not count what is asked for
+    return min(given_bytes, rise("requested_bytes") + rise("allocation") * CUDA_GRANULE_BYTES)
 
 
 def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:

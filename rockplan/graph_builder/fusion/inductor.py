@@ -96,7 +96,7 @@ def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
     if not kernels:
         return functions
     waits: dict[str, Waits] = {}
-    with _COMPILING, _below_autograd(), _waiting_later() as pending:
+    with _COMPILING, below_autograd(), _waiting_later() as pending:
         for done, kernel in enumerate(kernels):
             report(STAGE, done, 2 * len(kernels))
             functions[kernel.op] = _tried(functools.partial(_begun, kernel))
@@ -123,7 +123,7 @@ def _tried(make: Callable[[], Function]) -> Function | str:
 
 
 @contextlib.contextmanager
-def _below_autograd() -> Iterator[None]:
+def below_autograd() -> Iterator[None]:
     """As generated code runs, and as measurements are made; no mode sees what compilers do, and the
     caller's autocast does nothing to it."""
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
@@ -141,7 +141,7 @@ def _begun(kernel: Kernel) -> Function:
     # Inductor's cache on disk asks for an environment of shapes, though all of them are known.
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     with fakes:
-        inputs = [_tensor(spec) for spec in kernel.inputs]
+        inputs = [tensor_of(spec) for spec in kernel.inputs]
     graph = _graph(kernel, inputs)
     context = tracing(TracingContext(fakes))
     with config.patch(_settings(kernel)), context, fakes:
@@ -161,7 +161,7 @@ def _settings(kernel: Kernel) -> dict[str, bool]:
     return {"emulate_precision_casts": kernel.keeps_roundings} | dict.fromkeys(off, False)
 
 
-def _tensor(spec: TensorSpec, fill: bool = False) -> torch.Tensor:
+def tensor_of(spec: TensorSpec, fill: bool = False) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype.removeprefix("torch."))
     reach = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
     make = torch.zeros if fill else torch.empty
@@ -197,11 +197,23 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         for result, place in made:
             item = node if is_one else graph.call_function(operator.getitem, (node, place))
             values[result] = item
-    output = graph.output(tuple(values[r] for r in kernel.results))
+    for place, operand in kernel.over:
+        value, look = values[kernel.results[place]], kernel.inputs[operand]
+        if look.shape != kernel.result_specs[place].shape:
+            value = graph.call_function(torch.ops.aten.view.default, (value, list(look.shape)))
+        graph.call_function(torch.ops.aten.copy_.default, (values[operand], value))
+    new = _new(kernel)
+    output = graph.output(tuple(values[kernel.results[place]] for place in new))
     # Else strides of results are Inductor's choice.
-    output.meta["user_visible_output_idxs"] = tuple(range(len(kernel.results)))
-    output.meta["original_output_strides"] = [spec.stride for spec in kernel.result_specs]
+    output.meta["user_visible_output_idxs"] = tuple(range(len(new)))
+    output.meta["original_output_strides"] = [kernel.result_specs[p].stride for p in new]
     return fx.GraphModule({}, graph)
+
+
+def _new(kernel: Kernel) -> list[int]:
+    """Places of results that are not written over inputs."""
+    over = dict(kernel.over)
+    return [place for place in range(len(kernel.results)) if place not in over]
 
 
 def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
@@ -209,12 +221,14 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     are to. It runs twice on zeros."""
     for wait in waits:
         wait()
-    inputs = [_tensor(spec, fill=True) for spec in kernel.inputs]
+    if kernel.over:
+        function = _with_written(function, kernel)
+    inputs = [tensor_of(spec, fill=True) for spec in kernel.inputs]
     first, second = (tuple(function(list(inputs))) for _ in range(2))
-    storages = [t.untyped_storage()._cdata for t in (*inputs, *first, *second)]
-    if len(set(storages[len(inputs) :])) != 2 * len(kernel.results) or (
-        set(storages[: len(inputs)]) & set(storages[len(inputs) :])
-    ):
+    new, over = _new(kernel), dict(kernel.over)
+    made = {results[place].untyped_storage()._cdata for results in (first, second) for place in new}
+    given = {t.untyped_storage()._cdata for t in inputs}
+    if len(made) != 2 * len(new) or made & given:
         raise RuntimeError("a result shares memory with something else")
     others = [
         place
@@ -222,8 +236,23 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
         if _differs(made, spec)
     ]
     for place in others:
-        _check_same_memory(first[place], kernel.result_specs[place])
+        if place not in over:
+            _check_same_memory(first[place], kernel.result_specs[place])
     return _restoring(function, kernel, others) if others else function
+
+
+def _with_written(function: Function, kernel: Kernel) -> Function:
+    """Inputs that are written over are results, too."""
+    operands = [operand for _, operand in kernel.over]
+    order = [*(place for place, _ in kernel.over), *_new(kernel)]
+    places = [order.index(place) for place in range(len(order))]
+
+    def written(arguments: list[Any]) -> list[torch.Tensor]:
+        results = [arguments[operand] for operand in operands]
+        results += function(arguments)
+        return [results[place] for place in places]
+
+    return written
 
 
 def _differs(made: torch.Tensor, spec: TensorSpec) -> bool:

@@ -8,6 +8,9 @@ The operator serves those that measure calls or look at schemas. On another devi
 (indices are looked at on the CPU) it computes by the operators that were fused. Generated code
 calls the function itself (`codegen.load`), in a third of the time.
 
+A kernel that writes over operands is tried beside the one that does not: it has to compute the same
+bits, and to need no more memory. Else there is none, which says nothing of the other.
+
 On CPU the function looks at indices first, and raises IndexError as eager does: where several
 threads run the kernel of an index out of range, Inductor's own check ends the process.
 """
@@ -23,7 +26,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import CaptureError
-from rockplan.graph_builder.costs.specs import dtype_of
+from rockplan.graph_builder.costs.ruler import rise_of
+from rockplan.graph_builder.costs.specs import allocated_bytes, dtype_of
 from rockplan.graph_builder.fusion import inductor
 from rockplan.graph_builder.fusion.groups import MOST_READ
 from rockplan.graph_builder.operators import facts
@@ -37,20 +41,37 @@ _known: dict[str, Kernel] = {}
 _functions: dict[str, Function] = {}
 
 
+_refused: dict[str, str] = {}
+"""Of kernels that were to write over operands, why not."""
+
+
 def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     """Compile what is not compiled yet, and make operators of all that could be: name of the
     operator -> why it could not."""
-    missing = {k.op: k for k in kernels if k.op not in _functions}
+    wanted = tuple(kernels)
+    plain = {k.plain: replace(k, op=k.plain, plain="", over=()) for k in wanted if k.over}
+    asked = plain | {k.op: k for k in wanted}
+    failed = {op: _refused[op] for op in asked if op in _refused}
+    failed |= _made({op: k for op, k in asked.items() if op not in _functions | failed.keys()})
+    return failed
+
+
+def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
     looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
     for op, function in inductor.compiled(wanted).items():
-        look = looks[op]
+        look, kernel = looks[op], missing[op]
         if isinstance(function, str) or isinstance(look, str):
             failed[op] = str(function)
             continue
-        _functions[op] = function if look is None else functools.partial(_looked_at, look, function)
-        _define(missing[op])
+        runs = function if look is None else functools.partial(_looked_at, look, function)
+        reason = _why_not_in_place(kernel, runs) if kernel.over else None
+        if reason is not None:
+            failed[op] = _refused[op] = reason
+            continue
+        _functions[op] = runs
+        _define(kernel)
     return failed
 
 
@@ -81,8 +102,8 @@ def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
 
 
 def _define(kernel: Kernel) -> None:
-    if kernel.op in _known:
-        return
+    if kernel.op in _known or kernel.over:
+        return  # what writes over operands is in no graph that is captured or measured
     arguments = ", ".join(f"Tensor a{i}" for i in range(len(kernel.inputs)))
     results = ", ".join(["Tensor"] * len(kernel.results))
     returns = results if len(kernel.results) == 1 else f"({results})"
@@ -121,7 +142,71 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         values |= {r: t for r, t in zip(call.results, results, strict=True) if r is not None}
         values = {v: t for v, t in values.items() if last.get(v, -1) > position}
         del args, kwargs, result, results
+    for result, operand in kernel.over:
+        spec = kernel.result_specs[result]
+        written = arguments[operand].as_strided(spec.shape, spec.stride)
+        values[kernel.results[result]] = written.copy_(values[kernel.results[result]])
     return [values[r] for r in kernel.results]
+
+
+# -- in place ----------------------------------------------------------------------------------
+
+
+def _why_not_in_place(kernel: Kernel, function: Function) -> str | None:
+    """Why a kernel that writes over operands cannot stand for the one that does not, if so: it
+    computes other bits of made-up inputs, or needs more memory."""
+    plain = _functions.get(kernel.plain)
+    if plain is None:
+        return "what it stands for cannot be compiled"
+    with inductor.below_autograd():
+        inputs = _made_up(kernel)
+        expected, plain_bytes = _run(kernel, plain, inputs)
+        results, own_bytes = _run(kernel, function, inputs)
+    if not all(map(_same_bits, results, expected)):
+        return "it computes other bits"
+    device_type = torch.device(kernel.device).type
+    written_bytes = sum(
+        allocated_bytes(expected[place].untyped_storage().nbytes(), device_type)
+        for place, _ in kernel.over
+    )
+    return _too_much_memory(own_bytes + written_bytes - plain_bytes)
+
+
+def _too_much_memory(more_bytes: int) -> str | None:
+    return f"it needs {more_bytes} bytes more" if more_bytes > 0 else None
+
+
+def _run(
+    kernel: Kernel, function: Function, inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], int]:
+    """Results, and the most bytes that are allocated for them and on the way."""
+    results: list[torch.Tensor] = []
+    peak_bytes = rise_of(
+        lambda: results.extend(function(list(inputs))), torch.device(kernel.device)
+    )
+    return results, peak_bytes
+
+
+def _made_up(kernel: Kernel) -> list[torch.Tensor]:
+    """Numbers to read; zeros for what may be indices."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for spec in kernel.inputs:
+        tensor = inductor.tensor_of(spec, fill=True)
+        flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        if tensor.dtype.is_floating_point:
+            flat.copy_(torch.randn(flat.shape, generator=generator))
+        elif tensor.dtype is torch.bool:
+            flat.copy_(torch.rand(flat.shape, generator=generator) < 0.5)
+        made.append(tensor)
+    return made
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)
+    return (
+        torch.equal(a, b) if integers is None else torch.equal(a.view(integers), b.view(integers))
+    )
 
 
 # -- indices -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.fusion.in_place import with_kernels_in_place
 from rockplan.graph_builder.lowering.atomic_units import (
     AtomicUnits,
     Storages,
@@ -74,7 +75,8 @@ def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) 
     if copying is not capture:
         capture, parts = copying, divided(copying, handed)
     lowered = _assemble(capture, parts, gradients, rng_state_bytes, released)
-    return replace(lowered, graph=reordered(with_takeovers(lowered.graph)))
+    taking = with_kernels_in_place(with_takeovers(lowered.graph))
+    return replace(lowered, graph=reordered(taking))
 
 
 def _is_same_value(call: Call) -> bool:

@@ -44,8 +44,13 @@ _FLOATING = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16"
 
 def with_takeovers(graph: CDGraph) -> CDGraph:
     """`graph` whose nodes say which operands' storages they may take."""
-    seen = frozenset((*graph.outputs, *graph.held, *graph.handed))
+    seen = seen_by_others(graph)
     return replace(graph, nodes=tuple(_annotated(graph, node, seen) for node in graph.nodes))
+
+
+def seen_by_others(graph: CDGraph) -> frozenset[int]:
+    """Storages that not only the plan sees."""
+    return frozenset((*graph.outputs, *graph.held, *graph.handed))
 
 
 def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> ComputeNode:
@@ -80,7 +85,7 @@ def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Itera
             alone
             and operand.data not in read_later
             and operand.spec == spec
-            and _is_ours(graph, operand, seen)
+            and is_ours(graph, operand, seen)
         ):
             variant = _variant(call, operand.index)
             if variant is not None:
@@ -92,7 +97,7 @@ def _operands(graph: CDGraph, call: Call) -> list[Value]:
     return [graph.values[i] for i in dict.fromkeys(r.index for r in refs)]
 
 
-def _is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
+def is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
     """True if the tensor is all of a storage that only the plan sees."""
     kind = graph.data[operand.data].kind
     if kind not in (DataKind.ACTIVATION, DataKind.GRADIENT) or operand.data in seen:
