@@ -2,23 +2,33 @@
 
 takes: a lowered CDGraph. returns: the same graph, whose nodes say what their kernels may take over
 (`ComputeNode.takes`), with the kernels that do so beside the others. guarantees: of `reinplace`;
-what is taken over is dense, and as large as the result; each such kernel is compiled, computes what
-the other computes bit for bit, and needs no more memory beside that (`kernels.made`).
+what is taken over is as large as the result, and its elements are read by nothing that writes
+others; each such kernel is compiled, computes what the other computes bit for bit, and needs no
+more memory beside that (`kernels.made`).
 
 A node has one way at most, that which writes the most. Fewer results where not all of its operands
 die would be another kernel to compile, and make no plan smaller (docs/experiments.md).
+
+Inductor does not look whether what it writes over is read elsewhere in the same loop, which is
+asked here (`_aligned`). It copies at the end, or, where that needs a tensor more, as soon as can
+be: then what is computed from a result reads the copy. A softmax writes its exponentials over the
+scores, and the result over these.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
-from rockplan.graph_builder.digests import digest
+import torch
+
+from rockplan.graph_builder.digests import canonical_literal, digest
 from rockplan.graph_builder.fusion import kernels
+from rockplan.graph_builder.fusion.parts import REDUCTIONS, renamed, words
 from rockplan.graph_builder.lowering.reinplace import is_dense, is_ours, seen_by_others
+from rockplan.graph_builder.operators import facts
 from rockplan.values.graph import (
     NAMESPACE,
     Call,
@@ -28,6 +38,8 @@ from rockplan.values.graph import (
     Takeover,
     TensorSpec,
     Value,
+    ValueRef,
+    refs,
     value_refs,
 )
 
@@ -35,60 +47,80 @@ MOST = 16
 """Kernels in place of a graph, those that write the most: each is compiled before the plan is made,
 whether it uses it or not."""
 
+UNROLLED = 8
+"""Elements of a reduction that compilers write out where its result is read, at most: those of
+others are read where it is computed, before what reads the result."""
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Of a node. written_bytes: of what it takes over."""
+_IN_ORDER = words("alias detach expand reshape squeeze unsqueeze view _unsafe_view")
+_BY_ELEMENT = words("_to_copy clone convert_element_type masked_fill where")
 
-    kernel: Kernel
-    takeover: Takeover
-    written_bytes: int
+Over = tuple[tuple[int, int], ...]
+"""Places of results, and of the inputs over which they are written."""
 
 
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
     """`graph` with what its kernels may take over. Compiles what is not compiled yet."""
-    known = {kernel.op: kernel for kernel in graph.kernels}
-    last = {d: node.index for node in graph.nodes for d in node.reads}
-    found = (_way(graph, node, known, last) for node in graph.nodes if known)
-    ways = {node.index: way for node, way in zip(graph.nodes, found, strict=False) if way}
-    written: Counter[Kernel] = Counter()
-    for way in ways.values():
-        written[way.kernel] += way.written_bytes
-    wanted = [kernel for kernel, _ in written.most_common(MOST)]
-    failed = kernels.made(wanted)
-    made = {kernel.op: kernel for kernel in wanted if kernel.op not in failed}
-    takes = {index: (way.takeover,) for index, way in ways.items() if way.kernel.op in made}
+    known = {kernel.op: _Known(kernel) for kernel in graph.kernels}
+    ways = _ways(graph, known)
+    written: Counter[tuple[str, Over]] = Counter()
+    for (op, over), of_nodes in ways.items():
+        written[op, over] = sum(graph.data[d].size_bytes for _, t in of_nodes for d in t.operands)
+    wanted = {way: known[way[0]] for way, _ in written.most_common(MOST)}
+    made = _made({way: one.at_the_end(way[1]) for way, one in wanted.items()})
+    others = {way: one.at_once(way[1]) for way, one in wanted.items() if way not in made}
+    made |= _made({way: kernel for way, kernel in others.items() if kernel is not None})
+    takes = {
+        index: (replace(takeover, call=replace(takeover.call, op=kernel.op)),)
+        for way, kernel in made.items()
+        for index, takeover in ways[way]
+        if takeover.call is not None
+    }
     nodes = tuple(replace(n, takes=takes[n.index]) if n.index in takes else n for n in graph.nodes)
     return replace(graph, nodes=nodes, kernels=(*graph.kernels, *made.values()))
 
 
-def _way(
-    graph: CDGraph, node: ComputeNode, known: Mapping[str, Kernel], last: Mapping[int, int]
-) -> _Way | None:
-    """The one that writes the most, if any; last: storage -> the last node that reads it."""
-    if len(node.calls) != 1 or node.calls != node.recalls or node.calls[0].op not in known:
-        return None
-    (call,) = node.calls
-    pairs = dict(_pairs(graph, node, call, last))
-    if not pairs:
-        return None
-    over = tuple(sorted(pairs.items()))
-    kernel = in_place(known[call.op], over)
-    operands = [graph.values[_operand(call, place)].data for _, place in over]
-    results = [graph.values[_result(call, place)].data for place, _ in over]
-    takeover = Takeover(
-        tuple(operands), tuple(results), Call(kernel.op, call.args, (), call.results)
-    )
-    return _Way(kernel, takeover, sum(graph.data[d].size_bytes for d in operands))
+def _made(
+    wanted: Mapping[tuple[str, Over], Kernel],
+) -> dict[tuple[str, Over], Kernel]:
+    failed = kernels.made(wanted.values())
+    return {way: kernel for way, kernel in wanted.items() if kernel.op not in failed}
+
+
+# -- of a graph --------------------------------------------------------------------------------
+
+
+def _ways(
+    graph: CDGraph, known: Mapping[str, _Known]
+) -> dict[tuple[str, Over], list[tuple[int, Takeover]]]:
+    """Kernels, and what is written over what -> the nodes that may do so, with what they take."""
+    seen = seen_by_others(graph)
+    last = {d: node.index for node in graph.nodes for d in node.reads}
+    ways: dict[tuple[str, Over], list[tuple[int, Takeover]]] = {}
+    for node in graph.nodes:
+        if len(node.calls) != 1 or node.calls != node.recalls or node.calls[0].op not in known:
+            continue
+        (call,) = node.calls
+        over = tuple(sorted(_pairs(graph, node, known[call.op], seen, last)))
+        if over:
+            read = [graph.values[ref.index].data for ref in value_refs(call.args)]
+            made = [None if r is None else graph.values[r].data for r in call.results]
+            results = [d for place, _ in over if (d := made[place]) is not None]
+            takeover = Takeover(tuple(read[place] for _, place in over), tuple(results), call)
+            ways.setdefault((call.op, over), []).append((node.index, takeover))
+    return ways
 
 
 def _pairs(
-    graph: CDGraph, node: ComputeNode, call: Call, last: Mapping[int, int]
+    graph: CDGraph,
+    node: ComputeNode,
+    known: _Known,
+    seen: frozenset[int],
+    last: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
     """Places of results, the largest first, and of the operands over which they are written: of
-    those that look alike the first that nothing reads later. Where something does, the first result
-    may wait for a schedule in which it dies; what comes after it is not worth waiting for."""
-    seen = seen_by_others(graph)
+    those that may be the first that nothing reads later. Where something does, the first result may
+    wait for a schedule in which it dies; what comes after it is not worth waiting for."""
+    (call,) = node.calls
     read = [graph.values[ref.index] for ref in value_refs(call.args)]
     count = Counter(value.data for value in read)
     free = {
@@ -101,23 +133,14 @@ def _pairs(
     for place, result in sorted(made, key=lambda m: -graph.data[m[1].data].size_bytes):
         if result.data in graph.held or result.data in graph.outputs:
             continue
-        alike = [p for p, operand in free.items() if _may_hold(graph, operand, result)]
-        dying = [p for p in alike if last[free[p].data] == node.index]
-        taken = min(dying or alike[:is_first], default=None)
+        fit = [p for p, operand in free.items() if _may_hold(graph, operand, result)]
+        fit = [p for p in fit if known.is_aligned(p)]
+        dying = [p for p in fit if last[free[p].data] == node.index]
+        taken = min(dying or fit[:is_first], default=None)
         if taken is not None:
             is_first = False
             del free[taken]
             yield place, taken
-
-
-def _operand(call: Call, place: int) -> int:
-    return value_refs(call.args)[place].index
-
-
-def _result(call: Call, place: int) -> int:
-    result = call.results[place]
-    assert result is not None
-    return result
 
 
 def _may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
@@ -132,13 +155,152 @@ def _may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
 
 def _is_contiguous(spec: TensorSpec) -> bool:
     steps = [prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
-    return all(
-        n == 1 or s == step for n, s, step in zip(spec.shape, spec.stride, steps, strict=True)
-    )
+    sizes = zip(spec.shape, spec.stride, steps, strict=True)
+    return all(n == 1 or s == step for n, s, step in sizes)
 
 
-def in_place(kernel: Kernel, over: tuple[tuple[int, int], ...]) -> Kernel:
-    """What computes the same, over its operands."""
-    name = kernel.name.rpartition("_")[0]
-    op = f"{NAMESPACE}.{name}_over_{digest([kernel.op, list(map(list, over))])[:16]}.default"
-    return replace(kernel, op=op, plain=kernel.op, over=over)
+# -- of a kernel -------------------------------------------------------------------------------
+
+
+class _Known:
+    """A kernel, and what is found out about it when it is asked for."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._same: dict[int, frozenset[int] | None] = {}
+
+    def is_aligned(self, operand: int) -> bool:
+        """May results be written over the operand, element by element?"""
+        return self._aligned(operand) is not None
+
+    def at_the_end(self, over: Over) -> Kernel:
+        """The kernel that writes when all is computed."""
+        return _Writing(self.kernel, over, self._looks()).kernel({})
+
+    def at_once(self, over: Over) -> Kernel | None:
+        """The one that writes results as soon as nothing else of the operand is read, and before
+        that what several calls read, if nothing else is; None if neither can be."""
+        early: dict[int, int] = {}
+        for place, operand in over:
+            written = self.kernel.results[place]
+            at = {r: p for p, call in enumerate(self.kernel.calls) for r in call.results}
+            several = [
+                value
+                for value in self._aligned(operand) or ()
+                if at.get(value, -1) in range(at[written])
+                and self._fits(value, operand)
+                and self._readers(value) > 1
+                and self._is_all_that_is_read(value, operand, at[value])
+            ]
+            last = max(several, key=at.__getitem__, default=None)
+            early |= {} if last is None else {last: operand}
+            if self._is_all_that_is_read(written, operand, at[written]):
+                early[written] = operand
+        return _Writing(self.kernel, over, self._looks()).kernel(early) if early else None
+
+    def _looks(self) -> dict[int, torch.Tensor]:
+        if not self._tensors:
+            self._tensors = kernels.looks_of(self.kernel)
+        return self._tensors
+
+    def _aligned(self, operand: int) -> frozenset[int] | None:
+        if operand not in self._same:
+            self._same[operand] = _aligned(self.kernel.calls, self._looks(), operand)
+        return self._same[operand]
+
+    def _fits(self, value: int, operand: int) -> bool:
+        a, b = self._looks()[value], self._looks()[operand]
+        both = a.is_contiguous() and b.is_contiguous()
+        looks_same = a.shape == b.shape and a.stride() == b.stride()
+        return a.dtype == b.dtype and (both or looks_same)
+
+    def _readers(self, value: int) -> int:
+        return sum(value in _read(call) for call in self.kernel.calls)
+
+    def _is_all_that_is_read(self, value: int, operand: int, position: int) -> bool:
+        """Does what comes after `position`, where the value is made, read no other that is made of
+        the operand element by element?"""
+        same = self._aligned(operand) or frozenset()
+        later = self.kernel.calls[position + 1 :]
+        made_later = {r for call in later for r in call.results}
+        others = same - made_later - {value}
+        return others.isdisjoint(v for call in later for v in _read(call))
+
+
+def _read(call: Call) -> frozenset[int]:
+    return frozenset(ref.index for ref in refs(call))
+
+
+def _aligned(
+    calls: Sequence[Call], looks: Mapping[int, torch.Tensor], root: int
+) -> frozenset[int] | None:
+    """Values each of whose elements is made of the same element of `root`, in the order of a
+    contiguous tensor, and of no other but by reductions; None if any is made of others."""
+    same = {root}
+    for call in calls:
+        read = same & _read(call)
+        made = [r for r in call.results if r is not None]
+        if not read:
+            continue
+        operator = facts.resolve(call.op)
+        packet = call.op.split(".")[1]
+        sizes = {looks[v].numel() for v in read}
+        if packet in REDUCTIONS:
+            if any(size <= UNROLLED * looks[m].numel() for size in sizes for m in made):
+                return None
+            continue
+        is_by_element = torch.Tag.pointwise in operator.tags or packet in _BY_ELEMENT
+        if not (is_by_element or packet in _IN_ORDER) or sizes != {looks[m].numel() for m in made}:
+            return None
+        same.update(made)
+    return frozenset(same)
+
+
+class _Writing:
+    """The calls of a kernel, with copies to its operands."""
+
+    def __init__(self, kernel: Kernel, over: Over, looks: Mapping[int, torch.Tensor]) -> None:
+        self._kernel, self._over, self._looks = kernel, over, looks
+        self._calls: list[Call] = []
+        self._next = 1 + max(looks)
+        self._names: dict[int, int] = {}
+
+    def kernel(self, early: Mapping[int, int]) -> Kernel:
+        """early: values that are written as soon as they are made -> operands."""
+        kernel = self._kernel
+        for call in kernel.calls:
+            self._calls.append(replace(renamed(call, self._name), results=call.results))
+            for made in call.results:
+                if made is not None and made in early:
+                    self._write(made, early[made])
+        for place, operand in self._over:
+            if kernel.results[place] not in early:
+                self._write(kernel.results[place], operand)
+        calls, results = tuple(self._calls), tuple(map(self._name, kernel.results))
+        name = kernel.name.rpartition("_")[0]
+        content = [kernel.op, list(map(list, self._over)), list(results)]
+        copies = [[c.op, canonical_literal(c.args), list(c.results)] for c in calls]
+        op = f"{NAMESPACE}.{name}_over_{digest([content, copies])[:16]}.default"
+        return replace(
+            kernel, op=op, calls=calls, results=results, plain=kernel.op, over=self._over
+        )
+
+    def _name(self, value: int) -> int:
+        """Under which it is read from here on."""
+        return self._names.get(value, value)
+
+    def _write(self, value: int, operand: int) -> None:
+        shape, target = self._looks[value].shape, self._looks[operand].shape
+        given = ValueRef(self._name(value))
+        if shape != target:
+            given = self._call("aten.view.default", (given, tuple(target)))
+        written = self._call("aten.copy_.default", (ValueRef(operand), given))
+        if shape != target:
+            written = self._call("aten.view.default", (written, tuple(shape)))
+        self._names[value] = written.index
+
+    def _call(self, op: str, args: tuple[object, ...]) -> ValueRef:
+        self._calls.append(Call(op, args, (), (self._next,)))
+        self._next += 1
+        return ValueRef(self._next - 1)

@@ -197,11 +197,6 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         for result, place in made:
             item = node if is_one else graph.call_function(operator.getitem, (node, place))
             values[result] = item
-    for place, operand in kernel.over:
-        value, look = values[kernel.results[place]], kernel.inputs[operand]
-        if look.shape != kernel.result_specs[place].shape:
-            value = graph.call_function(torch.ops.aten.view.default, (value, list(look.shape)))
-        graph.call_function(torch.ops.aten.copy_.default, (values[operand], value))
     new = _new(kernel)
     output = graph.output(tuple(values[kernel.results[place]] for place in new))
     # Else strides of results are Inductor's choice.

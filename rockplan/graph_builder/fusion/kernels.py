@@ -142,11 +142,19 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
         values |= {r: t for r, t in zip(call.results, results, strict=True) if r is not None}
         values = {v: t for v, t in values.items() if last.get(v, -1) > position}
         del args, kwargs, result, results
-    for result, operand in kernel.over:
-        spec = kernel.result_specs[result]
-        written = arguments[operand].as_strided(spec.shape, spec.stride)
-        values[kernel.results[result]] = written.copy_(values[kernel.results[result]])
     return [values[r] for r in kernel.results]
+
+
+def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
+    """Of all its values."""
+    made = {r for call in kernel.calls for r in call.results if r is not None}
+    values = sorted({*range(len(kernel.inputs)), *made})
+    shapes = [
+        torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
+        for s in kernel.inputs
+    ]
+    every = replace(kernel, results=tuple(values))
+    return dict(zip(values, computed(every, shapes), strict=True))
 
 
 # -- in place ----------------------------------------------------------------------------------
@@ -233,18 +241,10 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
     lookups = tuple(_lookups(kernel))
     if not lookups or kernel.device != "cpu":
         return None
-    made = {r for call in kernel.calls for r in call.results if r is not None}
-    values = sorted({*range(len(kernel.inputs)), *made})
-    shapes = [
-        torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
-        for s in kernel.inputs
-    ]
-    tensors = dict(
-        zip(values, computed(replace(kernel, results=tuple(values)), shapes), strict=True)
-    )
+    tensors = looks_of(kernel)
     indices = _only(kernel, tuple(dict.fromkeys(one.index for one in lookups)))
     largest = max(tensors[i].numel() for i in indices.results)
-    given = {t.untyped_storage()._cdata for t in shapes}
+    given = {tensors[i].untyped_storage()._cdata for i in range(len(kernel.inputs))}
     for value in (r for call in indices.calls for r in call.results if r is not None):
         is_view = tensors[value].untyped_storage()._cdata in given
         if not is_view and tensors[value].numel() > LARGER * largest:

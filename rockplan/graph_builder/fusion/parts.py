@@ -239,7 +239,7 @@ _POINTWISE = words(
 )
 """What kernels compute element by element, beside what is tagged so."""
 
-_REDUCTIONS = words("all amax amin any argmax argmin max mean min prod sum var var_mean")
+REDUCTIONS = words("all amax amin any argmax argmin max mean min prod sum var var_mean")
 _CREATIONS = words("full full_like ones zeros")
 _TRIGONOMETRIC = words("cos sin")
 
@@ -457,7 +457,7 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused(f"{func}, which eager refuses for zero")
         if func is torch.ops.aten.scatter.value and given[0] in self._constant:
             return PartKind.POINTWISE
-        if packet in _REDUCTIONS:
+        if packet in REDUCTIONS:
             return PartKind.REDUCTION
         if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
             return PartKind.POINTWISE
@@ -482,7 +482,7 @@ def _is_fusible(func: OpOverload) -> bool:
     is_view = any(r.alias_info is not None for r in func._schema.returns)
     is_pointwise = torch.Tag.pointwise in func.tags or _packet(func) in _POINTWISE
     is_scatter = func is torch.ops.aten.scatter.value
-    return is_view or is_pointwise or is_scatter or _packet(func) in _REDUCTIONS
+    return is_view or is_pointwise or is_scatter or _packet(func) in REDUCTIONS
 
 
 def _are_floating(arguments: Any) -> bool:
