@@ -57,6 +57,9 @@ _BY_ELEMENT = words("_to_copy clone convert_element_type masked_fill where")
 Over = tuple[tuple[int, int], ...]
 """Places of results, and of the inputs over which they are written."""
 
+_Step = tuple[Sequence[Call], Mapping[int, int]]
+"""Calls in order, and what is written then: values -> operands."""
+
 
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
     """`graph` with what its kernels may take over. Compiles what is not compiled yet."""
@@ -176,28 +179,64 @@ class _Known:
 
     def at_the_end(self, over: Over) -> Kernel:
         """The kernel that writes when all is computed."""
-        return _Writing(self.kernel, over, self._looks()).kernel({})
+        return _Writing(self.kernel, over, self._looks()).kernel([(self.kernel.calls, {})])
 
     def at_once(self, over: Over) -> Kernel | None:
         """The one that writes results as soon as nothing else of the operand is read, and before
         that what several calls read, if nothing else is; None if neither can be."""
         early: dict[int, int] = {}
+        at = {r: p for p, call in enumerate(self.kernel.calls) for r in call.results}
         for place, operand in over:
             written = self.kernel.results[place]
-            at = {r: p for p, call in enumerate(self.kernel.calls) for r in call.results}
             several = [
                 value
                 for value in self._aligned(operand) or ()
                 if at.get(value, -1) in range(at[written])
                 and self._fits(value, operand)
-                and self._readers(value) > 1
-                and self._is_all_that_is_read(value, operand, at[value])
+                and sum(value in _read(call) for call in self.kernel.calls) > 1
             ]
-            last = max(several, key=at.__getitem__, default=None)
-            early |= {} if last is None else {last: operand}
-            if self._is_all_that_is_read(written, operand, at[written]):
-                early[written] = operand
-        return _Writing(self.kernel, over, self._looks()).kernel(early) if early else None
+            several = [value for value in several if self._is_all(value, operand)]
+            early |= dict.fromkeys(sorted(several, key=at.__getitem__)[-1:], operand)
+            early |= {written: operand} if self._is_all(written, operand) else {}
+        steps = self._steps(early)
+        is_right = bool(early) and self._reads_before(steps)
+        return _Writing(self.kernel, over, self._looks()).kernel(steps) if is_right else None
+
+    def _steps(self, early: Mapping[int, int]) -> Sequence[_Step]:
+        """Calls by how many of the values they are made of, each of which is written before."""
+        derived = [self._derived(value) for value in early]
+        steps: list[tuple[list[Call], dict[int, int]]] = [([], {}) for _ in range(len(early) + 1)]
+        for call in self.kernel.calls:
+            calls, written = steps[sum(not d.isdisjoint(_read(call)) for d in derived)]
+            calls.append(call)
+            written |= {r: early[r] for r in call.results if r is not None and r in early}
+        return steps
+
+    def _reads_before(self, steps: Sequence[_Step]) -> bool:
+        """Is nothing of an operand read after it is written, but what was written?"""
+        gone: set[int] = set()
+        for calls, written in steps:
+            if any(not gone.isdisjoint(_read(call)) for call in calls):
+                return False
+            for value, operand in written.items():
+                gone |= (self._aligned(operand) or frozenset()) - self._derived(value)
+        return True
+
+    def _is_all(self, value: int, operand: int) -> bool:
+        """Does what is made of the value read no other that is made of the operand element by
+        element?"""
+        derived = self._derived(value)
+        others = (self._aligned(operand) or frozenset()) - derived
+        reads = map(_read, self.kernel.calls)
+        return not any(derived & read and others & read for read in reads)
+
+    def _derived(self, value: int) -> frozenset[int]:
+        """It, and all that is made of it."""
+        derived = {value}
+        for call in self.kernel.calls:
+            if not derived.isdisjoint(_read(call)):
+                derived.update(r for r in call.results if r is not None)
+        return frozenset(derived)
 
     def _looks(self) -> dict[int, torch.Tensor]:
         if not self._tensors:
@@ -214,18 +253,6 @@ class _Known:
         both = a.is_contiguous() and b.is_contiguous()
         looks_same = a.shape == b.shape and a.stride() == b.stride()
         return a.dtype == b.dtype and (both or looks_same)
-
-    def _readers(self, value: int) -> int:
-        return sum(value in _read(call) for call in self.kernel.calls)
-
-    def _is_all_that_is_read(self, value: int, operand: int, position: int) -> bool:
-        """Does what comes after `position`, where the value is made, read no other that is made of
-        the operand element by element?"""
-        same = self._aligned(operand) or frozenset()
-        later = self.kernel.calls[position + 1 :]
-        made_later = {r for call in later for r in call.results}
-        others = same - made_later - {value}
-        return others.isdisjoint(v for call in later for v in _read(call))
 
 
 def _read(call: Call) -> frozenset[int]:
@@ -266,16 +293,16 @@ class _Writing:
         self._next = 1 + max(looks)
         self._names: dict[int, int] = {}
 
-    def kernel(self, early: Mapping[int, int]) -> Kernel:
-        """early: values that are written as soon as they are made -> operands."""
+    def kernel(self, steps: Sequence[_Step]) -> Kernel:
+        """With what each step writes; other results are written at the end."""
         kernel = self._kernel
-        for call in kernel.calls:
-            self._calls.append(replace(renamed(call, self._name), results=call.results))
-            for made in call.results:
-                if made is not None and made in early:
-                    self._write(made, early[made])
+        for calls, early in steps:
+            for call in calls:
+                self._calls.append(replace(renamed(call, self._name), results=call.results))
+            for value, operand in early.items():
+                self._write(value, operand)
         for place, operand in self._over:
-            if kernel.results[place] not in early:
+            if kernel.results[place] not in self._names:
                 self._write(kernel.results[place], operand)
         calls, results = tuple(self._calls), tuple(map(self._name, kernel.results))
         name = kernel.name.rpartition("_")[0]
