@@ -555,7 +555,7 @@ def test_plans_are_copied_and_pickled(
     monkeypatch.setattr(kernels, "_functions", {})  # as in another process
     for other in (copied, pickle.loads(pickled)):
         assert torch.equal(case.loss(other(*case.args)), expected)
-    assert set(interpreted[before:]) == set(interpreted[:before])
+    assert set(interpreted[before:]) == {op for op in interpreted[:before] if "_over_" not in op}
 
 
 def test_check_compares_with_the_same_kernels_and_states_the_distance(

@@ -44,6 +44,7 @@ def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] 
     """Compile the text of a plan; `name` appears in tracebacks. kernels: those of its graph."""
     filename = f"<rockplan {name}>"
     called = {op for _, op in code.operators}
+    called |= {kernel.plain for kernel in kernels if kernel.op in called}
     functions = functions_of(kernel for kernel in kernels if kernel.op in called)
     namespace = _execute(code.source, code.operators, filename, functions)
     guards = []

@@ -81,7 +81,7 @@ def graph_digest(graph: CDGraph) -> str:
     """Digest of the captured program: storages, nodes, calls, literals, specs of values, names.
 
     Left out: prices (sizes, times, workspaces), which the digest of the profile covers, source
-    lines, which name files, and what may be taken over, which follows from the rest.
+    lines, which name files, and what may be taken over (`takes_digest`).
     """
     return digest(
         [
@@ -92,6 +92,11 @@ def graph_digest(graph: CDGraph) -> str:
             list(graph.eager_order),
         ]
     )
+
+
+def takes_digest(graph: CDGraph) -> str:
+    """Digest of what may be taken over: of kernels a compiler has a say in that."""
+    return digest([[[t.operands, t.results] for t in n.takes] for n in graph.nodes])
 
 
 def profile_digest(profile: Profile) -> str:

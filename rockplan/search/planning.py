@@ -15,6 +15,7 @@ import torch
 
 from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
+from rockplan.graph_builder.digests import takes_digest
 from rockplan.options import Options
 from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.simulate import Simulation, simulate, timeline
@@ -161,6 +162,7 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
     deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
     return {
         "graph": problem.graph_digest,
+        "takes": takes_digest(problem.graph),
         "profile": problem.profile_digest,
         "device": problem.profile.device,
         "torch": str(torch.__version__),

@@ -34,6 +34,7 @@ from rockplan.values.graph import (
     Phase,
     Takeover,
     as_eager,
+    without_takes,
 )
 from rockplan.values.plan import COMPILED, BlockSummary, Certificate, Plan, Status
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all
@@ -144,9 +145,14 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     plans = tuple(plans)
     plan = next((p for p in plans if p.graph_digest == graph_digest), None)
     fitted = None if plan is None else _onto(graph, plan.graph)
-    if plan is None or fitted is None or not is_outline_of(plan.graph, fitted):
+    if (
+        plan is None
+        or fitted is None
+        or not is_outline_of(without_takes(plan.graph), without_takes(fitted))
+    ):
         raise _mismatch(plans, graph, graph_digest, torch_version)
     _check_sizes(graph, fitted)
+    _check_takeovers(plan, fitted)
     origin = f"read from a file, planned with torch {plan.torch_version}"
     if plan.torch_version != torch_version:
         origin += f", captured with torch {torch_version}"
@@ -220,6 +226,20 @@ def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
                 f"{captured.size_bytes} in this model, so its peak would not be kept; make a plan "
                 "with rockplan.solve"
             )
+
+
+def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
+    """Refuse a plan whose results are written where operands die, if here they cannot be: kernels
+    of another compiler may differ in that."""
+    peak_bytes = simulate(fitted, plan.schedule).peak_bytes
+    if peak_bytes > plan.peak_bytes:
+        raise PlanMismatch(
+            f"the plan states {plan.peak_bytes} bytes, and would need {peak_bytes} here, where "
+            "some results cannot be written over operands; make a plan for this call with "
+            "rockplan.solve",
+            plan_digests=(plan.graph_digest,),
+            graph_digest=plan.graph_digest,
+        )
 
 
 def _mismatch(

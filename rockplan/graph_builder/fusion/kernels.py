@@ -47,10 +47,8 @@ _refused: dict[str, str] = {}
 
 def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     """Compile what is not compiled yet, and make operators of all that could be: name of the
-    operator -> why it could not."""
-    wanted = tuple(kernels)
-    plain = {k.plain: replace(k, op=k.plain, plain="", over=()) for k in wanted if k.over}
-    asked = plain | {k.op: k for k in wanted}
+    operator -> why it could not. What a kernel stands for comes before it, or was made."""
+    asked = {k.op: k for k in kernels}
     failed = {op: _refused[op] for op in asked if op in _refused}
     failed |= _made({op: k for op, k in asked.items() if op not in _functions | failed.keys()})
     return failed

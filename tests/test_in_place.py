@@ -1,0 +1,370 @@
+"""Kernels whose results are written over operands that die: what may be, and what that is worth.
+
+Those that are compiled are few and tiny; where nothing is compiled kernels run by their operators.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import rockplan
+from benchmarks.models import Case, gpt2
+from benchmarks.random_networks import network
+from benchmarks.zoo_cases import loss_of
+from rockplan.graph_builder.fusion import in_place, inductor, kernels
+from rockplan.graph_builder.fusion.fuse import fused
+from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.options import Options
+from rockplan.oracles.simulate import simulate, taken_over
+from rockplan.store.documents import digest
+from rockplan.store.plan_file import dump_plans
+from rockplan.values.graph import CDGraph, DataKind, Kernel, is_kernel, without_takes
+from rockplan.values.schedule import Compute
+from tests.kernels import gradients, interpret, mean_square, run, stack
+
+COMPILED = Options(compile=True, cache=False, time_limit_s=5)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kernels run by their operators, which need more memory in place: nobody asks for that."""
+    monkeypatch.setattr(kernels, "_too_much_memory", lambda more_bytes: None)
+    yield interpret(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Inductor's cache, for this file."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        try:
+            inductor.check_compiler("cpu")
+        except rockplan.MissingLibrary as error:
+            pytest.skip(str(error))
+        yield folder
+
+
+def lowered(made: Capture) -> CDGraph:
+    return lower(fused(made, keeps_roundings=False), 0).graph
+
+
+def of(case: Case) -> CDGraph:
+    return lowered(capture(case.model, case.args, case.kwargs))
+
+
+def written(graph: CDGraph) -> list[Kernel]:
+    return [kernel for kernel in graph.kernels if kernel.over]
+
+
+def named(graph: CDGraph, stem: str) -> list[tuple[str, ...]]:
+    """What kernels of that name take over."""
+    return [
+        tuple(graph.data[d].name.rpartition("_")[0] for d in t.operands)
+        for n in graph.nodes
+        for t in n.takes
+        if n.name.startswith(stem) and is_kernel(n.calls[0].op)
+    ]
+
+
+# What may be
+
+
+Function = Callable[..., torch.Tensor]
+
+
+def kernel_of(function: Function, *shapes: tuple[int, ...]) -> Kernel:
+    """The only kernel of a function of what the caller has."""
+    made = fused(run(function, *shapes), keeps_roundings=False)
+    return made.kernels[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.exp() * x + 1,
+        lambda x: functional.gelu(x.reshape(8, 2, 16)) * 2,
+        lambda x: x.reshape(8, 2, 16).to(torch.float64).exp().float() + 1,
+        lambda x: torch.where(x > 0, x, x.exp() + 1).unsqueeze(0),
+        lambda x: functional.softmax(x * 2, -1),
+        lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1),
+        lambda x: x * x.amax(0) + x.sum(),
+    ],
+    ids=["chain", "reshaped", "cast", "where", "softmax", "norm", "columns"],
+)
+def test_what_is_read_element_by_element_may_be_written_over(
+    function: Function, interpreted: list[str]
+) -> None:
+    kernel = kernel_of(function, (16, 16))
+    assert in_place.Known(kernel).is_aligned(0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.t().exp() + 1,
+        lambda x: x.reshape(8, 2, 16).transpose(0, 1).exp() * 2,
+        lambda x: x.roll(1, 0).exp() + 1,
+        lambda x: x.flip(0).exp() + 1,
+        lambda x: torch.cat([x[:, 8:].exp(), -x[:, :8]], -1) * 2,
+        lambda x: (x.exp() + x[0]) * 2,
+        lambda x: (x.exp() + x[3, 5]) * 2,
+        lambda x: (x.exp() + x.reshape(4, 4, 16).sum(1).repeat(4, 1)) * 2,
+        lambda x: x.exp() + functional.pad(x, (1, 0))[:, :-1],
+        lambda x: torch.gather(x.exp(), 1, torch.arange(16).expand(16, 16)) + 1,
+    ],
+    ids=[
+        *("transposed", "dimensions", "rolled", "flipped", "halves", "row", "element"),
+        *("sums of few", "shifted", "gathered"),
+    ],
+)
+def test_what_reads_another_element_is_written_elsewhere(
+    function: Function, interpreted: list[str]
+) -> None:
+    """A sum of few elements is written out by compilers where it is read."""
+    kernel = kernel_of(function, (16, 16))
+    assert kernel.inputs[0].dtype == "torch.float32"
+    assert not in_place.Known(kernel).is_aligned(0), str(kernel)
+
+
+def test_only_what_the_plan_alone_sees_is_taken_over(interpreted: list[str]) -> None:
+    graph = of(stack(2))
+    outside = {*graph.outputs, *graph.held, *graph.handed}
+    taking = [n for n in graph.nodes if n.takes and is_kernel(n.calls[0].op)]
+    assert len(taking) > 4
+    for node in taking:
+        (takeover,) = node.takes
+        for operand, result in zip(takeover.operands, takeover.results, strict=True):
+            assert graph.data[operand].kind in (DataKind.ACTIVATION, DataKind.GRADIENT)
+            assert operand in node.reads and operand not in outside
+            assert result in node.writes and result not in (*graph.outputs, *graph.held)
+            assert graph.data[operand].size_bytes == graph.data[result].size_bytes
+        call = takeover.call
+        assert call is not None and call.op in {k.op for k in written(graph)}
+        assert (call.args, call.results) == (node.calls[0].args, node.calls[0].results)
+
+
+def test_the_gradients_of_a_gated_product_are_written_over_both_factors(
+    interpreted: list[str],
+) -> None:
+    graph = of(stack(2))
+    assert ("mm", "mm") in [t for n in ("sigmoid", "neg", "mul") for t in named(graph, n)]
+    (kernel, *_) = [k for k in written(graph) if len(k.over) == 2]
+    assert "over %" in str(kernel).splitlines()[0]
+    assert sum("aten.copy_.default" in line for line in str(kernel).splitlines()) == 2
+
+
+def test_what_is_read_later_is_not_written_over(interpreted: list[str]) -> None:
+    case = stack(2)
+    for budget in ("100%", "min"):
+        plan = rockplan.plan(case.model, case.args, budget, options=COMPILED)
+        graph, events = plan.graph, plan.schedule.events
+        taken = taken_over(graph, plan.schedule)
+        assert taken
+        for position, takeover in taken.items():
+            gone = set(takeover.operands)
+            for event in events[position + 1 :]:
+                if isinstance(event, Compute):
+                    assert gone.isdisjoint(graph.nodes[event.node].reads)
+                    gone.difference_update(graph.nodes[event.node].writes)
+
+
+def test_a_kernel_that_cannot_be_in_place_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because it computes other bits, needs more memory, or does not compile."""
+    case = stack(2)
+    interpret(monkeypatch, fails=lambda kernel: bool(kernel.over))
+    none = of(case)
+    assert not written(none) and none.kernels
+    assert not [t for n in none.nodes for t in n.takes if is_kernel(n.calls[0].op)]
+    interpret(monkeypatch)  # by operators they need more
+    assert without_takes(of(case)) == without_takes(none)
+    monkeypatch.setattr(kernels, "_too_much_memory", lambda more_bytes: None)
+    asked = interpret(monkeypatch)
+    assert written(of(case))
+    assert len(asked) == len(set(asked))
+    interpret(monkeypatch)
+    monkeypatch.setattr(kernels, "_same_bits", lambda a, b: False)
+    assert of(case) == none
+    refused = dict(kernels._refused)
+    assert refused and set(refused.values()) == {"it computes other bits"}
+    assert of(case) == none and kernels._refused == refused
+
+
+def test_so_many_kernels_are_compiled_once_more(
+    interpreted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_place, "MOST", 2)
+    graph = of(stack(2))
+    sizes = {n.index: sum(graph.data[d].size_bytes for d in n.writes) for n in graph.nodes}
+    assert len(written(graph)) == 2
+    taking = [sizes[n.index] for n in graph.nodes if n.takes and is_kernel(n.calls[0].op)]
+    assert max(taking) == max(sizes[n.index] for n in graph.nodes if is_kernel(n.calls[0].op))
+
+
+def test_a_softmax_is_written_over_its_scores_in_two_steps(interpreted: list[str]) -> None:
+    torch.manual_seed(0)
+    graph = of(gpt2(layers=1, width=32, heads=2, vocabulary=64, length=32, attention="eager"))
+    kernel = next(k for k in graph.kernels if any("exp" in c.op for c in k.calls) and not k.over)
+    place = next(p for p, s in enumerate(kernel.result_specs) if s.shape[-1] == 32)
+    once = in_place.Known(kernel).at_once(((place, 0),))
+    assert once is not None
+    ops = [call.op for call in once.calls]
+    copies = [i for i, op in enumerate(ops) if op == "aten.copy_.default"]
+    exponential, division = ops.index("aten.exp.default"), ops.index("aten.div.Tensor")
+    assert len(copies) == 2 and exponential < copies[0] < division < copies[1]
+
+
+# By operators: bits, whatever is planned
+
+
+@pytest.mark.parametrize("seed", [*range(6)])
+def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
+    """The same bits as with nothing in place."""
+    torch.manual_seed(seed)
+    model, inputs = network(random.Random(seed))
+    state = copy.deepcopy(model.state_dict())
+    found = []
+    for budget, most in (("100%", 0), ("100%", 99), ("min", 99)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(in_place, "MOST", most)
+            model.load_state_dict(state)
+            module = rockplan.solve(model, inputs, budget, options=COMPILED)
+        model.zero_grad()
+        torch.manual_seed(1)
+        results = module(*(x.detach().requires_grad_(x.requires_grad) for x in inputs))
+        loss_of(results).backward()
+        tensors = [t.detach() for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+        found.append([*tensors, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one.nan_to_num(), two.nan_to_num())
+
+
+def test_a_file_of_a_plan_says_what_is_taken_over(interpreted: list[str], tmp_path: Path) -> None:
+    case = stack(2)
+    planned = rockplan.solve(case.model, case.args, "min", options=COMPILED)
+    plan = rockplan.plan_of(planned)
+    several = [t for t in taken_over(plan.graph, plan.schedule).values() if len(t.operands) > 1]
+    assert several
+    path = tmp_path / "plan.json"
+    rockplan.save_plan(planned, path)
+    loaded = rockplan.load(case.model, case.args, path, options=COMPILED)
+    assert rockplan.plan_of(loaded).graph == plan.graph
+    assert loaded.code == planned.code
+    kernels._functions.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch, fails=lambda kernel: bool(kernel.over))
+        with pytest.raises(rockplan.PlanMismatch, match="cannot be written over operands"):
+            rockplan.load(case.model, case.args, path, options=COMPILED)
+
+
+def test_a_file_of_before_holds_as_it_was(interpreted: list[str], tmp_path: Path) -> None:
+    """It says nothing of kernels in place: none is."""
+    case = stack(2)
+    plan = rockplan.plan(case.model, case.args, "100%", options=COMPILED)
+    graph = without_takes(plan.graph)
+    peak_bytes = simulate(graph, plan.schedule).peak_bytes
+    before = replace(plan, graph=graph, peak_bytes=peak_bytes, budget_bytes=peak_bytes)
+    document = json.loads(dump_plans([before]))
+    for node in document["plans"][0]["graph"]["nodes"]:
+        del node["takes"]
+    del document["digest"]
+    document["digest"] = digest(document)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    loaded = rockplan.load(case.model, case.args, path, options=COMPILED)
+    assert rockplan.plan_of(loaded).peak_bytes == peak_bytes
+    assert not taken_over(loaded.plan.graph, loaded.plan.schedule)
+
+
+def test_calls_of_other_sizes_write_in_place_too(interpreted: list[str]) -> None:
+    case = stack(2)
+    planned: Any = rockplan.solve(case.model, case.args, "min", options=COMPILED)
+    other = replace(case, args=(torch.randn(384, 32),))
+    kept = rockplan.solve(case.model, other.args, "100%", options=COMPILED)
+    found = gradients(other, planned)
+    assert all(map(torch.equal, found, gradients(other, kept)))
+    second = planned.plans[1]
+    assert any(len(t.operands) > 1 for t in taken_over(second.graph, second.schedule).values())
+
+
+# Compiled
+
+
+class Gated(nn.Module):
+    """A gated product between matrix products, and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4 * width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.down(functional.silu(self.gate(x)) * self.up(x))
+        return x
+
+
+class Attention(nn.Module):
+    """Written out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys, self.queries = nn.Linear(width, width), nn.Linear(width, width)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            scores = self.queries(x) @ self.keys(x).transpose(-1, -2)
+            x = functional.softmax(0.1 * scores, -1) @ self.inner(x)
+        return x
+
+
+CASES = {
+    "gated": lambda: Case("gated", Gated(16), (torch.randn(256, 16),), {}, mean_square),
+    "attention": lambda: Case("attention", Attention(8), (torch.randn(64, 8),), {}, mean_square),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_and_peaks_of_kernels_in_place(name: str, compilers: Path) -> None:
+    """Those where nothing is in place, and as predicted; less than without."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_place, "MOST", 0)
+        without = rockplan.solve(case.model, case.args, "min", options=COMPILED)
+    expected = gradients(case, without)
+    for budget in ("100%", "min"):
+        planned = rockplan.solve(case.model, case.args, budget, options=COMPILED)
+        plan = rockplan.plan_of(planned)
+        calls = [t.call for t in taken_over(plan.graph, plan.schedule).values()]
+        assert any(call is not None and is_kernel(call.op) for call in calls)
+        assert all(map(torch.equal, gradients(case, planned), expected))
+        measured = rockplan.peak_live_bytes(functools.partial(case.step, planned)).peak_bytes
+        assert plan.peak_bytes - 8 <= measured <= plan.peak_bytes
+    assert plan.peak_bytes < 0.9 * rockplan.plan_of(without).peak_bytes
+
+
+def test_a_compiler_that_takes_a_tensor_more_is_found_out(compilers: Path) -> None:
+    """What reads transposed, though nobody asked: other bits."""
+    kernel = kernel_of(lambda x: (x.t() * 2).contiguous(), (16, 16))
+    assert not in_place.Known(kernel).is_aligned(0)
+    careless = in_place.Known(kernel).at_the_end(((0, 0),))
+    failed = kernels.made([careless])
+    assert careless.op in failed and kernel.op not in failed
