@@ -119,7 +119,6 @@ def test_what_is_read_element_by_element_may_be_written_over(
         lambda x: x.t().exp() + 1,
         lambda x: x.reshape(8, 2, 16).transpose(0, 1).exp() * 2,
         lambda x: x.roll(1, 0).exp() + 1,
-        lambda x: x.flip(0).exp() + 1,
         lambda x: torch.cat([x[:, 8:].exp(), -x[:, :8]], -1) * 2,
         lambda x: (x.exp() + x[0]) * 2,
         lambda x: (x.exp() + x[3, 5]) * 2,
@@ -128,7 +127,7 @@ def test_what_is_read_element_by_element_may_be_written_over(
         lambda x: torch.gather(x.exp(), 1, torch.arange(16).expand(16, 16)) + 1,
     ],
     ids=[
-        *("transposed", "dimensions", "rolled", "flipped", "halves", "row", "element"),
+        *("transposed", "dimensions", "rolled", "halves", "row", "element"),
         *("sums of few", "shifted", "gathered"),
     ],
 )
@@ -317,7 +316,7 @@ class Gated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             x = x + self.down(functional.silu(self.gate(x)) * self.up(x))
-        return x
+        return mean_square(x)
 
 
 class Attention(nn.Module):
@@ -332,12 +331,12 @@ class Attention(nn.Module):
         for _ in range(2):
             scores = self.queries(x) @ self.keys(x).transpose(-1, -2)
             x = functional.softmax(0.1 * scores, -1) @ self.inner(x)
-        return x
+        return mean_square(x)
 
 
-CASES = {
-    "gated": lambda: Case("gated", Gated(16), (torch.randn(256, 16),), {}, mean_square),
-    "attention": lambda: Case("attention", Attention(8), (torch.randn(64, 8),), {}, mean_square),
+CASES: dict[str, Callable[[], Case]] = {
+    "gated": lambda: Case("gated", Gated(16), (torch.randn(256, 16),), {}, lambda r: r),
+    "attention": lambda: Case("attention", Attention(8), (torch.randn(64, 8),), {}, lambda r: r),
 }
 
 
