@@ -64,7 +64,7 @@ _Step = tuple[Sequence[Call], Mapping[int, int]]
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
     """`graph` with what its kernels may take over. Compiles what is not compiled yet."""
     known = {kernel.op: Known(kernel) for kernel in graph.kernels}
-    ways = _ways(graph, known)
+    ways = ways_of(graph, known)
     written: Counter[tuple[str, Over]] = Counter()
     for (op, over), of_nodes in ways.items():
         written[op, over] = sum(graph.data[d].size_bytes for _, t in of_nodes for d in t.operands)
@@ -92,7 +92,7 @@ def _made(
 # -- of a graph --------------------------------------------------------------------------------
 
 
-def _ways(
+def ways_of(
     graph: CDGraph, known: Mapping[str, Known]
 ) -> dict[tuple[str, Over], list[tuple[int, Takeover]]]:
     """Kernels, and what is written over what -> the nodes that may do so, with what they take."""
