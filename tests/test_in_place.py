@@ -110,7 +110,7 @@ def test_what_is_read_element_by_element_may_be_written_over(
     function: Function, interpreted: list[str]
 ) -> None:
     kernel = kernel_of(function, (16, 16))
-    assert in_place.Known(kernel).is_aligned(0)
+    assert in_place.KnownKernel(kernel).is_aligned(0)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_reads_another_element_is_written_elsewhere(
     """A sum of few elements is written out by compilers where it is read."""
     kernel = kernel_of(function, (16, 16))
     assert kernel.inputs[0].dtype == "torch.float32"
-    assert not in_place.Known(kernel).is_aligned(0), str(kernel)
+    assert not in_place.KnownKernel(kernel).is_aligned(0), str(kernel)
 
 
 def test_only_what_the_plan_alone_sees_is_taken_over(interpreted: list[str]) -> None:
@@ -219,7 +219,7 @@ def test_a_softmax_is_written_over_its_scores_in_two_steps(interpreted: list[str
     graph = of(gpt2(layers=1, width=32, heads=2, vocabulary=64, length=32, attention="eager"))
     kernel = next(k for k in graph.kernels if any("exp" in c.op for c in k.calls) and not k.over)
     place = next(p for p, s in enumerate(kernel.result_specs) if s.shape[-1] == 32)
-    once = in_place.Known(kernel).at_once(((place, 0),))
+    once = in_place.KnownKernel(kernel).at_once(((place, 0),))
     assert once is not None
     ops = [call.op for call in once.calls]
     copies = [i for i, op in enumerate(ops) if op == "aten.copy_.default"]
@@ -363,7 +363,7 @@ def test_bits_and_peaks_of_kernels_in_place(name: str, compilers: Path) -> None:
 def test_a_compiler_that_takes_a_tensor_more_is_found_out(compilers: Path) -> None:
     """What reads transposed, though nobody asked: other bits."""
     kernel = kernel_of(lambda x: (x.t() * 2).contiguous(), (16, 16))
-    assert not in_place.Known(kernel).is_aligned(0)
-    careless = in_place.Known(kernel).at_the_end(((0, 0),))
+    assert not in_place.KnownKernel(kernel).is_aligned(0)
+    careless = in_place.KnownKernel(kernel).at_the_end(((0, 0),))
     failed = kernels.made([careless])
     assert careless.op in failed and kernel.op not in failed

@@ -63,7 +63,7 @@ _Step = tuple[Sequence[Call], Mapping[int, int]]
 
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
     """`graph` with what its kernels may take over. Compiles what is not compiled yet."""
-    known = {kernel.op: Known(kernel) for kernel in graph.kernels}
+    known = {kernel.op: KnownKernel(kernel) for kernel in graph.kernels}
     ways = ways_of(graph, known)
     written: Counter[tuple[str, Over]] = Counter()
     for (op, over), of_nodes in ways.items():
@@ -93,7 +93,7 @@ def _made(
 
 
 def ways_of(
-    graph: CDGraph, known: Mapping[str, Known]
+    graph: CDGraph, known: Mapping[str, KnownKernel]
 ) -> dict[tuple[str, Over], list[tuple[int, Takeover]]]:
     """Kernels, and what is written over what -> the nodes that may do so, with what they take."""
     seen = seen_by_others(graph)
@@ -116,7 +116,7 @@ def ways_of(
 def _pairs(
     graph: CDGraph,
     node: ComputeNode,
-    known: Known,
+    known: KnownKernel,
     seen: frozenset[int],
     last: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
@@ -165,7 +165,7 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 # -- of a kernel -------------------------------------------------------------------------------
 
 
-class Known:
+class KnownKernel:
     """A kernel, and what is found out about it when it is asked for."""
 
     def __init__(self, kernel: Kernel) -> None:
