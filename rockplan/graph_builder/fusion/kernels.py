@@ -195,15 +195,15 @@ def _run(
 
 def _made_up(kernel: Kernel) -> list[torch.Tensor]:
     """Numbers to read; zeros for what may be indices."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(kernel.device).manual_seed(0)
     made = []
     for spec in kernel.inputs:
         tensor = inductor.tensor_of(spec, fill=True)
         flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         if tensor.dtype.is_floating_point:
-            flat.copy_(torch.randn(flat.shape, generator=generator))
+            flat.normal_(generator=generator)
         elif tensor.dtype is torch.bool:
-            flat.copy_(torch.rand(flat.shape, generator=generator) < 0.5)
+            flat.bernoulli_(0.5, generator=generator)
         made.append(tensor)
     return made
 
