@@ -32,7 +32,16 @@ from rockplan.options import Options
 from rockplan.oracles.simulate import simulate, taken_over
 from rockplan.store.documents import digest
 from rockplan.store.plan_file import dump_plans
-from rockplan.values.graph import CDGraph, DataKind, Kernel, is_kernel, without_takes
+from rockplan.values.graph import (
+    CDGraph,
+    DataKind,
+    DataNode,
+    Kernel,
+    TensorSpec,
+    Value,
+    is_kernel,
+    without_takes,
+)
 from rockplan.values.schedule import Compute
 from tests.kernels import gradients, interpret, mean_square, run, stack
 
@@ -138,6 +147,25 @@ def test_what_reads_another_element_is_written_elsewhere(
     kernel = kernel_of(function, (16, 16))
     assert kernel.inputs[0].dtype == "torch.float32"
     assert not in_place.KnownKernel(kernel).is_aligned(0), str(kernel)
+
+
+def test_what_holds_a_result_is_all_of_a_storage() -> None:
+    whole = TensorSpec((16, 16), (16, 1), 0, "torch.float32", "cpu")
+    looks = {
+        "whole": whole,
+        "as a row": replace(whole, shape=(1, 256), stride=(256, 1)),
+        "half": replace(whole, shape=(8, 16)),
+        "transposed": replace(whole, stride=(1, 16)),
+        "integers": replace(whole, dtype="torch.int32"),
+    }
+    for name, spec in looks.items():
+        graph = CDGraph(
+            data=tuple(DataNode(i, f"d{i}", DataKind.ACTIVATION, 1024) for i in range(2)),
+            nodes=(),
+            outputs=(),
+            values=(Value(0, 0, "operand", spec), Value(1, 1, "result", whole)),
+        )
+        assert in_place.may_hold(graph, *graph.values) is (name in ("whole", "as a row")), name
 
 
 def test_only_what_the_plan_alone_sees_is_taken_over(interpreted: list[str]) -> None:

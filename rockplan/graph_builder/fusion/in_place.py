@@ -136,7 +136,7 @@ def _pairs(
     for place, result in sorted(made, key=lambda m: -graph.data[m[1].data].size_bytes):
         if result.data in graph.held or result.data in graph.outputs:
             continue
-        fit = [p for p, operand in free.items() if _may_hold(graph, operand, result)]
+        fit = [p for p, operand in free.items() if may_hold(graph, operand, result)]
         fit = [p for p in fit if known.is_aligned(p)]
         dying = [p for p in fit if last[free[p].data] == node.index]
         taken = min(dying or fit[:is_first], default=None)
@@ -146,10 +146,10 @@ def _pairs(
             yield place, taken
 
 
-def _may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
+def may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
     """May the one be written where the other lies? Both are all of their storages."""
     a, b = operand.spec, result.spec
-    if (a.dtype, a.device) != (b.dtype, b.device) or not is_dense(b):
+    if (a.dtype, a.device, prod(a.shape)) != (b.dtype, b.device, prod(b.shape)) or not is_dense(b):
         return False
     is_as_large = graph.data[operand.data].size_bytes == graph.data[result.data].size_bytes
     looks_same = (a.shape, a.stride) == (b.shape, b.stride)
