@@ -61,12 +61,19 @@ def rows(name: str) -> Iterator[str]:
             least = planned(case, "min")
             budgets = budgets or [int(share * least.peak_bytes) for share in SHARES]
             cells = [f"{mebibytes(least.peak_bytes)} MiB, {_more(least)}"]
-            cells += [_more(planned(case, budget)) for budget in budgets]
+            cells += [_within(case, budget) for budget in budgets]
         if way == "none":
             asked = " | ".join(f"{mebibytes(budget)} MiB" for budget in budgets)
             yield f"| {name} | min | {asked} |"
             yield "|---" * (2 + len(budgets)) + "|"
         yield f"| {way} | {' | '.join(cells)} |"
+
+
+def _within(case: Case, budget_bytes: int) -> str:
+    try:
+        return _more(planned(case, budget_bytes))
+    except rockplan.InfeasibleBudget:
+        return "no plan"
 
 
 def _more(plan: rockplan.Plan) -> str:
