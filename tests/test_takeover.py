@@ -40,6 +40,7 @@ from rockplan.values.graph import (
     ValueRef,
     without_takes,
 )
+from rockplan.values.plan import Certificate, Status
 from rockplan.values.schedule import Free, Schedule, keep_all, with_frees
 from tests.exhaustive import Exhaustive
 from tests.graphs import random_graph, with_random_takes
@@ -429,6 +430,71 @@ def test_a_plan_that_takes_what_it_does_not_read_is_refused() -> None:
     document["digest"] = digest(document)
     with pytest.raises(rockplan.PlanFormatError, match="takes over what it does not read"):
         parse_plans(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("takes", "message"),
+    [
+        ([[[9, 1]]], "takes over what it does not read"),
+        ([[[0, 0]]], "takes over storages for what it does not make"),
+        ([[[0, 1], [0, 2]]], "takes over a storage twice"),
+        ([[[0, 1], [3, 1]]], "takes over a storage twice"),
+        ([[[0, 1, 2]]], "no pairs of an operand and a result"),
+        ([[]], "no pairs of an operand and a result"),
+        ([0], "no pairs of an operand and a result"),
+    ],
+)
+def test_files_name_pairs_where_an_operation_makes_several(takes: object, message: str) -> None:
+    document = json.loads(dump_plans([_of_two_results()]))
+    (node,) = [n for n in document["plans"][0]["graph"]["nodes"] if n["takes"]]
+    assert node["takes"] == [[[0, 1], [3, 2]], [[0, 1]]]
+    assert parse_plans(json.dumps(document))[0].graph == _of_two_results().graph
+    node["takes"] = takes
+    del document["digest"]
+    document["digest"] = digest(document)
+    with pytest.raises(rockplan.PlanFormatError, match=message):
+        parse_plans(json.dumps(document))
+
+
+def _of_two_results() -> rockplan.Plan:
+    """Data 0 and 3 are read by an operation that makes 1 and 2, over both or over 0."""
+    kinds = [DataKind.ACTIVATION] * 4 + [DataKind.GRADIENT]
+    graph = CDGraph(
+        data=tuple(DataNode(i, f"d{i}", kind, 8) for i, kind in enumerate(kinds)),
+        nodes=(
+            ComputeNode(0, "a", Phase.FORWARD, (), (0,)),
+            ComputeNode(1, "b", Phase.FORWARD, (), (3,)),
+            ComputeNode(
+                2,
+                "both",
+                Phase.FORWARD,
+                (0, 3),
+                (1, 2),
+                takes=(Takeover((0, 3), (1, 2)), Takeover((0,), (1,))),
+            ),
+            ComputeNode(3, "end", Phase.BACKWARD, (1, 2), (4,)),
+        ),
+        outputs=(1,),
+        held=(1, 4),
+    )
+    schedule = keep_all(graph)
+    simulation, eager = simulate(graph, schedule), simulate(without_takes(graph), schedule)
+    assert (simulation.peak_bytes, eager.peak_bytes) == (24, 32)
+    _, model, x = branching()
+    plan = rockplan.plan(model, x, "100%", options=OPTIONS)
+    return replace(
+        plan,
+        graph=graph,
+        schedule=schedule,
+        blocks=(),
+        peak_bytes=simulation.peak_bytes,
+        budget_bytes=simulation.peak_bytes,
+        saved_bytes=simulation.saved_bytes,
+        time_ns=0,
+        eager_peak_bytes=eager.peak_bytes,
+        eager_time_ns=0,
+        certificate=Certificate(Status.OPTIMAL, 0, 0),
+    )
 
 
 class PassedOn(nn.Module):
