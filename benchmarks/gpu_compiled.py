@@ -23,7 +23,7 @@ from torch import nn
 
 import rockplan
 from benchmarks import models
-from benchmarks.compiled import Row, distance, gradients, line, table
+from benchmarks.compiled import Row, compiled, distance, gradients, line, table
 from benchmarks.gpu import LLAMA, TimeLimit, arguments, tried, where
 from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds
@@ -83,18 +83,6 @@ def language(make: Callable[..., Case], **sizes: Any) -> LossCase:
 def images(**sizes: Any) -> LossCase:
     case = models.resnet(**sizes)
     return LossCase(case.name, case.model, case.args, case.kwargs, case.loss)
-
-
-def compiled(module: nn.Module, activation_budget: float = 1.0) -> nn.Module:
-    """By torch.compile, with what else is compiled untouched: Dynamo tells backends apart, and not
-    the setting, which counts where the backend runs."""
-    from torch._inductor.compile_fx import compile_fx
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=activation_budget):
-            return compile_fx(graph, inputs)
-
-    return torch.compile(module, backend=backend)
 
 
 COMPILED, BOTH = "torch.compile", "torch.compile + checkpoint"
