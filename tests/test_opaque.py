@@ -618,6 +618,92 @@ def test_copies_and_pickles_of_a_planned_module() -> None:
     assert loaded.plan.peak_bytes <= planned.plan.budget_bytes
 
 
+class Preference(Function):
+    """As losses of Liger: results inside of a result, and a backward that returns what was saved
+    where the gradient that comes in is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        x = x.detach()
+        ctx.save_for_backward(2 * x)
+        return x.square().sum(), (x.mean(0), [x.amax(0), "name"])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *others: Any) -> torch.Tensor:
+        assert others == (None,)
+        (saved,) = ctx.saved_tensors
+        is_scaled = bool(torch.ne(gradient, torch.tensor(1.0)))
+        return saved * gradient if is_scaled else saved
+
+
+rockplan.opaque(Preference)
+
+
+class Preferring(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        loss, (mean, (largest, name)) = Preference.apply(super().forward(x))
+        assert name == "name" and not mean.requires_grad
+        return loss, mean, largest
+
+
+def test_results_inside_of_a_result_and_a_gradient_that_was_saved() -> None:
+    torch.manual_seed(0)
+    eager = Preferring(torch.tanh)
+    planned: Any = rockplan.solve(
+        copy.deepcopy(eager), torch.randn(ROWS, WIDTH), "min", options=QUICK
+    )
+    for scale in (1, 2, 1):
+        x, results = torch.randn(ROWS, WIDTH), []
+        for net in (eager, planned):
+            net.zero_grad()
+            results.append(net(x))
+            (results[-1][0] * scale).backward()
+        assert_same_state(planned, eager, f"scale {scale}")
+        assert all(map(torch.equal, *results))
+
+
+class Accumulating(Function):
+    """Writes where nothing tells autograd, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        written(sums, sums + x.detach().sum(0))
+        ctx.save_for_backward(x, x.detach() * 2)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _, twice = ctx.saved_tensors
+        written(twice, twice * gradient)
+        return twice, None
+
+
+def test_a_refusal_says_the_whole_line_which_then_works() -> None:
+    use = lambda h: h + Accumulating.apply(h, torch.zeros(WIDTH))  # noqa: E731
+    rockplan.opaque(Accumulating)
+    with pytest.raises(rockplan.UnsupportedModel) as refused:
+        train(use)
+    line = str(refused.value).partition("declare it: ")[2]
+    assert line == (
+        "rockplan.opaque(Accumulating, mutates=('sums',), backward_mutates=('saved_tensors[1]',))"
+    )
+    eval(line)
+    train(use)
+
+
+def test_a_declaration_that_is_corrected_holds() -> None:
+    kind: Any = type(
+        "Corrected",
+        (Function,),
+        {"forward": staticmethod(_saves), "backward": staticmethod(_writes_saved)},
+    )
+    rockplan.opaque(kind, mutates=("x",))
+    with pytest.raises(rockplan.UnsupportedModel, match=r"Corrected, mutates=\('x',\), backward_m"):
+        train(lambda h: kind.apply(h * 1))
+    rockplan.opaque(kind, mutates=("x",), backward_mutates=("saved_tensors[0]",))
+    train(lambda h: kind.apply(h * 1))
+
+
 def test_a_derived_function_is_declared_itself() -> None:
     train(lambda h: h + DeclaredKernel.apply(h, 2.0))
 

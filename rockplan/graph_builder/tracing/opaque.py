@@ -19,7 +19,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,10 +45,11 @@ _KEYS = [k for k in torch._C.DispatchKey.__members__ if k.startswith(("Autograd"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """One function, as it was registered. backward_name: 'vjp' if it has that; packet: its name
-    among our operators."""
+    """One function, as it was registered. declared: what `opaque` was given, as it is written;
+    backward_name: 'vjp' if it has that; packet: its name among our operators."""
 
     kind: type[Function]
+    declared: str
     called: str
     packet: str
     forward: Callable[..., Any]
@@ -59,6 +60,16 @@ class Opaque:
     fake_backward: Callable[..., Any] | None
     mutates: tuple[str, ...]
     backward_mutates: tuple[str, ...]
+
+    def line(self, mutates: Sequence[str], backward_mutates: Sequence[str]) -> str:
+        """The line that declares these as well, beside what it was declared with."""
+        written = {
+            "mutates": (*self.mutates, *mutates),
+            "backward_mutates": (*self.backward_mutates, *backward_mutates),
+        }
+        how = [f"{how}={names!r}" for how, names in written.items() if names]
+        how += [f"{n}=..." for n in ("fake", "fake_backward") if getattr(self, n) is not None]
+        return f"rockplan.opaque({', '.join([self.declared, *how])})"
 
     @property
     def forward_operator(self) -> Any:
@@ -109,7 +120,7 @@ def opaque(
     if isinstance(function, type) and issubclass(function, Function):
         if backward or setup_context:
             raise InvalidInput(f"{function.__qualname__} has a backward of its own; pass none")
-        _register(function, **how)
+        _register(function, _name(function).replace("<locals>.", ""), **how)
         return function
     if isinstance(function, type) or not callable(function):
         raise InvalidInput(
@@ -139,7 +150,8 @@ def _with_backward(
         "backward": staticmethod(backward),
     }
     kind: Any = type(_name(function), (Function,), members)
-    _register(kind, **how)
+    saving = "" if setup_context is None else ", setup_context=..."
+    _register(kind, f"{_name(function)}, backward=...{saving}", **how)
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -164,6 +176,7 @@ def _name(function: Any) -> str:
 
 def _register(
     kind: type[Function],
+    declared: str,
     fake: Callable[..., Any] | None,
     fake_backward: Callable[..., Any] | None,
     mutates: Sequence[str],
@@ -190,6 +203,7 @@ def _register(
     backward_name = "vjp" if kind.vjp is not Function.vjp else "backward"
     REGISTERED[kind] = Opaque(
         kind=kind,
+        declared=declared,
         called=called,
         packet=before.packet if before else _operators_of(kind),
         forward=kind.forward,
@@ -286,11 +300,12 @@ Attributes = tuple[tuple[str, tuple[Any, ...], Any], ...]
 class Outcome:
     """What a call makes. made: tensors that it was not given; the rest refers to these, and to the
     given ones, which come first. results, saved, attributes: places of tensors, and what else
-    there is, described; dirty, constant: places of tensors that the context was told of."""
+    there is, described; structure: of the results; dirty, constant: places of tensors that the
+    context was told of."""
 
     made: tuple[MadeByRun, ...]
     results: tuple[Any, ...]
-    is_one: bool
+    structure: str
     saved: tuple[Any, ...] = ()
     attributes: Attributes = ()
     dirty: frozenset[int] = frozenset()
@@ -303,7 +318,7 @@ class Outcome:
             a, b = ({name: rest for name, *rest in o.attributes} for o in (self, other))
             names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
             return f"sets {', '.join(f'ctx.{n}' for n in names)} to something else"
-        if len(self.results) != len(other.results) or self.is_one != other.is_one:
+        if self.structure != other.structure:
             return "returns another number of results"
         if self.saved != other.saved:
             return "saves other tensors"
@@ -327,12 +342,13 @@ _OF_AUTOGRAD = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueRun:
-    """What one run has made. tensors: those given and those made; results, attributes: as in the
-    outcome, with the things themselves in place of their descriptions."""
+    """What one run has made. tensors: those given and those made; results, structure, attributes:
+    as in the outcome, with the things themselves in place of their descriptions."""
 
     outcome: Outcome
     tensors: tuple[torch.Tensor, ...]
     results: tuple[Any, ...]
+    structure: Any
     attributes: Attributes = ()
 
     def fresh(self) -> list[torch.Tensor]:
@@ -372,8 +388,7 @@ class _Finder:
 def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> OpaqueRun:
     """What a call has made. ctx: that of a forward."""
     finder = _Finder(given)
-    is_one = not isinstance(result, tuple)
-    leaves = (result,) if is_one else result
+    leaves, structure = pytree.tree_flatten(result)
     results = tuple(map(finder.place, leaves))
     told = {} if ctx is None else vars(ctx)
     saved = tuple(map(finder.place, told.get("to_save") or ()))
@@ -383,7 +398,7 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
     outcome = Outcome(
         made=tuple(finder.made),
         results=results,
-        is_one=is_one,
+        structure=str(structure),
         saved=saved,
         attributes=tuple((n, tensors, str(flat[n][1])) for n, tensors in places.items()),
         dirty=dirty,
@@ -394,6 +409,7 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
         outcome,
         tuple(finder.tensors),
         _themselves(results, leaves),
+        structure,
         tuple((n, _themselves(places[n], tensors), tree) for n, (tensors, tree) in flat.items()),
     )
 
@@ -553,12 +569,13 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A call that was found out about. results, attributes: as in `OpaqueRun`; draws: from the
-    generator of the device of its first result, or may do so."""
+    """A call that was found out about. results, structure, attributes: as in `OpaqueRun`; draws:
+    from the generator of the device of its first result, or may do so."""
 
     call: OpaqueForward | OpaqueBackward
     outcome: Outcome
     results: tuple[Any, ...]
+    structure: Any
     attributes: Attributes
     draws: bool
 
@@ -607,6 +624,8 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     """What a run makes in new memory. Raises where it is another than the one that was recorded."""
     before = generator_states(tensors)
     run = known.call.run(tensors)
+    if isinstance(known.call, OpaqueBackward) and run.outcome != known.outcome:
+        run = _with_copies(known, run)
     called = known.call.called
     if run.outcome != known.outcome:
         raise UnsupportedModel(
@@ -623,6 +642,28 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
             "of it in a plan could not repeat them"
         )
     return fresh
+
+
+def _with_copies(known: Known, run: OpaqueRun) -> OpaqueRun:
+    """A run of a backward that returns what it was given (what was saved, where the gradient that
+    comes in is one) in place of what it mostly makes: with copies of these."""
+    outcome, first = known.outcome, len(run.tensors) - len(run.outcome.made)
+    if len(run.results) != len(outcome.results):
+        return run
+    copies: dict[int, torch.Tensor] = {}
+    for expected, found in zip(outcome.results, run.results, strict=True):
+        place = expected.place if isinstance(expected, Ref) else -1
+        made = outcome.made[place - first] if place >= first else None
+        if made is None or made.base is not None or not isinstance(found, Ref):
+            continue
+        tensor = run.tensors[found.place]
+        like = replace(tensor_spec(tensor), offset=made.spec.offset)
+        if place not in copies and like == made.spec:
+            copies[place] = _new(made).copy_(tensor)
+    if sorted(copies) != [first + i for i, made in enumerate(outcome.made)]:
+        return run
+    tensors = (*run.tensors[:first], *(copies[place] for place in sorted(copies)))
+    return OpaqueRun(outcome, tensors, known.results, known.structure)
 
 
 def device_of_draws(fresh: Sequence[torch.Tensor]) -> str:

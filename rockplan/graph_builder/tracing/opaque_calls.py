@@ -21,7 +21,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -83,7 +83,7 @@ class UnknownCall(CaptureError):
             if is_real and isinstance(self.call, OpaqueForward) and any(self.call.needs):
                 # Most backward passes have these gradients: half as many recordings.
                 with contextlib.suppress(RockplanError):
-                    likely = _likely_backward(self.call, run)
+                    likely = _likely_backward(KNOWN[key_of(self.call)], run)
                     if key_of(likely) not in KNOWN:
                         _found(likely, place)
 
@@ -201,8 +201,8 @@ def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Kno
 
 
 def _result(made: _MadeByCall) -> Any:
-    leaves = tuple(taken(ref, made.tensors) for ref in made.known.results)
-    return leaves[0] if made.known.outcome.is_one else leaves
+    leaves = [taken(ref, made.tensors) for ref in made.known.results]
+    return pytree.tree_unflatten(leaves, made.known.structure)
 
 
 def _tell(ctx: Any, made: _MadeByCall) -> None:
@@ -393,6 +393,7 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     if isinstance(call, OpaqueForward):
         said: list[Any] = ["forward", function.packet, text_of(function.fake)]
         said += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
+        said += [function.backward_mutates]
     else:
         said = ["backward", key_of(call.forward), text_of(function.fake_backward)]
         said += [call.saved, call.gradients, call.need, call.copied]
@@ -407,20 +408,23 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
 def _found(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
     """Run `call`, and remember its outcome."""
     is_fake = call.function.fake is not None
+    undeclared: list[str] = []
     if is_fake:
         with FakeTensorMode():
             run = _run(call, _tensors_for(call, place), True, place)
             draws = bool(run.fresh())  # of what is declared nobody knows
     else:
-        devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
-        with _generators_restored(devices):
-            run, draws = _real_run(call, _tensors_for(call, place), place)
+        with _generators_restored(call):
+            run, draws, undeclared = _real_run(call, _tensors_for(call, place), place)
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
         is_plain = not (made.spec.is_conj or made.spec.is_neg)
         if not is_plain or (base is not None and base.dtype != made.spec.dtype):
             raise NAMED["view by an opaque function"].at(*place, function=call.called)
-    KNOWN[key_of(call)] = Known(call, run.outcome, run.results, run.attributes, draws)
+    known = Known(call, run.outcome, run.results, run.structure, run.attributes, draws)
+    if undeclared:
+        _refuse_writes(known, run, undeclared, place)
+    KNOWN[key_of(call)] = known
     return run
 
 
@@ -431,8 +435,9 @@ def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _generators_restored(devices: Iterable[str]) -> Iterator[None]:
+def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
     """Afterwards generators are what they were: of devices, of Python, of numpy."""
+    devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
     python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
@@ -444,20 +449,22 @@ def _generators_restored(devices: Iterable[str]) -> Iterator[None]:
 
 def _real_run(
     call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: tuple[str, str]
-) -> tuple[OpaqueRun, bool]:
-    """What it makes; does it draw?"""
+) -> tuple[OpaqueRun, bool, list[str]]:
+    """What it makes; does it draw? Names of what it writes into and was not declared."""
     declared = call.changed if isinstance(call, OpaqueForward) else ()
     before = [_bytes(t).clone() for t in tensors]
     states = _all_generator_states(tensors)
     run = _run(call, tensors, False, place)
     storages = {call.tensors.storages[i] for i in declared}
-    for i, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
-        if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content):
-            _refuse_write(call, i, place)
+    written = {
+        i
+        for i, (tensor, content) in enumerate(zip(tensors, before, strict=True))
+        if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content)
+    }
     drawn = moved(states, _all_generator_states(tensors))
     if not drawn <= {device_of_draws(run.fresh())}:
         raise NAMED["draws of an opaque function"].at(*place, function=call.called)
-    return run, bool(drawn)
+    return run, bool(drawn), _called(call, written)
 
 
 def _run(
@@ -476,20 +483,38 @@ def _run(
         ) from error
 
 
-def _refuse_write(
-    call: OpaqueForward | OpaqueBackward, place: int, source: tuple[str, str]
-) -> None:
+def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
+    """What tensors are called where it is declared that they are written into, each storage once."""
     if isinstance(call, OpaqueForward):
         names = _argument_names(call.function, len(call.args))
-        pairs = zip(names, call.args, strict=True)
-        written_names = [n for n, a in pairs if Ref(place) in pytree.tree_leaves(a)]
-        how = "mutates"
+        named = {
+            name: tuple(r.place for r in pytree.tree_leaves(argument) if isinstance(r, Ref))
+            for name, argument in zip(names, call.args, strict=True)
+        }
     else:
         named = _backward_names(call.function, call.saved, call.attributes, call.gradients)
-        written_names = [n for n, places in named.items() if place in places]
-        how = "backward_mutates"
+    storages: dict[int, str] = {}
+    for place in sorted(places):
+        name = next(n for n, own in named.items() if place in own)
+        storages.setdefault(call.tensors.storages[place], name)
+    return list(dict.fromkeys(storages.values()))
+
+
+def _refuse_writes(
+    known: Known, run: OpaqueRun, undeclared: Sequence[str], place: tuple[str, str]
+) -> NoReturn:
+    """Raise, with a line that declares them; of a forward also what its backward writes into."""
+    call = known.call
+    if isinstance(call, OpaqueForward):
+        of_backward: list[str] = []
+        with contextlib.suppress(RockplanError), _generators_restored(call):
+            likely = _likely_backward(known, run)
+            of_backward = _real_run(likely, _tensors_for(likely, place), place)[2]
+        line = call.function.line(undeclared, of_backward)
+    else:
+        line = call.function.line((), undeclared)
     raise NAMED["write of an opaque function"].at(
-        *source, function=call.called, argument=written_names[0], how=how
+        *place, function=call.called, argument=undeclared[0], line=line
     )
 
 
@@ -517,10 +542,10 @@ def _tensors_for(
     return tensors
 
 
-def _likely_backward(call: OpaqueForward, run: OpaqueRun) -> OpaqueBackward:
+def _likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
     """That all results get a gradient in new memory."""
-    known = KNOWN[key_of(call)]
-    results = [taken(ref, run.tensors) for ref in known.results]
+    made = _result(_MadeByCall(known, run.tensors))
+    results = made if isinstance(made, tuple) else (made,)
     gradients = [
         torch.zeros(r.shape, dtype=r.dtype, device=r.device)
         if isinstance(r, torch.Tensor)

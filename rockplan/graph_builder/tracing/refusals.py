@@ -485,7 +485,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "write of an opaque function",
         When.FORWARD,
         "{function}, an opaque function, writes into '{argument}', which a plan does not know",
-        "declare it: rockplan.opaque(..., {how}=('{argument}',))",
+        "declare it: {line}",
         "test_opaque.test_refused_by_name",
     ),
     Refusal(
