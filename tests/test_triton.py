@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 ROOT = Path(__file__).parent.parent
 
 
-def outcomes(*wanted: str) -> Any:
+def outcomes(*wanted: str, **environment: str) -> Any:
     """What came of the cases, in a process of its own."""
     command = [sys.executable, "-m", "tests.triton_worker", *wanted]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    environment = {**os.environ, **environment}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=550, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -33,12 +37,20 @@ def own() -> Any:
 PLANNED = (
     *("writes what is saved", "autotuned", "heuristics"),
     *("in place, a count", "atomic", "outside of a function"),
+    *("tuned", "tuned, of a few", "tuned, restored", "tuned, zeroed", "tuned elsewhere"),
 )
 
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_bits_are_those_of_eager_and_the_peak_is_as_predicted(own: Any, name: str) -> None:
     assert own[name] == "ok"
+
+
+def test_kernels_are_tuned_before_the_first_step(tmp_path: Path) -> None:
+    """Also in a process that finds profile and plan in the cache, and measures nothing."""
+    for _ in range(2):
+        found = outcomes("first step", ROCKPLAN_CACHE_DIR=str(tmp_path))
+        assert found == {"tuned, restored": "ok", "tuned, zeroed": "ok"}
 
 
 REFUSED = {

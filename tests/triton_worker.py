@@ -4,6 +4,7 @@ python -m tests.triton_worker NAME ... prints what came of each case as JSON."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import json
@@ -138,31 +139,40 @@ class Scaled(Function):
     """Its gradient is in the memory of the one that comes in; divides by a count of labels."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        ctx.count = int((labels != -100).sum().item())
-        y = x.clone()
-        scale_in_place[(1,)](y, 1.0 / ctx.count, y.numel(), BLOCK=64)
-        return y
+    def forward(
+        ctx: Any, x: torch.Tensor, labels: torch.Tensor, is_tuned: bool = False
+    ) -> torch.Tensor:
+        ctx.count, ctx.is_tuned = int((labels != -100).sum().item()), is_tuned
+        return Scaled.scale(x.clone(), ctx)
+
+    @staticmethod
+    def scale(x: torch.Tensor, ctx: Any) -> torch.Tensor:
+        if ctx.is_tuned:
+            restored[(1,)](x, 1.0 / ctx.count, x.numel())
+        else:
+            scale_in_place[(1,)](x, 1.0 / ctx.count, x.numel(), BLOCK=64)
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.contiguous()
-        scale_in_place[(1,)](gradient, 1.0 / ctx.count, gradient.numel(), BLOCK=64)
-        return gradient, None
+        return Scaled.scale(gradient.contiguous(), ctx), None, None
 
 
 class Bias(Function):
     """Sums by atomic additions."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor, kernel: Any = column_sums
+    ) -> torch.Tensor:
+        ctx.kernel = kernel
         return x + bias
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sums = torch.zeros(WIDTH)
-        column_sums[(ROWS,)](gradient.contiguous(), sums, COLUMNS=WIDTH)
-        return gradient, sums
+        ctx.kernel[(ROWS,)](gradient.contiguous(), sums, COLUMNS=WIDTH)
+        return gradient, sums, None
 
 
 class Shared(Function):
@@ -179,6 +189,79 @@ class Shared(Function):
         flat = x.view(-1)
         scale_in_place[(1,)](flat, 2.0, x.numel(), BLOCK=128)
         return gradient * x
+
+
+class ByTurns:
+    """Measures in a way that each tuning of two configurations takes the one that the last did
+    not, and with memory to evict caches, as Triton does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, call: Callable[[], None], quantiles: Any = None) -> list[float]:
+        scratch = torch.zeros(4096)
+        call()
+        del scratch
+        self.count += 1
+        return [float(self.count % 4 in (1, 0))] * 3
+
+
+@triton.jit
+def chunk_sums(x_ptr, w_ptr, y_ptr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of rows, whose bits depend on CHUNK."""
+    row = tl.program_id(0) * COLUMNS
+    total = tl.zeros((1,), tl.float32)
+    for start in tl.static_range(0, COLUMNS, CHUNK):
+        columns = start + tl.arange(0, CHUNK)
+        weight = tl.load(w_ptr + columns).to(tl.float32)
+        total += tl.sum(tl.load(x_ptr + row + columns) * weight, axis=0)
+    tl.store(y_ptr + tl.program_id(0) + tl.arange(0, 1), total)
+
+
+def _as_many_as_dimensions(configs: list[Any], named: dict[str, Any], **others: Any) -> list[Any]:
+    return configs[: named["x_ptr"].dim()]
+
+
+def _tuned(kernel: Any, *settings: dict[str, int], **how: Any) -> Any:
+    configs = [triton.Config(one, num_warps=2) for one in settings]
+    return triton.autotune(configs=configs, do_bench=ByTurns(), **how)(kernel)
+
+
+by_turns = _tuned(chunk_sums, {"CHUNK": 2}, {"CHUNK": 8}, key=["COLUMNS"])
+pruned = _tuned(
+    *(chunk_sums, {"CHUNK": 2}, {"CHUNK": 8}, {"CHUNK": 3}),
+    key=["COLUMNS"],
+    prune_configs_by={"early_config_prune": _as_many_as_dimensions},
+)
+restored = _tuned(scale_in_place, {"BLOCK": 64}, {"BLOCK": 128}, key=["n"], restore_value=["x_ptr"])
+zeroed = _tuned(column_sums, {}, {"num_stages": 2}, key=["COLUMNS"], reset_to_zero=["sums_ptr"])
+
+
+class FromFile(triton.runtime.autotuner.Autotuner):  # type: ignore[misc,name-defined]
+    """As that of fla, which looks for a configuration in a file: it may be none of its own."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, BLOCK=2 * BLOCK)
+
+
+from_file = FromFile(
+    silu_forward, silu_forward.arg_names, [triton.Config({"BLOCK": BLOCK})], ["n"], None, None
+)
+
+
+class ChunkSums(Function):
+    """Of x times weights of another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kernel: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        y = x.new_empty(len(x), 1)
+        kernel[(len(x),)](x, y_ptr=y, w_ptr=weight, COLUMNS=x.shape[1])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0].float(), None, None
 
 
 Layer = Callable[["Block", torch.Tensor, torch.Tensor], torch.Tensor]
@@ -210,6 +293,11 @@ class Net(nn.Module):
 
 def _silu(kernel: str) -> Layer:
     return lambda block, x, labels: block.down(Silu.apply(block.up(x), kernel))
+
+
+def _sums(kernel: Any) -> Layer:
+    weight = torch.linspace(0.1, 1, 2 * WIDTH, dtype=torch.bfloat16)
+    return lambda block, x, labels: x * ChunkSums.apply(block.up(x), weight, kernel)
 
 
 def _raw(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -265,6 +353,13 @@ LAYERS: dict[str, Layer] = {
     "in place, a count": lambda block, x, labels: block.down(
         block.up(Scaled.apply(x.tanh() + block.bias, labels))
     ),
+    "tuned": _sums(by_turns),
+    "tuned, of a few": _sums(pruned),
+    "tuned, restored": lambda block, x, labels: block.down(
+        block.up(Scaled.apply(x.tanh() + block.bias, labels, True))
+    ),
+    "tuned, zeroed": lambda block, x, labels: Bias.apply(x.tanh(), block.bias, zeroed),
+    "tuned elsewhere": _silu("from_file"),
     "atomic": lambda block, x, labels: Bias.apply(x.tanh(), block.bias),
     "outside of a function": _raw,
 }
@@ -344,6 +439,19 @@ def trained(layer: Layer, loss: Callable[..., torch.Tensor] | None, budget: str)
     return "ok" if peak <= planned.plan.peak_bytes <= planned.plan.budget_bytes else f"{peak} bytes"
 
 
+def first_step(layer: Layer) -> str:
+    """'ok' where the first step of this process, in which kernels may be tuned, is within the peak,
+    with whatever profile and plan are in the cache."""
+    torch.manual_seed(0)
+    options = dataclasses.replace(QUICK, cache=True)
+    planned: Any = rockplan.solve(Net(layer, None), _batch(0), "min", options=options)
+    given = _batch(0)
+    for parameter in planned.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    peak = rockplan.peak_live_bytes(lambda: planned(*given).backward(), warmup=0).peak_bytes
+    return "ok" if peak <= planned.plan.peak_bytes else f"{peak} of {planned.plan.peak_bytes} bytes"
+
+
 def outcome(run: Callable[[], Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -368,6 +476,9 @@ def main(wanted: list[str]) -> None:
         found |= {n: outcome(functools.partial(plain, layer)) for n, layer in REFUSED.items()}
         found |= {f"writes {n}": outcome(functools.partial(written, n)) for n in WRITES}
         found["undetermined"] = _undetermined()
+    if "first step" in wanted:
+        for name in ("tuned, restored", "tuned, zeroed"):
+            found[name] = outcome(functools.partial(first_step, LAYERS[name]))
     for name, layer in layers.items():
         found[name] = outcome(functools.partial(trained, layer, None, "min"))
     for name, loss in losses.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,15 @@ def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> 
     would have there."""
     seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
     return CallMemory(peak_bytes - seen_bytes, result_bytes)
+
+
+def run_first(inputs: Inputs, calls: Iterable[Call]) -> None:
+    """Run code of others once, whose costs are known from another process: what it does at its
+    first run (a kernel is compiled, or tuned on copies of its arguments) is no part of a step."""
+    for call in calls:
+        if call.op.startswith(f"{OPAQUE}."):
+            with _else_estimated(inputs, call):
+                inputs.execution(call).run()
 
 
 # An operator that says so fails whatever the values.

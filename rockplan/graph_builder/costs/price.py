@@ -19,7 +19,7 @@ import torch
 
 from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph_builder.costs.call_key import Keys, call_keys, calls_by_key, device_of
-from rockplan.graph_builder.costs.call_memory import measure_memory
+from rockplan.graph_builder.costs.call_memory import measure_memory, run_first
 from rockplan.graph_builder.costs.call_time import (
     SCRATCH_BYTES,
     cost_of,
@@ -62,6 +62,7 @@ def measure(
     missing = {key: call for key, call in calls.items() if key not in costs}
     with as_executed(graph):
         inputs = inputs_of(graph, values)
+        run_first(inputs, (call for key, call in calls.items() if key not in missing))
         memory = measure_memory(inputs, missing)
         scratch = scratch_for(torch.device(device_of(graph)))
         times = measure_times(inputs, {key: equal[key] for key in memory}, scratch)

@@ -484,7 +484,7 @@ def _run(
 
 
 def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
-    """What tensors are called where it is declared that they are written into, each storage once."""
+    """What tensors are called where writes into them are declared, each storage once."""
     if isinstance(call, OpaqueForward):
         names = _argument_names(call.function, len(call.args))
         named = {

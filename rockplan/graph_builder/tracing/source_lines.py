@@ -69,9 +69,13 @@ def of_function() -> str:
         code = frame.f_code
         context = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(context, FunctionCtx):
-            name = getattr(type(context), "_forward_cls", type(context)).__qualname__
-            name = name.replace("<locals>.", "")
-            return f"; or give the autograd.Function {name} to rockplan.opaque, which runs it whole"
+            kind = getattr(type(context), "_forward_cls", type(context))
+            name = kind.__qualname__.replace("<locals>.", "")
+            path = name if kind.__module__ == "__main__" else f"{kind.__module__}.{name}"
+            return (
+                f"; or give the autograd.Function {name} to rockplan.opaque, which runs it whole: "
+                f"rockplan.opaque({path}), before the module is planned"
+            )
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import StalePlan
 from rockplan.graph_builder.operators.rows import OPAQUE
@@ -30,6 +33,7 @@ from rockplan.graph_builder.tracing.opaque import (
     with_refs,
 )
 from rockplan.graph_builder.tracing.opaque_calls import is_plain, numbered, text_of
+from rockplan.graph_builder.tracing.recorder import tensor_spec
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.triton_writes import (
     UnknownWrites,
@@ -40,30 +44,34 @@ from rockplan.graph_builder.tracing.triton_writes import (
 _SCHEMA = "(Tensor[] given, Tensor(a!)[] changed, str call) -> ()"
 _WHY = "a plan launches the kernel itself, on tensors that have memory"
 
+_NUMBERS = (int, float, str, type(None), torch.dtype, torch.device)
+
 Grid = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """kernel: what is launched, with its autotuner; leaves, structure: of its arguments by name;
-    options: of the launch. grids: arguments that a configuration of an autotuner sets, and the grid
-    with these. changed: places of tensors that it may write into."""
+    """kernel: what is launched, with its autotuner; leaves, structure: of its arguments by name, in
+    the order they were given in; positional: how many without a name; options: of the launch.
+    grids: arguments that a configuration of an autotuner sets, and the grid with these; grid: of
+    others, as far as it can be asked later. changed: places of tensors that it may write into."""
 
     kernel: Any
     leaves: tuple[Any, ...]
     structure: Any
+    positional: int
     options: tuple[tuple[str, Any], ...]
     grids: tuple[tuple[tuple[tuple[str, Any], ...], Grid], ...]
+    grid: types.FunctionType | None
     tensors: Tensors
     changed: tuple[int, ...]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         leaves = [taken(leaf, tensors) for leaf in self.leaves]
         named = pytree.tree_unflatten(leaves, self.structure)
-        names = plain_parameters(self.kernel)
-        # Autotuners and heuristics look at positional arguments by the names of the function.
-        first = next((i for i, n in enumerate(names) if n not in named), len(names))
-        args = [named.pop(name) for name in names[:first]]
+        # As they were given: an autotuner would else take this for another launch, and measure and
+        # choose anew.
+        args = [named.pop(name) for name in list(named)[: self.positional]]
         self.kernel[self._grid](*args, **named, **dict(self.options))
 
     def _grid(self, chosen: Mapping[str, Any]) -> Grid:
@@ -72,7 +80,15 @@ class Launch:
                 chosen.get(name) is value or chosen.get(name) == value for name, value in settings
             ):
                 return grid
-        raise AssertionError("an autotuner takes one of its configurations")
+        if self.grid is None:
+            name = plain_function(self.kernel).__qualname__
+            raise StalePlan(
+                f"the autotuner of the Triton kernel {name} has taken a configuration that it did "
+                "not have when the forward was recorded (from a file or another process), and its "
+                "grid depends on more than numbers and shapes. Run a step of the original module, "
+                "and plan again"
+            )
+        return _sizes(self.grid(chosen))
 
     def key(self) -> str:
         """Equal for launches that do the same."""
@@ -82,6 +98,7 @@ class Launch:
         said += [text_of(_constant(leaf)) for leaf in self.leaves]
         said += [f"{name}={text_of(_constant(value))}" for name, value in self.options]
         said += [str([grid for _, grid in self.grids]), repr(self.tensors), repr(self.changed)]
+        said += [str(self.positional), "" if self.grid is None else _text_of_grid(self.grid)]
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
@@ -142,8 +159,18 @@ def _launch(
     if len(changed) > len(storages):
         access.refuse(NAMED["views for a Triton kernel"].text(kernel=name))
     access.make_own([tensors[i] for i in changed])
-    grids = tuple(_grids(kernel, grid, named))
-    launch = Launch(kernel, refs, structure, options, grids, described, changed)
+    grids = tuple(_grids(kernel, grid, named)) if callable(grid) else (((), _sizes(grid)),)
+    launch = Launch(
+        kernel=kernel,
+        leaves=refs,
+        structure=structure,
+        positional=len(args),
+        options=options,
+        grids=grids,
+        grid=_kept_grid(kernel, grid),
+        tensors=described,
+        changed=changed,
+    )
     key = launch.key()
     LAUNCHES.setdefault(key, launch)
     read = [t for i, t in enumerate(tensors) if i not in changed]
@@ -212,10 +239,50 @@ def _grids(
             # Heuristics compute some of the others.
             for name, compute in (getattr(layer, "values", None) or {}).items():
                 chosen[name] = compute(dict(chosen))
-        blocks = grid(chosen) if callable(grid) else grid
-        sizes = (blocks,) if isinstance(blocks, int) else blocks
         own = tuple(sorted((n, value) for n, value in settings.items() if n in parameters))
-        yield own, tuple(int(size) for size in sizes)
+        yield own, _sizes(grid(chosen))
+
+
+def _sizes(blocks: Any) -> Grid:
+    return tuple(int(size) for size in ((blocks,) if isinstance(blocks, int) else blocks))
+
+
+def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
+    """The function that says the grid, for configurations that an autotuner of the caller's may
+    take beside its own; what it refers to stays what it is now. None: there is no such function, or
+    it refers to more than numbers and shapes."""
+    if not isinstance(grid, types.FunctionType) or not _configurations(kernel):
+        return None
+    leaves, structure = pytree.tree_flatten(_referred(grid))
+    if not all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for leaf in leaves):
+        return None
+    cells, defaults, named = pytree.tree_unflatten(map(_shape_alone, leaves), structure)
+    closure = tuple(map(types.CellType, cells))
+    kept = types.FunctionType(
+        grid.__code__, grid.__globals__, grid.__name__, defaults, closure if cells else None
+    )
+    kept.__kwdefaults__ = named
+    return kept
+
+
+def _referred(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function refers to beside global variables: cells, and defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return cells, tuple(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
+
+
+def _shape_alone(leaf: Any) -> Any:
+    """A tensor without memory, of no recording, in place of one."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with _disable_current_modes(), FakeTensorMode():
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _text_of_grid(grid: types.FunctionType) -> str:
+    leaves, structure = pytree.tree_flatten(_referred(grid))
+    texts = [repr(tensor_spec(v)) if isinstance(v, torch.Tensor) else repr(v) for v in leaves]
+    return repr([numbered(grid.__qualname__, grid.__code__), str(structure), *texts])
 
 
 _OPERATORS: dict[int, tuple[Any, Any]] = {}

@@ -23,7 +23,7 @@ from rockplan.graph_builder.tracing import evaluate, value_shapes
 from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
-from rockplan.values.graph import Call, ValueRef, value_refs
+from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
 
 _DISTRIBUTIONS = torch.distributions.__path__[0]
@@ -135,7 +135,8 @@ class ValueReader:
         same in every call, or cannot be compared before it. more: what to do, beside the usual."""
         unknown = self._unknown(recorder, calls, leaves)
         if unknown is not None:
-            recorder.refuse(_value_read_error(calls, unknown, module, source, more))
+            is_backward = recorder.phase is Phase.BACKWARD
+            recorder.refuse(_value_read_error(calls, unknown, is_backward, module, source, more))
         return self._run(recorder, calls, leaves)
 
     def _unknown(
@@ -262,7 +263,9 @@ def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int,
         }
 
 
-# Parts of a message that names what a value depends on: the kind of a buffer, how many are named.
+# Parts of a message that names what a value depends on: what has no name, the kind of a buffer, how
+# many are named.
+_CHANGED = "a value that the forward has changed in place"
 _BUFFER = "the buffer"
 _NAMED = 3
 # Functions of PyTorch that read values -> what to do, where that is not `OUTSIDE`.
@@ -286,13 +289,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_read_error(
-    calls: Sequence[RecordedCall], names: Sequence[str], module: str, source: str, further: str
+    calls: Sequence[RecordedCall],
+    names: Sequence[str],
+    is_backward: bool,
+    module: str,
+    source: str,
+    further: str,
 ) -> CaptureError:
     """names: of parameters, buffers and inputs that the value depends on; further: another thing
     to do."""
     what = f"a value that depends on {_listed(names)}"
     if not names:
-        what = "a value that the forward has changed in place"
+        what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
     function = torch_function()
     who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
     remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
