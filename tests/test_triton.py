@@ -36,7 +36,7 @@ def own() -> Any:
 
 PLANNED = (
     *("writes what is saved", "autotuned", "heuristics"),
-    *("in place, a count", "atomic", "outside of a function"),
+    *("in place, a count", "atomic", "outside of a function", "parts"),
     *("tuned", "tuned, of a few", "tuned, restored", "tuned, zeroed", "tuned elsewhere"),
 )
 
@@ -57,7 +57,7 @@ REFUSED = {
     "addresses": ["takes_addresses writes into: it takes numbers for addresses", "rockplan.opaque"],
     "an object": ["silu_forward is given a Hooked", "rockplan.opaque"],
     "a hook": ["silu_forward writes into: a function of the caller's", "pre_hook"],
-    "two views": ["silu_forward writes into memory that it is given as several"],
+    "two dtypes": ["silu_forward writes into memory that it is given as several"],
     "overwritten": ["has written over in the backward pass", "rockplan.opaque"],
     "values": ["reads", "give the autograd.Function", "Read", "rockplan.opaque"],
 }

@@ -312,10 +312,29 @@ class Hooked:
     """What a kernel is given that is neither a tensor nor a number."""
 
 
-def _two_views(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _two_dtypes(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     h = block.up(x).detach()
-    silu_forward[(1,)](h[:1], h[1:], WIDTH, BLOCK=BLOCK)
+    silu_forward[(1,)](h[:1].view(torch.int32), h[1:], WIDTH, BLOCK=BLOCK)
     return block.down(h)
+
+
+class Halves(Function):
+    """Its kernels take parts of one tensor: of the result, and of what is saved, which the backward
+    writes over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        silu_forward[(2,)](y[: ROWS // 2], y[ROWS // 2 :], y.numel() // 2, BLOCK=BLOCK)
+        ctx.save_for_backward(x * 2)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (saved,) = ctx.saved_tensors
+        first, second = saved[: ROWS // 2], saved[ROWS // 2 :]
+        silu_forward[(2,)](first, second, first.numel(), BLOCK=BLOCK)
+        return gradient * torch.cat([first, second])
 
 
 def _addresses(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -353,6 +372,7 @@ LAYERS: dict[str, Layer] = {
     "in place, a count": lambda block, x, labels: block.down(
         block.up(Scaled.apply(x.tanh() + block.bias, labels))
     ),
+    "parts": lambda block, x, labels: block.down(Halves.apply(block.up(x))),
     "tuned": _sums(by_turns),
     "tuned, of a few": _sums(pruned),
     "tuned, restored": lambda block, x, labels: block.down(
@@ -367,7 +387,7 @@ REFUSED: dict[str, Layer] = {
     "addresses": _addresses,
     "an object": _object,
     "a hook": _with_hook,
-    "two views": _two_views,
+    "two dtypes": _two_dtypes,
     "overwritten": lambda block, x, labels: block.down(Shared.apply(block.up(x))),
     "values": _reads_values,
 }

@@ -44,15 +44,15 @@ class RecordingAccess:
     """What a replacement asks of the recording that it is there for. refuse: raises, with the place
     in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
     operator be recorded now? stop: raises an error that ends the recording; place: path of the
-    module that runs, and line of the user's; make_own: gives tensors memory of their own where no
-    plan writes into what they have."""
+    module that runs, and line of the user's; make_own: gives tensors, those of a storage together,
+    memory of their own where no plan writes into what they have."""
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
     is_active: Callable[[], bool] = lambda: False
     stop: Callable[[CaptureError], NoReturn] = _nobody
     place: Callable[[], tuple[str, str]] = lambda: ("", "")
-    make_own: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None
+    make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -446,24 +446,26 @@ class Recorder(TorchDispatchMode):
         self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
         return changed
 
-    def make_own(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Before a kernel writes into `tensors`, one of each storage: what the forward pass or the
-        caller has made becomes a copy, in the backward pass, which writes into none of these. What
-        eager execution would read there later is refused."""
+    def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Before a kernel writes into tensors, those of a storage together: what the forward pass
+        or the caller has made becomes a copy, in the backward pass, which writes into none of
+        these. What eager execution would read there later is refused."""
         if self.phase is Phase.FORWARD:
             return
         resident = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
-        for tensor in (t for t in tensors if isinstance(t, FakeTensor)):
-            storage = self.values[self.value(tensor)].storage
+        for tensors in written:
+            if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+                continue
+            storage = self.values[self.value(tensors[0])].storage
             if storage in self._made_by_backward or storage in resident:
                 continue
-            layout = tuple(tensor.shape), tensor.stride()
             with torch.no_grad():
-                copied = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
-                copied.copy_(tensor)
-            with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
-                tensor.set_(copied.untyped_storage(), 0, *layout)
-            self._index_of[id(tensor)] = self.value(copied)
+                views = _views_of_copy(tensors)
+            for tensor, view in zip(tensors, views, strict=True):
+                layout = view.storage_offset(), tuple(view.shape), view.stride()
+                with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+                    tensor.set_(view.untyped_storage(), *layout)
+                self._index_of[id(tensor)] = self.value(view)
             self._overwritten.add(storage)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
@@ -568,6 +570,24 @@ class Recorder(TorchDispatchMode):
             return "", ""
         position = bisect.bisect_left(self._sequence, node._sequence_nr())
         return self._sequence_place[min(position, len(self._sequence) - 1)]
+
+
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of its storage, side by side."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((count,), (1,), 0)
+
+
+def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors on one storage, as they lie in a copy of that, or of the only one."""
+    is_one = len(tensors) == 1
+    source = tensors[0] if is_one else whole_storage(tensors[0])
+    layout = tuple(source.shape), source.stride()
+    copied = torch.empty_strided(*layout, dtype=source.dtype, device=source.device)
+    copied.copy_(source)
+    if is_one:
+        return [copied]
+    return [copied.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors]
 
 
 def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:

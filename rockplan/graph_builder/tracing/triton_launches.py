@@ -33,7 +33,7 @@ from rockplan.graph_builder.tracing.opaque import (
     with_refs,
 )
 from rockplan.graph_builder.tracing.opaque_calls import is_plain, numbered, text_of
-from rockplan.graph_builder.tracing.recorder import tensor_spec
+from rockplan.graph_builder.tracing.recorder import tensor_spec, whole_storage
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.triton_writes import (
     UnknownWrites,
@@ -54,7 +54,8 @@ class Launch:
     """kernel: what is launched, with its autotuner; leaves, structure: of its arguments by name, in
     the order they were given in; positional: how many without a name; options: of the launch.
     grids: arguments that a configuration of an autotuner sets, and the grid with these; grid: of
-    others, as far as it can be asked later. changed: places of tensors that it may write into."""
+    others, as far as it can be asked later. changed: storages that it may write into, by the place
+    of their first tensor; the launch gets one tensor of each."""
 
     kernel: Any
     leaves: tuple[Any, ...]
@@ -66,13 +67,25 @@ class Launch:
     tensors: Tensors
     changed: tuple[int, ...]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+        waiting, written = iter(read), dict(zip(self.changed, changed, strict=True))
+        tensors = [
+            self._on(written[s], place) if s in written else next(waiting)
+            for place, s in enumerate(self.tensors.storages)
+        ]
         leaves = [taken(leaf, tensors) for leaf in self.leaves]
         named = pytree.tree_unflatten(leaves, self.structure)
         # As they were given: an autotuner would else take this for another launch, and measure and
         # choose anew.
         args = [named.pop(name) for name in list(named)[: self.positional]]
         self.kernel[self._grid](*args, **named, **dict(self.options))
+
+    def _on(self, storage: torch.Tensor, place: int) -> torch.Tensor:
+        """The tensor of this place. storage: itself, or all of it where it has several."""
+        if self.tensors.storages.count(self.tensors.storages[place]) == 1:
+            return storage
+        spec = self.tensors.specs[place]
+        return storage.as_strided(spec.shape, spec.stride, storage.storage_offset() + spec.offset)
 
     def _grid(self, chosen: Mapping[str, Any]) -> Grid:
         for settings, grid in self.grids:
@@ -155,10 +168,11 @@ def _launch(
         for tensor in tensors
     ]
     storages = {s for s, is_one in zip(described.storages, is_written, strict=True) if is_one}
-    changed = tuple(i for i, storage in enumerate(described.storages) if storage in storages)
-    if len(changed) > len(storages):
+    changed = tuple(sorted(storages))
+    views = [_at(storage, described.storages, tensors) for storage in changed]
+    if any(len({view.dtype for view in several}) > 1 for several in views):
         access.refuse(NAMED["views for a Triton kernel"].text(kernel=name))
-    access.make_own([tensors[i] for i in changed])
+    access.make_own(views)
     grids = tuple(_grids(kernel, grid, named)) if callable(grid) else (((), _sizes(grid)),)
     launch = Launch(
         kernel=kernel,
@@ -173,10 +187,17 @@ def _launch(
     )
     key = launch.key()
     LAUNCHES.setdefault(key, launch)
-    read = [t for i, t in enumerate(tensors) if i not in changed]
+    read = [t for t, s in zip(tensors, described.storages, strict=True) if s not in storages]
     # Autograd counts no version of what a kernel writes into.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        _operator(kernel)(read, [tensors[i] for i in changed], key)
+        written_into = [v[0] if len(v) == 1 else whole_storage(v[0]) for v in views]
+        _operator(kernel)(read, written_into, key)
+
+
+def _at(
+    storage: int, storages: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [t for t, s in zip(tensors, storages, strict=True) if s == storage]
 
 
 def _constant(leaf: Any) -> Any:
@@ -314,6 +335,4 @@ def _run(given: list[torch.Tensor], changed: list[torch.Tensor], call: str) -> N
             "the plan launches a Triton kernel that was met in another process; plan the module in "
             "this one"
         )
-    read, written = iter(given), iter(changed)
-    places = range(len(given) + len(changed))
-    launch.run([next(written if i in launch.changed else read) for i in places])
+    launch.run(given, changed)
