@@ -4,7 +4,10 @@ tensor left: one case of each kind that `benchmarks/python_state.py` draws."""
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -316,3 +319,63 @@ def test_an_object_that_answers_no_question_holds_nothing() -> None:
             raise RuntimeError(f"{name} is not there yet")
 
     assert kinds_of(Answerless()) == []
+
+
+_LAZY = {
+    "__init__.py": """
+import importlib
+import torch
+
+FOUND, TRIED = {}, {}
+
+def register(name):
+    return lambda function: FOUND.setdefault(name, function)
+
+def twice(x):
+    if "twice" not in TRIED:
+        TRIED["twice"] = x.shape
+        importlib.import_module(f"{__name__}.functions")
+    return FOUND["twice"](x)
+""",
+    "functions.py": """
+import lazily_registered
+
+@lazily_registered.register("twice")
+def twice(x):
+    return x * 2
+""",
+}
+
+
+def test_what_a_library_registers_at_an_import_in_the_forward_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import is done once: what it leaves is found by the next recording, and by later calls."""
+    package = tmp_path / "site-packages" / "lazily_registered"
+    package.mkdir(parents=True)
+    for name, text in _LAZY.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(str(package.parent))
+    importlib.import_module("lazily_registered")
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import lazily_registered  # type: ignore[import-not-found]
+
+            found: torch.Tensor = lazily_registered.twice(self.linear(x)).square().mean()
+            return found
+
+    x = torch.randn(3, 4)
+    net = Lazy()
+    planned: Any = rockplan.solve(net, x, "min", options=rockplan.Options(cache=False))
+    planned(x).backward()
+    gradient = net.linear.weight.grad
+    net.linear.weight.grad = None
+    net(x).backward()
+    assert torch.equal(net.linear.weight.grad, gradient)
+    for name in ("lazily_registered", "lazily_registered.functions"):
+        del sys.modules[name]

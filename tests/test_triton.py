@@ -57,7 +57,7 @@ REFUSED = {
     "addresses": ["takes_addresses writes into: it takes numbers for addresses", "rockplan.opaque"],
     "an object": ["silu_forward is given a Hooked", "rockplan.opaque"],
     "a hook": ["silu_forward writes into: a function of the caller's", "pre_hook"],
-    "two dtypes": ["silu_forward writes into memory that it is given as several"],
+    "two dtypes": ["silu_forward writes into memory that it is given as tensors of several"],
     "overwritten": ["has written over in the backward pass", "rockplan.opaque"],
     "values": ["reads", "give the autograd.Function", "Read", "rockplan.opaque"],
 }
@@ -88,4 +88,25 @@ def test_what_a_kernel_writes_into(own: Any, name: str) -> None:
 )
 def test_functions_of_liger() -> None:
     found = outcomes("liger")
+    assert len(found) == 10 and set(found.values()) == {"ok"}, found
+
+
+def is_installed(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+@pytest.mark.skipif(
+    not is_installed("liger_kernel", "transformers"),
+    reason="Liger (pip install --no-deps liger-kernel) or transformers is not installed",
+)
+def test_a_model_as_liger_makes_it() -> None:
+    assert outcomes("llama") == {"llama": "ok"}
+
+
+@pytest.mark.skipif(
+    not is_installed("fla"),
+    reason="fla (pip install --no-deps flash-linear-attention fla-core einops) is not installed",
+)
+def test_functions_of_fla() -> None:
+    found = outcomes("fla")
     assert len(found) == 4 and set(found.values()) == {"ok"}, found

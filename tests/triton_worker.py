@@ -284,11 +284,13 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(layer) for _ in range(3))
         self.loss = loss
+        if loss is not None:
+            self.head = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x, labels)
-        return x.square().mean() if self.loss is None else self.loss(x, labels)
+        return x.square().mean() if self.loss is None else self.loss(self, x, labels)
 
 
 def _silu(kernel: str) -> Layer:
@@ -399,42 +401,164 @@ WRITES = {
 }
 
 
-def liger() -> tuple[dict[str, Layer], dict[str, Callable[..., torch.Tensor]]]:
-    from liger_kernel.ops import rms_norm
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-    from liger_kernel.ops.rope import LigerRopeFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+@triton.jit
+def _rsqrt(x):  # type: ignore[no-untyped-def]
+    return 1 / tl.sqrt(x)
 
-    # The interpreter has no libdevice.
-    rms_norm.rsqrt = _rsqrt
-    rockplan.opaque(
-        LigerCrossEntropyFunction, mutates=("_input",), backward_mutates=("saved_tensors[0]",)
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+def _without_libdevice(package: str) -> None:
+    """The interpreter has none."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == package:
+            for function, own in (("rsqrt", _rsqrt), ("tanh", _tanh)):
+                if hasattr(module, function):
+                    setattr(module, function, own)
+
+
+def liger() -> tuple[dict[str, Layer], dict[str, Callable[..., torch.Tensor]]]:
+    import liger_kernel.ops as ops
+    from liger_kernel.chunked_loss.dpo_loss import (
+        LigerFusedLinearDPOFunction,
+        LigerFusedLinearDPOLoss,
     )
 
+    _without_libdevice("liger_kernel")
+    rockplan.opaque(
+        ops.LigerCrossEntropyFunction, mutates=("_input",), backward_mutates=("saved_tensors[0]",)
+    )
+    rockplan.opaque(
+        ops.LigerFusedLinearCrossEntropyFunction,
+        backward_mutates=("saved_tensors[0]", "saved_tensors[1]"),
+    )
+    for kind in (ops.LigerKLDivLossFunction, ops.LigerTVDLossFunction, LigerFusedLinearDPOFunction):
+        rockplan.opaque(kind)
+
     def norm(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        apply = rms_norm.LigerRMSNormFunction.apply
+        apply = ops.LigerRMSNormFunction.apply
         return block.down(block.up(apply(x.tanh(), block.bias, 1e-6, 0.0, "llama", True)))
+
+    def layer_norm(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        apply = ops.LigerLayerNormFunction.apply
+        return block.down(block.up(apply(x.tanh(), block.bias, 2 * block.bias, 1e-6)))
 
     def rope(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         q, k = (linear(x).view(1, 2, ROWS, WIDTH) for linear in (block.up, block.gate))
         angles = torch.arange(ROWS)[None, :, None] * torch.linspace(0.1, 1, WIDTH)
-        q, k = LigerRopeFunction.apply(q, k, angles.cos(), angles.sin())
+        q, k = ops.LigerRopeFunction.apply(q, k, angles.cos(), angles.sin())
         return block.down((q + k).reshape(ROWS, 2 * WIDTH))
 
-    def swiglu(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return block.down(LigerSiLUMulFunction.apply(block.gate(x), block.up(x)))
+    def gated(function: Any) -> Layer:
+        return lambda block, x, labels: block.down(function.apply(block.gate(x), block.up(x)))
 
-    def cross_entropy(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(net: Net, x: torch.Tensor, labels: torch.Tensor) -> Any:
         rest = (None, -100, 0.0, 0.0, "mean", None, False)
-        return LigerCrossEntropyFunction.apply(x * 1, labels, *rest)[0]
+        return ops.LigerCrossEntropyFunction.apply(x * 1, labels, *rest)[0]
 
-    layers = {"liger rms norm": norm, "liger rope": rope, "liger swiglu": swiglu}
-    return layers, {"liger cross entropy": cross_entropy}
+    def fused(net: Net, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return ops.LigerFusedLinearCrossEntropyFunction.apply(x, net.head, labels)[0]
+
+    def divergence(net: Net, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        p, q = x.log_softmax(-1), net.head[:ROWS].softmax(-1).detach()
+        return ops.LigerKLDivLossFunction.apply(p, q, "batchmean", False, 1e-10)
+
+    def variation(net: Net, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        p, q = x.softmax(-1), net.head[:ROWS].softmax(-1).detach()
+        return ops.LigerTVDLossFunction.apply(p, q, None, "batchmean", -100)
+
+    def preference(net: Net, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        loss = LigerFusedLinearDPOLoss(compiled=False, use_ref_model=False)
+        return loss(net.head, x.view(2, ROWS // 2, WIDTH), labels.view(2, ROWS // 2))[0]
+
+    layers = {"liger rms norm": norm, "liger layer norm": layer_norm, "liger rope": rope}
+    layers |= {"liger swiglu": gated(ops.LigerSiLUMulFunction)}
+    layers |= {"liger geglu": gated(ops.LigerGELUMulFunction)}
+    losses = {"liger cross entropy": cross_entropy, "liger fused cross entropy": fused}
+    losses |= {"liger kl": divergence, "liger tvd": variation, "liger dpo": preference}
+    return layers, losses
 
 
-@triton.jit
-def _rsqrt(x):  # type: ignore[no-untyped-def]
-    return 1 / tl.sqrt(x)
+def liger_llama() -> str:
+    """'ok' where a model of transformers, as Liger makes it, trains as in eager execution with one
+    plan, whatever the number of labels."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    apply_liger_kernel_to_llama()
+    _without_libdevice("liger_kernel")
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    eager = LlamaForCausalLM(config)
+    batches = []
+    for step in range(3):
+        ids = torch.randint(32, (2, 8))
+        batches.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(8) <= step, -100)})
+    planned: Any = rockplan.solve(
+        copy.deepcopy(eager), (), "min", sample_kwargs=batches[0], options=QUICK
+    )
+    for step, batch in enumerate(batches):
+        for model in (eager, planned):
+            model.zero_grad()
+            model(**batch).loss.backward()
+        assert_same_state(planned, eager, f"step {step}")
+    assert len(planned.plans) == 1
+    peak = rockplan.peak_live_bytes(lambda: planned(**batches[0]).loss.backward()).peak_bytes
+    return "ok" if peak <= planned.plan.peak_bytes <= planned.plan.budget_bytes else f"{peak} bytes"
+
+
+def fla() -> dict[str, Layer]:
+    """Functions of flash-linear-attention, whose kernels are tuned."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.fused_norm_gate import rms_norm_gated
+    from fla.modules.rotary import rotary_embedding
+    from fla.ops.gla import fused_recurrent_gla
+
+    property_of = triton.runtime.autotuner.Autotuner
+    property_of.do_bench = property(lambda tuner: _BENCHES.setdefault(id(tuner), ByTurns()))
+
+    def heads(h: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        return h.view(1, ROWS, count, -1).chunk(2, -1)
+
+    def norm(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h, gate = block.up(x).view(1, ROWS, 2, WIDTH).unbind(2)
+        return block.down(block.gate(rms_norm_gated(h, gate, block.bias, None)[0]))
+
+    def convolution(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = block.bias[:, None].expand(WIDTH, 4).contiguous()
+        return block.down(block.up(causal_conv1d(x[None], weight, activation="silu")[0][0]))
+
+    def rotary(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(ROWS)[:, None] * torch.linspace(0.1, 1, WIDTH // 2)
+        h = block.up(x).view(1, ROWS, 2, WIDTH)
+        return block.down(rotary_embedding(h, angles.cos(), angles.sin()).reshape(ROWS, 2 * WIDTH))
+
+    def recurrent(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k = heads(block.up(x), 1)
+        v, gate = heads(block.gate(x), 1)
+        found = fused_recurrent_gla(q, k, v, gate.sigmoid().log())[0][0, :, 0]
+        return x + found
+
+    return {
+        "fla gated norm": norm,
+        "fla convolution": convolution,
+        "fla rotary": rotary,
+        "fla recurrent": recurrent,
+    }
+
+
+_BENCHES: dict[int, ByTurns] = {}
 
 
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -489,6 +613,8 @@ def written(name: str) -> list[str]:
 def main(wanted: list[str]) -> None:
     _as_compiled()
     layers, losses = ({}, {}) if "liger" not in wanted else liger()
+    if "fla" in wanted:
+        layers |= fla()
     found: dict[str, Any] = {}
     if "own" in wanted:
         layers |= LAYERS
@@ -501,6 +627,9 @@ def main(wanted: list[str]) -> None:
             found[name] = outcome(functools.partial(first_step, LAYERS[name]))
     for name, layer in layers.items():
         found[name] = outcome(functools.partial(trained, layer, None, "min"))
+    if "llama" in wanted:
+        liger()
+        found["llama"] = outcome(liger_llama)
     for name, loss in losses.items():
         plain_layer = lambda block, x, labels: block.down(block.up(x).tanh())  # noqa: E731
         found[name] = outcome(functools.partial(trained, plain_layer, loss, "min"))

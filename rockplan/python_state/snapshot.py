@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +41,15 @@ _HOOKS = re.compile(r"^self\._\w+_hooks(_|$)")
 class Snapshot:
     """holders, before: what each held when the snapshot was taken; caches: of functions, and how
     many results each kept, which lose what they get meanwhile; flags: of tensors, do they require a
-    gradient? start: what each held when the
-    forward began, which has stand-ins for tensors by then."""
+    gradient? imported: names of files. start: what each held when the forward began, which has
+    stand-ins for tensors by then."""
 
     reached: Reached
     holders: list[Held]
     before: list[list[Element]]
     caches: list[tuple[Any, int]]
     flags: list[tuple[Place, torch.Tensor, bool]]
+    imported: frozenset[str]
     start: list[list[Element]] = field(default_factory=list)
 
     @classmethod
@@ -65,7 +67,7 @@ class Snapshot:
         sizes = [(cache, cache.cache_info().currsize) for cache in caches]
         tensors = ((p, v) for p, v in state.objects if isinstance(v, torch.Tensor))
         flags = [(p, t, t.requires_grad) for p, t in tensors if t.is_leaf]
-        return cls(state, [*state.holders], before, sizes, flags)
+        return cls(state, [*state.holders], before, sizes, flags, frozenset(sys.modules))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -76,8 +78,16 @@ class Snapshot:
             self.restore()
 
     def restore(self) -> None:
+        """An import is done once: what libraries have registered since is left where there was
+        one, but for tensors."""
+        has_imported = not sys.modules.keys() <= self.imported
         for held, elements in zip(self.holders, self.before, strict=True):
-            if not same_elements(held.kind.elements(held.owner), elements):
+            now = held.kind.elements(held.owner)
+            if has_imported and held.kind.step == "item" and not held.place.is_users:
+                known = _by_key(elements)
+                added = [(k, v) for k, v in now if _hashable(k) not in known]
+                elements = [*elements, *((k, v) for k, v in added if not any(tensors_in(v)))]
+            if not same_elements(now, elements):
                 held.kind.write(held.owner, elements)
         for cache, size in self.caches:
             if cache.cache_info().currsize != size:

@@ -427,8 +427,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "views for a Triton kernel",
         When.FORWARD,
-        "the Triton kernel {kernel} writes into memory that it is given as several dtypes, which "
-        "a plan does not follow",
+        "the Triton kernel {kernel} writes into memory that it is given as tensors of several "
+        "dtypes, which a plan does not follow",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
         "test_triton.test_refused_by_name",
     ),
