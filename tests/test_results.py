@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ CALLS: dict[str, tuple[OpOverload, Callable[[], Arguments]]] = {
     ),
 }
 
-WORKED_OUT = ("promoted", "view", "views", "unsafe view")
+WORKED_OUT = ("promoted", "view", "views", "unsafe view", "new", "no elements")
 
 
 def described(result: Any, given: list[torch.Tensor]) -> list[object]:
@@ -78,8 +79,51 @@ def test_a_remembered_result_is_that_of_the_fake_mode(
             assert type(result) is type(expected)
             assert found[-1] == described(expected, given)
     assert found[0] == found[1] == found[2]
-    # Views, and what works element by element, are worked out without the fake mode.
+    # Views, products, and what works element by element are worked out without the fake mode.
     assert len(asked) == (0 if name in WORKED_OUT else 1)
+
+
+def _matrix(layout: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    made = {
+        "plain": lambda: torch.ones(rows, columns),
+        "transposed": lambda: torch.ones(columns, rows).t(),
+        "sliced": lambda: torch.ones(2 * rows, columns + 1)[::2, 1:],
+        "expanded": lambda: torch.ones(1, columns).expand(rows, columns),
+    }
+    return made[layout]().to(dtype)
+
+
+LAYOUTS = ("plain", "transposed", "sliced", "expanded")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5), (1, 4, 1), (2, 1, 5), (0, 4, 5), (3, 0, 5)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_as_their_kernels_make_them(
+    dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    rows, inner, columns = sizes
+    for left, right in itertools.product(LAYOUTS, LAYOUTS):
+        a, b = _matrix(left, rows, inner, dtype), _matrix(right, inner, columns, dtype)
+        bias, batches = torch.ones(columns, dtype=dtype), (a[None], b[None].expand(1, -1, -1))
+        calls: list[tuple[OpOverload, Arguments]] = [
+            (aten.mm.default, (a, b)),
+            (aten.addmm.default, (bias, a, b)),
+            (aten.addmm.default, (torch.ones(columns, rows, dtype=dtype).t(), a, b)),
+            (aten.bmm.default, batches),
+            (aten.baddbmm.default, (bias, *batches)),
+        ]
+        for operator, args in calls:
+            real = operator(*args)
+            with FakeTensorMode() as mode:
+                fakes = tuple(mode.from_tensor(t) for t in args)
+                made = Results(mode).of(operator, fakes, {})
+            assert described(made, list(fakes)) == described(real, list(args))
+
+
+def test_products_that_kernels_refuse_are_refused() -> None:
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="reduction dim"):
+        Results(mode).of(aten.mm.default, (torch.ones(3, 4), torch.ones(3, 4)), {})
 
 
 def test_what_differs_in_anything_that_matters_is_another_call() -> None:

@@ -90,7 +90,7 @@ class Results:
             result = facts.fake_result(operator, args, kwargs)
         else:
             result = self._follow(recipe, given)
-        if recipe is None or not facts.is_plain_view(operator):
+        if recipe is None or facts.is_pointwise(operator):
             result = self._layouts.corrected(operator, args, kwargs, result)
         if key is not None and key not in self._known:
             self._known[key] = _recipe(result, given)
@@ -116,13 +116,16 @@ class Results:
 def _worked_out(
     operator: OpOverload, args: tuple[Any, ...], given: Sequence[Any]
 ) -> _Recipe | None:
-    """What the real code says of tensors without memory, where it alone decides: of views, and of
-    what works element by element. Fake tensors go a way that takes ten times as long."""
-    is_view = facts.is_plain_view(operator)
-    if not is_view and not facts.is_pointwise(operator):
+    """What the real code says of tensors without memory, where it alone decides: of views, of
+    products of matrices, and of what works element by element. Fake tensors go a way that takes ten
+    times as long."""
+    is_view, is_pointwise = facts.is_plain_view(operator), facts.is_pointwise(operator)
+    if not (is_view or is_pointwise or facts.is_product(operator)):
         return None
     # A scalar may be a number, which promotes differently.
-    if not is_view and not all(map(torch.Tensor.dim, given)):
+    if is_pointwise and not all(map(torch.Tensor.dim, given)):
+        return None
+    if facts.is_product(operator) and len({t.dtype for t in given}) > 1:
         return None
     device, *others = set(map(fake_device, given))
     if others:
