@@ -68,6 +68,11 @@ def test_refused_by_name(own: Any, name: str) -> None:
     assert all(words in own[name] for words in [*REFUSED[name], "triton_worker.py:"])
 
 
+def test_a_configuration_without_a_grid_is_refused(own: Any) -> None:
+    words = "StalePlan: the autotuner of the Triton kernel silu_forward has taken a configuration"
+    assert own["unknown grid"].startswith(words)
+
+
 WRITES = {
     "silu_forward": ["y_ptr"],
     "silu_backward": ["x_ptr"],

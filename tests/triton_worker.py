@@ -367,6 +367,15 @@ def _reads_values(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.
     return block.down(block.up(Read.apply(x)))
 
 
+def _grid_of_a_module(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    h = block.up(x)
+    mask, n = torch.empty_like(h), h.numel()
+    width = block.down
+    grid = lambda meta: (triton.cdiv(n, meta["BLOCK"]) + 0 * width.in_features,)  # noqa: E731
+    from_file[grid](h.detach(), mask, n)
+    return block.down(h * mask)
+
+
 LAYERS: dict[str, Layer] = {
     "writes what is saved": _silu("silu_forward"),
     "autotuned": _silu("tuned"),
@@ -622,6 +631,7 @@ def main(wanted: list[str]) -> None:
         found |= {n: outcome(functools.partial(plain, layer)) for n, layer in REFUSED.items()}
         found |= {f"writes {n}": outcome(functools.partial(written, n)) for n in WRITES}
         found["undetermined"] = _undetermined()
+        found["unknown grid"] = outcome(functools.partial(plain, _grid_of_a_module))
     if "first step" in wanted:
         for name in ("tuned, restored", "tuned, zeroed"):
             found[name] = outcome(functools.partial(first_step, LAYERS[name]))
