@@ -59,14 +59,6 @@ def test_blocks_are_slices_and_their_problems_are_legal(graph: CDGraph) -> None:
     check_slices(graph, partition(graph))
 
 
-@given(graphs(), st.integers(2, 12))
-def test_small_blocks_are_joined(graph: CDGraph, least_nodes: int) -> None:
-    fine, coarse = partition(graph), partition(graph, least_nodes=least_nodes)
-    check_slices(graph, coarse)
-    assert {b.output for b in coarse} <= {b.output for b in fine}
-    assert len(coarse) == 1 or min(len(b.problem.nodes) for b in coarse) >= least_nodes
-
-
 @given(graphs())
 def test_problems_repeat_the_prices_of_their_nodes(graph: CDGraph) -> None:
     for block in partition(graph):

@@ -46,26 +46,20 @@ def partition(
     graph: CDGraph,
     differentiable_inputs: frozenset[int] | None = None,
     pins: frozenset[int] | None = None,
-    least_nodes: int = 1,
 ) -> tuple[Block, ...]:
     """Blocks of `graph`.
 
     differentiable_inputs: data of kind INPUT that carry activations, so that what is computed
     from them is worth recomputing; None takes the inputs of floating dtype.
     pins: activations to pin besides those that must be; None leaves the choice to `choose_pins`.
-    least_nodes: blocks of fewer nodes are joined with the next. A joined block has more options,
-    the chain fewer places to hold a checkpoint. Measured with 12 instead of 1 (roofline costs,
-    time over keep-all at 50 % of its peak): ResNet18 +11.6 % instead of +13.5, GPT-2 +6.1
-    instead of +6.6, Llama +11.7 instead of +11.9, their options in twice the time; but a chain
-    of 12 MLPs +9.6 instead of +7.4, and at 25 % +27.6 instead of +16.7.
     """
     side = side_storages(graph, differentiable_inputs).difference(graph.dropped)
     kept = _unavoidable_pins(graph) | side
     kept |= choose_pins(graph, kept) if pins is None else pins
     # A gradient that crosses several boundaries wherever they are is no reason to place one:
     # the second search does without those that the first one finds.
-    first_chain = _chain(graph, kept, least_nodes)
-    chain = _chain(graph, kept | _spanning(first_chain), least_nodes)
+    first_chain = _chain(graph, kept)
+    chain = _chain(graph, kept | _spanning(first_chain))
     kept = kept - _local(chain, side) | _spanning(chain)
     chain = replace(chain, kept=kept)
     background = _background_bytes(chain)
@@ -139,8 +133,8 @@ class _Chain:
         return {self.block_of[n] for n in self.view.readers[data]}
 
 
-def _chain(graph: CDGraph, kept: frozenset[int], least_nodes: int) -> _Chain:
-    cuts = _coarsened(graph, _cuts(graph, kept), least_nodes)
+def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
+    cuts = _cuts(graph, kept)
     forward_length, length = len(graph.forward), len(graph.nodes)
     forward = [range(*ends) for ends in pairwise([0, *(c.forward for c in cuts), forward_length])]
     ends = [length, *(c.backward for c in cuts), forward_length]
@@ -184,21 +178,6 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
             above = min(range(first, high + 1), key=lambda n: (crossing[n], n == previous))
             cuts.append(_Cut(separator, forward, above))
     return tuple(cuts[::-1])
-
-
-def _coarsened(graph: CDGraph, cuts: Sequence[_Cut], least_nodes: int) -> tuple[_Cut, ...]:
-    """`cuts` without those that leave fewer than `least_nodes` nodes since the one before it, or
-    in all after it."""
-    merged: list[_Cut] = []
-    forward_length = len(graph.forward)
-    forward, backward = 0, len(graph.nodes)
-    for cut in cuts:
-        block = (cut.forward - forward) + (backward - cut.backward)
-        rest = (forward_length - cut.forward) + (cut.backward - forward_length)
-        if min(block, rest) >= least_nodes:
-            merged.append(cut)
-            forward, backward = cut.forward, cut.backward
-    return tuple(merged)
 
 
 def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:

@@ -412,8 +412,8 @@ class _Run:
         except _Failed:
             more = (data for data in free if set(data) > set(taken))
             again = (data for data in more if all(map(self._may_be_made, set(data) - set(taken))))
-            largest = next(again, None)
-            if largest is None or self.position < self.n_forward:
+            largest = next(again, ())
+            if (taken and not largest) or self.position < self.n_forward:
                 raise
             self._take(largest)
             self._make_room(needed_bytes)
