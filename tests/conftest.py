@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, settings
 
 # First of all: lets torchvision be imported beside a CPU build of torch.
 import benchmarks  # noqa: F401
+from rockplan.errors import MissingLibrary
 from rockplan.graph_builder.costs import call_time
+from rockplan.graph_builder.fusion import inductor
 
 # What a loaded machine takes for an example says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,3 +36,17 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["ROCKPLAN_CACHE_DIR"]
     else:
         os.environ["ROCKPLAN_CACHE_DIR"] = before
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Inductor's cache, from the first test on that compiles; those are skipped where nothing
+    can."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        try:
+            inductor.check_compiler("cpu")
+        except MissingLibrary as error:
+            pytest.skip(str(error))
+        yield folder

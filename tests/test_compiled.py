@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,7 @@ from tests.kernels import LossOf, distance, gradients, mean_square, run
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Inductor's cache, for this file."""
-    folder = tmp_path_factory.mktemp("inductor")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        try:
-            inductor.check_compiler("cpu")
-        except rockplan.MissingLibrary as error:
-            pytest.skip(str(error))
-        yield folder
+pytestmark = pytest.mark.usefixtures("compilers")
 
 
 def solved(case: Case, budget: str, options: Options = OPTIONS) -> nn.Module:

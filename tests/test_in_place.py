@@ -24,7 +24,7 @@ import rockplan
 from benchmarks.models import Case, gpt2
 from benchmarks.random_networks import network
 from benchmarks.zoo_cases import loss_of
-from rockplan.graph_builder.fusion import in_place, inductor, kernels
+from rockplan.graph_builder.fusion import in_place, kernels
 from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
@@ -53,19 +53,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels run by their operators, which need more memory in place: nobody asks for that."""
     monkeypatch.setattr(kernels, "_too_much_memory", lambda more_bytes: None)
     yield interpret(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Inductor's cache, for this file."""
-    folder = tmp_path_factory.mktemp("inductor")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        try:
-            inductor.check_compiler("cpu")
-        except rockplan.MissingLibrary as error:
-            pytest.skip(str(error))
-        yield folder
 
 
 def lowered(made: Capture) -> CDGraph:

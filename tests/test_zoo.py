@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-import rockplan
 from benchmarks import zoo
-from rockplan.graph_builder.fusion import inductor
 
 EQUAL = (
     "transformers/causal-lm/llama",
@@ -61,17 +60,11 @@ def workers() -> Iterator[list[zoo.Worker]]:
 
 
 @pytest.fixture(scope="module")
-def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[zoo.Worker]]:
+def compiling_workers(compilers: Path) -> Iterator[list[zoo.Worker]]:
     alive: list[zoo.Worker] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        try:
-            inductor.check_compiler("cpu")
-        except rockplan.MissingLibrary as error:
-            pytest.skip(str(error))
-        yield alive
-        for worker in alive:
-            worker.end()
+    yield alive
+    for worker in alive:
+        worker.end()
 
 
 def examine(name: str, workers: list[zoo.Worker], is_compiled: bool = False) -> dict[str, object]:
