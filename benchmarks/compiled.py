@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "unet": partial(models.unet, levels=3, width=16, batch=4, size=64),
     "t5": partial(models.t5, layers=3, width=128, vocabulary=1024, batch=4, length=128),
 }
+
+
+def channels_last(name: str) -> Case:
+    """The model and its images as `torch.compile` lays them out for convolutions."""
+    case, layout = CASES[name](), torch.channels_last
+    images = tuple(a.contiguous(memory_format=layout) if a.dim() == 4 else a for a in case.args)
+    return replace(case, model=case.model.to(memory_format=layout), args=images)
+
+
+CASES |= {f"{name}, channels_last": partial(channels_last, name) for name in ("resnet-50", "unet")}
 
 Row = dict[str, str | float | int | None]
 
