@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,11 +183,31 @@ def refused(module: nn.Module, batch: torch.Tensor, words: str) -> None:
         raise AssertionError(words)
 
 
+def compare_compiled() -> None:
+    """Plans of compiled kernels: the bits of those that run nothing again, near eager."""
+    model, batch = network(), torch.randn(64, 32) + dist.get_rank()
+    options = replace(QUICK, compile=True)
+    kept, planned = (
+        rockplan.solve(copy.deepcopy(model), batch, budget, options=options)
+        for budget in ("100%", "min")
+    )
+    assert planned.plan.graph.kernels and planned.plan.overhead > 0
+    modules = [DistributedDataParallel(m) for m in (model, kept, planned)]
+    for round_ in range(2):
+        for module in modules:
+            step(module, batch, synchronized=round_ == 1)
+        assert_same_gradients(modules[2], modules[1], f"compiled, round {round_}")
+    for p, q in zip(modules[2].parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert (p.grad - q.grad).norm() <= 1e-3 * q.grad.norm()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     compare(unused=False)
     compare(unused=True)
+    compare_compiled()
     check_overlap()
     compare_sharded()
     compare_sharded_losses()

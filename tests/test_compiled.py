@@ -5,6 +5,7 @@ Few and tiny kernels, each of which a C++ compiler takes a second for.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -216,5 +217,9 @@ def test_the_command_line(compilers: Path, tmp_path: Path) -> None:
     )
     assert ended.exit_code == 0, ended.output
     assert "calls of" in ended.output and "of their norm" in ended.output.replace("\n", " ")
+    ended = CliRunner().invoke(app, ["show", f"{model}:make", "-b", "min", "--kernels", "--json"])
+    (plan,) = json.loads(ended.stdout)["plans"]
+    assert [k for k in plan["kernels"] if "_over_" in k["name"] and " over %" in k["operators"]]
+    assert all(k["calls"] >= 1 and " = aten." in k["operators"] for k in plan["kernels"])
     ended = CliRunner().invoke(app, ["solve", f"{model}:make", "-b", "100%", "--near"])
     assert ended.exit_code != 0 and "--compile" in ended.output

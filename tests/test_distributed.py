@@ -7,5 +7,5 @@ from pathlib import Path
 from tests.processes import torchrun
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+def test_distributed_data_parallel(compilers: Path, tmp_path: Path) -> None:
     torchrun(["-m", "tests.distributed_worker"], tmp_path)

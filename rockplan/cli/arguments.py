@@ -126,5 +126,7 @@ def is_plan_file(source: str, for_model: bool) -> bool:
     if ":" in source and not Path(source).is_file():
         return False
     if for_model:
-        raise InvalidInput("--budget and --code are for a MODEL, not for a plan file")
+        raise InvalidInput(
+            "--budget, --code, --compile and --kernels are for a MODEL, not for a plan file"
+        )
     return True

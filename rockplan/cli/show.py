@@ -1,4 +1,4 @@
-"""`rockplan show`: a plan, its explanation, or the code that it runs as."""
+"""`rockplan show`: a plan, its explanation, its kernels, or the code that it runs as."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budget,
+    Compiled,
     Json,
+    Near,
     NoCache,
     Source,
     is_plan_file,
@@ -21,6 +23,8 @@ from rockplan.cli.arguments import (
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
+from rockplan.options import Options
+from rockplan.reports.listing import kernel_calls, kernel_listing
 from rockplan.reports.progress_bars import waiting
 from rockplan.values.plan import Plan
 
@@ -35,29 +39,46 @@ def show(
         bool,
         typer.Option("--explain", help="Who owns the peak, and what each recomputation buys."),
     ] = False,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Compiled kernels of a MODEL, each with its operators."),
+    ] = False,
+    compiled: Compiled = False,
+    near: Near = False,
     as_json: Json = False,
     autocast: Autocast = None,
     no_cache: NoCache = False,
 ) -> None:
     """Print a plan: what is kept, what is recomputed, at what cost."""
     with ending(as_json), waiting():
-        if is_plan_file(source, for_model=budget is not None or code):
+        for_model = budget is not None or code or kernels or compiled or near
+        if is_plan_file(source, for_model=for_model):
             plans, text = rockplan.read_plans(source), ""
         else:
-            plans, text = _planned(source, budget, code, autocast, no_cache)
+            options = planning_options(no_cache, None, compiled=compiled or kernels, near=near)
+            plans, text = _planned(source, budget, code, autocast, options)
         explanations = [rockplan.explain(p) for p in plans] if explain else []
     if as_json:
         rows = [display.plan_row(f"{p.budget_bytes}", p) for p in plans]
         for row, explanation in zip(rows, explanations, strict=False):
             row["explanation"] = explanation.as_json()
+        if kernels:
+            rows[0]["kernels"] = _kernel_rows(plans[0])
         display.print_json({"source": source, "plans": rows, **({"code": text} if code else {})})
     else:
-        shown = [text] if code else map(str, explanations or plans)
+        shown = [text] if code else [*map(str, explanations or plans)]
+        if kernels:
+            shown.append(kernel_listing(plans[0].graph, plans[0].schedule))
         print(display.printable("\n\n".join(shown)))
 
 
+def _kernel_rows(plan: Plan) -> list[dict[str, Any]]:
+    counted = kernel_calls(plan.graph, plan.schedule).items()
+    return [{"name": k.name, "calls": count, "operators": str(k)} for k, count in counted]
+
+
 def _planned(
-    model: str, budget: str | None, code: bool, autocast: str | None, no_cache: bool
+    model: str, budget: str | None, code: bool, autocast: str | None, options: Options
 ) -> tuple[tuple[Plan, ...], str]:
     """The plan of a model, and its generated code if that is wanted."""
     if budget is None:
@@ -70,6 +91,6 @@ def _planned(
             subject.sample_input,
             budget,
             sample_kwargs=subject.sample_kwargs,
-            options=planning_options(no_cache, None),
+            options=options,
         )
     return ((rockplan.plan_of(made),), rockplan.code_of(made)) if code else ((made,), "")

@@ -1,4 +1,4 @@
-"""Listing: a schedule event by event, with names and live bytes.
+"""Listing: a schedule event by event, with names and live bytes; compiled kernels by operators.
 
 takes: a priced CDGraph and a legal Schedule of it. returns: text. guarantees: bytes are those of
 `simulate`, the only oracle of them.
@@ -6,11 +6,13 @@ takes: a priced CDGraph and a legal Schedule of it. returns: text. guarantees: b
 
 from __future__ import annotations
 
-from rockplan.oracles.simulate import timeline
+from collections import Counter
+
+from rockplan.oracles.simulate import taken_over, timeline
 from rockplan.values.columns import aligned
-from rockplan.values.graph import CDGraph
+from rockplan.values.graph import CDGraph, Kernel
 from rockplan.values.names import activation_names, operation_names
-from rockplan.values.schedule import Free, Schedule
+from rockplan.values.schedule import Compute, Free, Schedule
 
 
 def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
@@ -32,3 +34,28 @@ def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
         live = (f"{cost.during_bytes} B", f"{cost.after_bytes} B")
         rows.append((str(position), phase, verb, name, *live))
     return "\n".join(aligned(rows, numbers=(0, 4, 5)))
+
+
+def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:
+    """The kernels that a plan calls, by how often one step does so; most often first."""
+    takeovers, calls = taken_over(graph, schedule), Counter[str]()
+    executed: set[int] = set()
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Compute):
+            node = graph.nodes[event.node]
+            made = list(node.recalls if event.node in executed else node.calls)
+            executed.add(event.node)
+            takeover = takeovers.get(position)
+            if takeover is not None and takeover.call is not None:
+                made[0] = takeover.call
+            calls.update(call.op for call in made)
+    counted = {kernel: calls[kernel.op] for kernel in graph.kernels if calls[kernel.op]}
+    return dict(sorted(counted.items(), key=lambda one: -one[1]))
+
+
+def kernel_listing(graph: CDGraph, schedule: Schedule) -> str:
+    """For each kernel how often a step calls it, and a line for each operator in it."""
+    calls = kernel_calls(graph, schedule)
+    if not calls:
+        return "no compiled kernels"
+    return "\n\n".join(f"{count} x {kernel}" for kernel, count in calls.items())
