@@ -687,6 +687,65 @@ def test_several_backward_patterns(interpreted: list[str]) -> None:
         assert distance(found[1], found[0]) < 1e-5
 
 
+class Tied(nn.Module):
+    """The head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + functional.gelu(layer(functional.layer_norm(x, (16,))))
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def images_in_channels_last() -> tuple[nn.Module, torch.Tensor]:
+    layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))]
+    model = nn.Sequential(*layers[:2], nn.SiLU(), *layers[2:4], nn.GELU(), *layers[4:])
+    layout = torch.channels_last
+    return model.to(memory_format=layout), torch.randn(4, 8, 12, 12).to(memory_format=layout)
+
+
+TRAINED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "tied weights": lambda: (Tied(), torch.randint(0, 32, (8, 12))),
+    "batch norm in channels_last": images_in_channels_last,
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_with_gradients_that_accumulate(
+    name: str, autocast: bool, interpreted: list[str]
+) -> None:
+    """Two steps of two batches each: the bits of the kernels of which none runs again."""
+    torch.manual_seed(0)
+    model, x = TRAINED[name]()
+    modules = [model, copy.deepcopy(model), copy.deepcopy(model)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for place, budget in ((1, "100%"), (2, "min")):
+            modules[place] = rockplan.solve(modules[place], x, budget, options=COMPILED)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in modules]
+    for _ in range(2):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    result = module(x)
+                mean_square(result.float()).backward()
+        grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in modules]
+        assert all(map(torch.equal, grads[2], grads[1]))
+        assert all(map(torch.equal, modules[2].buffers(), modules[1].buffers()))
+        assert distance(grads[2], grads[0]) < (0.05 if autocast else 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert interpreted
+
+
 def test_calls_of_other_sizes_run_the_known_plan(interpreted: list[str]) -> None:
     case = stack(3)
     planned: Any = rockplan.solve(case.model, case.args, "70%", options=COMPILED)
