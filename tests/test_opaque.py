@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 import rockplan
 from rockplan.graph_builder.tracing.opaque import REGISTERED
-from tests.training import assert_same_state, generator_states
+from tests.training import assert_same_state, ensure, generator_states
 
 RUNS: Counter[str] = Counter()
 ROWS, WIDTH = 8, 4
@@ -171,9 +171,9 @@ class Several(Function):
 
     @staticmethod
     def backward(ctx: Any, first: Any, order: Any, name: Any, third: Any) -> Any:
-        assert name is None and third is not None
+        ensure(name is None and third is not None)
         result, none, part = ctx.saved_tensors
-        assert none is None and ctx.needs_input_grad == (True, *[False] * 5)
+        ensure(none is None and ctx.needs_input_grad == (True, *[False] * 5))
         gradient = first * ctx.kind.value + third * 3 + ctx.tensors["twice"][0] * result
         gradient[1:] += part
         return gradient.view(ctx.shape), None, None, None, None, None
@@ -563,7 +563,7 @@ def test_what_cannot_run_on_made_up_numbers_is_declared() -> None:
     class Ordered(Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            assert (x < y).all()
+            ensure(bool((x < y).all()))
             ctx.save_for_backward(x)
             return y - x
 
@@ -630,7 +630,7 @@ class Preference(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *others: Any) -> torch.Tensor:
-        assert others == (None,)
+        ensure(others == (None,))
         (saved,) = ctx.saved_tensors
         is_scaled = bool(torch.ne(gradient, torch.tensor(1.0)))
         return saved * gradient if is_scaled else saved
@@ -642,7 +642,7 @@ rockplan.opaque(Preference)
 class Preferring(Net):
     def forward(self, x: torch.Tensor) -> Any:
         loss, (mean, (largest, name)) = Preference.apply(super().forward(x))
-        assert name == "name" and not mean.requires_grad
+        ensure(name == "name" and not mean.requires_grad)
         return loss, mean, largest
 
 
