@@ -650,11 +650,16 @@ class Checkpointed(Net):
 
 
 class CheckpointedFirst(Net):
-    """Of an input without gradients: in eager, `first` gets none."""
+    """Of an input without gradients: in eager, `first` gets none, whatever it switches on."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.first, x, use_reentrant=True)
+        x, _ = checkpoint(self.inner, x, use_reentrant=True)
         return self.head(self.second(x))
+
+    def inner(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = self.first(x)
+        with torch.enable_grad():
+            return x * torch.sigmoid(next(self.first.parameters()).mean()), None
 
 
 class Square(torch.autograd.Function):

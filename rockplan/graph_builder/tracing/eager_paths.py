@@ -198,7 +198,15 @@ class _Direct:
     def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
-            return function(*args)
+            result = function(*args)
+        if has_gradient:
+            return result
+        return tuple(map(_detached, result)) if type(result) is tuple else _detached(result)
+
+
+def _detached(result: Any) -> Any:
+    """Of a function that has switched gradients on again, too."""
+    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad else result
 
 
 def _telling(original: Any, recording: RecordingAccess) -> Any:
