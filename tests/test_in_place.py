@@ -30,6 +30,7 @@ from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate, taken_over
+from rockplan.reports.listing import kernel_calls
 from rockplan.store.documents import digest
 from rockplan.store.plan_file import dump_plans
 from rockplan.values.graph import (
@@ -195,6 +196,19 @@ def test_what_is_read_later_is_not_written_over(interpreted: list[str]) -> None:
                 if isinstance(event, Compute):
                     assert gone.isdisjoint(graph.nodes[event.node].reads)
                     gone.difference_update(graph.nodes[event.node].writes)
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_kernels_are_listed_as_often_as_the_code_calls_them(
+    budget: str, interpreted: list[str]
+) -> None:
+    case = stack(2)
+    planned = rockplan.solve(case.model, case.args, budget, options=COMPILED)
+    graph, schedule = planned.plan.graph, planned.plan.schedule
+    code = rockplan.code_of(planned)
+    calls = {k: code.count(f" = rockplan_{k.name}([") for k in graph.kernels}
+    assert kernel_calls(graph, schedule) == {k: count for k, count in calls.items() if count}
+    assert any(kernel.over for kernel in kernel_calls(graph, schedule))
 
 
 def test_a_kernel_that_cannot_be_in_place_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

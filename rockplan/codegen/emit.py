@@ -306,10 +306,7 @@ class _Emitter:
         replayed = node.random and self._executions[node.index] > 1
         if replayed:
             self._before_random(node, again)
-        calls = node.recalls if again or (self._again and not on_copies) else node.calls
-        if taken is not None and taken.call is not None:
-            calls = (taken.call, *calls[1:])
-        self._calls(node, calls)
+        self._calls(node, node.called(again or (self._again and not on_copies), taken))
         if replayed and again:
             self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:

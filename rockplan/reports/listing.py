@@ -42,13 +42,9 @@ def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:
     executed: set[int] = set()
     for position, event in enumerate(schedule.events):
         if isinstance(event, Compute):
-            node = graph.nodes[event.node]
-            made = list(node.recalls if event.node in executed else node.calls)
+            again, takeover = event.node in executed, takeovers.get(position)
+            calls.update(c.op for c in graph.nodes[event.node].called(again, takeover))
             executed.add(event.node)
-            takeover = takeovers.get(position)
-            if takeover is not None and takeover.call is not None:
-                made[0] = takeover.call
-            calls.update(call.op for call in made)
     counted = {kernel: calls[kernel.op] for kernel in graph.kernels if calls[kernel.op]}
     return dict(sorted(counted.items(), key=lambda one: -one[1]))
 

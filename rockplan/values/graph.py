@@ -233,6 +233,11 @@ class ComputeNode:
     module: str = ""
     source: str = ""
 
+    def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
+        """What an execution calls that goes this way to write results where operands die."""
+        calls = self.recalls if again else self.calls
+        return calls if takeover is None or takeover.call is None else (takeover.call, *calls[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class CDGraph:
