@@ -114,6 +114,67 @@ def test_numbers_that_have_to_be_equal_are_stored(function: Callable[..., torch.
     assert found["aten.eq.Tensor"] is PartKind.OPAQUE
 
 
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: functional.cross_entropy(x, torch.arange(8) % 5),
+    "ignored": lambda x: functional.cross_entropy(x, torch.tensor([1, -100] * 4), reduction="sum"),
+    "weights": lambda x: functional.cross_entropy(x, torch.arange(8) % 5, weight=torch.arange(1.0, 6)),
+    "smoothed": lambda x: functional.cross_entropy(x, torch.arange(8) % 5, label_smoothing=0.1),
+    "images": lambda x: functional.cross_entropy(
+        x.view(2, 5, 2, 2), torch.arange(8).view(2, 2, 2) % 5, reduction="none"
+    ).sum(),
+    "one row": lambda x: functional.nll_loss(x[0], torch.tensor(3)),
+    "one class": lambda x: functional.nll_loss(x[:, :1], torch.zeros(8, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_of_a_loss_is_computed_element_by_element(name: str) -> None:
+    """A scatter would need the table in memory; the bits are those of one."""
+    case = Case("loss", _Loss(LOSSES[name]), (torch.randn(8, 5),), {}, lambda loss: loss)
+    made = capture(case.model, case.args, {})
+    parts = parts_of(made, frozenset(), TABLE).parts
+    backward = {p.call.op: p.kind for p in parts if p.phase is Phase.BACKWARD}
+    assert backward["aten.where.self"] is PartKind.POINTWISE
+    assert not any(op.startswith(("aten.scatter", "aten.nll_loss")) for op in backward)
+    expected = gradients(case, case.model)
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        planned = rockplan.solve(case.model, case.args, "100%", options=COMPILED)
+        assert distance(gradients(case, planned), expected) < 1e-6
+
+
+class _Loss(nn.Module):
+    def __init__(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale, self.loss = nn.Parameter(torch.rand(5)), loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss((x * self.scale).sin())
+
+
+def test_indices_that_nothing_has_looked_at_are_scattered_by_the_operator() -> None:
+    """It refuses those out of range, which a comparison would not find."""
+
+    def chosen(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x * torch.zeros_like(x).scatter(1, index, 1.0)
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return chosen((x * self.w).sin(), index)
+
+    sample = (torch.randn(8, 5), torch.arange(8).view(8, 1) % 5)
+    assert kinds(capture(Chosen(), sample, {}))["aten.scatter.value"] is PartKind.OPAQUE
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        planned = rockplan.solve(Chosen(), sample, "100%", options=COMPILED)
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        planned(sample[0], sample[1] + 5)
+
+
 def test_what_is_written_in_place_is_not_fused_before_that() -> None:
     def late(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()

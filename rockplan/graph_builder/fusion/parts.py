@@ -240,7 +240,6 @@ _POINTWISE = words(
 """What kernels compute element by element, beside what is tagged so."""
 
 REDUCTIONS = words("all amax amin any argmax argmin max mean min prod sum var var_mean")
-_CREATIONS = words("full full_like ones zeros")
 _TRIGONOMETRIC = words("cos sin")
 
 _DTYPES = frozenset(
@@ -280,7 +279,7 @@ class _Tracing:
         self._values = values
         self._call = call
         self._given = _given(call)
-        self._mode = _Decomposing(table)
+        self._mode = _Decomposing({**table, **_of_labels(call)})
 
     def template(self) -> _Template:
         """Raises _NotFused."""
@@ -355,7 +354,6 @@ class _Decomposing(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[object] = []
         self._storages: dict[int, int] = {}
-        self._constant: set[int] = set()
 
     def number(self, tensor: torch.Tensor) -> int:
         known = self._numbers.get(id(tensor))
@@ -407,9 +405,6 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused(f"{func} returns an argument")
         shared = {self.tensors[n].storage for n in given}
         kind = self._kind(func, args, given, [self.tensors[n].storage in shared for n in numbers])
-        packet = _packet(func)
-        if packet in _CREATIONS or (given and self._constant.issuperset(given)):
-            self._constant.update(numbers)
 
         def symbolic(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):
@@ -419,7 +414,7 @@ class _Decomposing(TorchDispatchMode):
 
         named = tuple((k, symbolic(a)) for k, a in kwargs.items())
         call = Call(str(func), symbolic(args), named, tuple(numbers))
-        self.parts.append(_LocalPart(call, kind, packet in _TRIGONOMETRIC))
+        self.parts.append(_LocalPart(call, kind, _packet(func) in _TRIGONOMETRIC))
         return result
 
     def _known(self, tensor: torch.Tensor) -> int:
@@ -455,8 +450,6 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused(f"{func} of uint8, which compilers make of bool")
         if packet in _DIVISIONS and _may_divide_by_zero(args):
             raise _NotFused(f"{func}, which eager refuses for zero")
-        if func is torch.ops.aten.scatter.value and given[0] in self._constant:
-            return PartKind.POINTWISE
         if packet in REDUCTIONS:
             return PartKind.REDUCTION
         if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
@@ -481,8 +474,28 @@ def _is_fusible(func: OpOverload) -> bool:
     those of other libraries cannot always."""
     is_view = any(r.alias_info is not None for r in func._schema.returns)
     is_pointwise = torch.Tag.pointwise in func.tags or _packet(func) in _POINTWISE
-    is_scatter = func is torch.ops.aten.scatter.value
-    return is_view or is_pointwise or is_scatter or _packet(func) in REDUCTIONS
+    return is_view or is_pointwise or _packet(func) in REDUCTIONS
+
+
+_BY_LABEL = frozenset(["aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"])
+
+
+def _of_labels(call: Call) -> Table:
+    """What scatters by labels that the forward pass has looked up, and refused out of range: a
+    comparison finds none of those. Other indices are the operator's to look at."""
+    return {torch.ops.aten.scatter.value: _compared} if call.op in _BY_LABEL else {}
+
+
+def _compared(table: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Any:
+    """The scatter of a number element by element, where all places but that in `dim` have one
+    index: scattering itself needs the table in memory."""
+    dim %= table.dim()
+    shape = [1] * table.dim()
+    shape[dim] = -1
+    if [*index.shape] != [*table.shape[:dim], 1, *table.shape[dim + 1 :]]:
+        return NotImplemented
+    places = torch.arange(table.shape[dim], device=table.device).view(shape)
+    return torch.where(index == places, value, table)
 
 
 def _are_floating(arguments: Any) -> bool:
