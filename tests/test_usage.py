@@ -354,7 +354,10 @@ def test_mismatch_by_option() -> None:
         strict(other)
     case = net_case()
     planned, eager = pair(case, options=rockplan.Options(on_mismatch="original"))
-    both(planned, eager, lambda m: mean_square(m(other)).backward(), "original")
+    with pytest.warns(UserWarning, match="x: 8x16, planned 128x16") as said:
+        for _ in range(2):
+            both(planned, eager, lambda m: mean_square(m(other)).backward(), "original")
+    assert len(said) == 1
     with pytest.raises(rockplan.InvalidInput, match="on_mismatch"):
         rockplan.Options(on_mismatch="sometimes")  # type: ignore[arg-type]
 
@@ -1564,7 +1567,7 @@ def test_a_module_that_is_another_one_when_its_backward_pass_is_planned() -> Non
     result.sum().backward()
 
 
-@pytest.mark.parametrize("change", ["tied", "strides", "frozen", "view"])
+@pytest.mark.parametrize("change", ["tied", "strides", "frozen"])
 def test_parameters_of_another_kind_are_planned_for(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1573,14 +1576,12 @@ def test_parameters_of_another_kind_are_planned_for(
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     eager = copy.deepcopy(model)
     planned = rockplan.solve(model, SAMPLE, "100%")
-    first, last = torch.randn(16, 16), torch.randn(2, 16, 16)[1]
+    first = torch.randn(16, 16)
     if change == "strides":
         first = first.t()
     values: dict[str, torch.Tensor] = {"0.weight": first.requires_grad_(change != "frozen")}
     if change == "tied":
         values["2.weight"] = first
-    elif change == "view":
-        values["2.weight"] = last.requires_grad_()
 
     def use(module: nn.Module) -> Any:
         result = torch.func.functional_call(module, values, SAMPLE, tie_weights=False)

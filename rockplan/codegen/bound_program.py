@@ -33,7 +33,7 @@ from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import PlannedProgram
 from rockplan.python_state import trees
 from rockplan.python_state.contents import described, is_same
-from rockplan.values.interface import ABSENT, METHODS, Question
+from rockplan.values.interface import ABSENT, Question, answer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,10 @@ class BoundProgram:
             interface = self.program.interface
             named = (*interface.parameters, *interface.buffers)
             tensor = self.tensors[[name for name, _ in named].index(str(question.key))]
-        answer: Any = getattr(tensor, question.attribute, ABSENT)
+        answer = answer_of(tensor, question.attribute)
         if answer is ABSENT or question.answer is ABSENT:
             return answer is question.answer
-        is_method = question.attribute in METHODS
-        return bool(described(answer() if is_method else answer) == question.answer)
+        return bool(described(answer) == question.answer)
 
     def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
         """The reasons why the program is not for a call `now` with `leaves`."""

@@ -96,6 +96,15 @@ def warn_of_changes(count: int, changes: Differences) -> None:
     )
 
 
+def warn_of_mismatch(changes: Differences) -> None:
+    advice = changes.advice or "Options(on_mismatch='replan') plans for such steps, once for each"
+    warnings.warn(
+        "this step is not as planned and runs the original forward, with eager's memory, as all "
+        f"such steps will (Options(on_mismatch='original')): {changes}. {advice}",
+        stacklevel=2,
+    )
+
+
 def warn_of_original(error: InfeasibleBudget, changes: Differences) -> None:
     warnings.warn(
         f"no plan for this call fits the budget of {error.budget_bytes} bytes (the smallest needs "

@@ -95,7 +95,6 @@ def _facts(leaf: Any, name: str, first: dict[int, str]) -> Facts:
         return (("value", _shown(leaf)),)
     shape = "x".join(map(str, leaf.shape)) or "a scalar"
     other = first.setdefault(id(leaf), name)
-    where = f"{leaf.layout}, offset {leaf.storage_offset()}" if _is_strided(leaf) else leaf.layout
     return (
         ("shape", shape),
         ("dtype", str(leaf.dtype).removeprefix("torch.")),
@@ -104,7 +103,7 @@ def _facts(leaf: Any, name: str, first: dict[int, str]) -> Facts:
         ("strides", f"strides {tuple(leaf.stride())}" if _is_strided(leaf) else "no strides"),
         ("class", type(leaf).__qualname__),
         ("same", "a tensor of its own" if other == name else f"the same tensor as {other}"),
-        ("memory", str(where)),
+        ("memory", str(leaf.layout)),
         ("lazy", f"conjugate: {leaf.is_conj()}, negative: {leaf.is_neg()}"),
     )
 

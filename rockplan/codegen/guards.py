@@ -92,8 +92,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
         kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
         first = same.setdefault(id(tensor), position)
         shared = memory.setdefault(tensor.untyped_storage()._cdata, position)
-        where = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        parts.append((kind, first, shared, *where))
+        parts.append((kind, first, shared, tensor.is_conj(), tensor.is_neg()))
     return tuple(parts)
 
 
@@ -262,8 +261,9 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    where = (type(tensor), tensor.layout, tensor.storage_offset())
-    return (*_parameter_key(tensor), *where, tensor.is_conj(), tensor.is_neg())
+    """Not where it begins in memory, which a forward has to ask for (`interface.ASKED`)."""
+    kind = type(tensor), tensor.layout
+    return (*_parameter_key(tensor), *kind, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from rockplan.codegen.call_checks import (
     warn_of_changes,
     warn_of_checkpoint,
     warn_of_dispatch_modes,
+    warn_of_mismatch,
     warn_of_original,
     warn_of_saved_tensor_hooks,
 )
@@ -120,6 +121,7 @@ class _PlannedState:
     assigned: list[Assignment] = field(default_factory=list)
     is_off: bool = False
     is_checkpoint_said: bool = False
+    is_original_said: bool = False
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
         """Put what a call leaves in Python where it belongs; the plan is for calls that find it
@@ -281,8 +283,13 @@ class Planned:
             rebind(self, original_forward(self), state.programs)
             bound = matching(state.programs.get(key, ()), leaves)
         if bound is None:
-            is_original = state.on_mismatch == "original" or not _has_gradients(self, leaves)
-            if is_original or not self.training:
+            if not (self.training and _has_gradients(self, leaves)):
+                return None
+            if state.on_mismatch == "original" and state.is_original_said:
+                return None
+            if state.on_mismatch == "original":
+                state.is_original_said = True
+                warn_of_mismatch(_changes(self, key, leaves, args, kwargs))
                 return None
             refuse_capture(self, leaves)
             if any(map(signature_holds, state.infeasible.get(key, ()))):
@@ -448,7 +455,7 @@ class _Situation:
     def _program(self, pattern: Pattern) -> PlannedProgram:
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
-        if state.on_mismatch != "replan":
+        if state.on_mismatch == "error":
             raise BackwardError(
                 "the incoming gradients are of other outputs, or have other strides, than "
                 "planned; pass Options(differentiated=...) for the outputs that backward starts "

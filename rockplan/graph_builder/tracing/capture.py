@@ -33,6 +33,7 @@ from rockplan.graph_builder.tracing.forward_call import (
 )
 from rockplan.graph_builder.tracing.opaque_calls import UnknownCall
 from rockplan.graph_builder.tracing.outputs import backward_starts, output_leaves
+from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import (
     RecordedCall,
     RecordedValue,
@@ -220,10 +221,12 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
                 tables = _made_tables(recording, exchanged.forward, first, before)
             if tables:
                 return tables
+            ask_places(recorder, exchanged.questions)
+            values = without_places(recorder, exchanged.questions)
             assignments = _assignments(recording, exchanged.forward, first, is_as_begun)
     _refuse_other_variants(recorder)
     return Capture(
-        values=tuple(recorder.values),
+        values=values,
         calls=tuple(recorder.calls),
         parameters=exchanged.parameters,
         buffers=exchanged.buffers,

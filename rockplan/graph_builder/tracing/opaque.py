@@ -285,7 +285,8 @@ def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor
 @dataclass(frozen=True, slots=True)
 class MadeByRun:
     """A tensor of an outcome. base: that it shares memory with, among the given ones and those of
-    the outcome before it; None: it has new memory, of `size_bytes`."""
+    the outcome before it, from whose beginning the offset of `spec` counts; None: it has new
+    memory, of `size_bytes`."""
 
     spec: TensorSpec
     base: int | None
@@ -375,8 +376,11 @@ class _Finder:
         storage = leaf.untyped_storage()
         shared = [t.untyped_storage()._cdata == storage._cdata for t in self.tensors]
         base = shared.index(True) if any(shared) else None
-        size_bytes = 0 if base is not None else int(storage.nbytes())
-        self.made.append(MadeByRun(tensor_spec(leaf), base, size_bytes))
+        spec, size_bytes = tensor_spec(leaf), int(storage.nbytes())
+        if base is not None:
+            begin = self.tensors[base].storage_offset()
+            spec, size_bytes = replace(spec, offset=spec.offset - begin), 0
+        self.made.append(MadeByRun(spec, base, size_bytes))
         self.tensors.append(leaf)
         return Ref(len(self.tensors) - 1)
 

@@ -20,7 +20,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy
@@ -235,9 +235,11 @@ def rebuilt(
 
 
 def _sharing(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if tensor_spec(base) == spec:
+    """What lies at `spec` from where `base` begins."""
+    if replace(tensor_spec(base), offset=0) == spec:
         return base.detach()
-    return base.detach().as_strided(spec.shape, spec.stride, spec.offset)
+    offset = base.storage_offset() + spec.offset if spec.offset else None
+    return base.detach().as_strided(spec.shape, spec.stride, offset)
 
 
 # Calls

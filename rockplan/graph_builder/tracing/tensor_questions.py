@@ -12,7 +12,7 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
 from rockplan.python_state.contents import described
-from rockplan.values.interface import ABSENT, METHODS, Question
+from rockplan.values.interface import ABSENT, ASKED, PLACE, Question, answer_of
 
 # Attributes that say of a tensor what it is for the caller alone, whatever they say.
 _TOLD_ALONE = {
@@ -31,6 +31,8 @@ _TOLD_ALONE = {
 }
 # Of these, None is an answer that can be asked for again before each call.
 _TOLD_IF_NONE = {"grad": "its gradient so far", "grad_fn": "what computed it"}
+# What else leads to the storage of a tensor.
+_OF_STORAGE = ("storage", "_typed_storage")
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
 _ATTRIBUTE = object.__getattribute__
 # Its own, of which a tensor may have an attribute of the same name.
@@ -118,9 +120,16 @@ class Questions:
         }
         for name, what in _TOLD_IF_NONE.items():
             members[name] = self._if_none(name, what)
-        for name in METHODS:
+        for name in ASKED:
             members[name] = self._method(name)
+        for name in (*PLACE, *_OF_STORAGE):
+            members[name] = self._place(name)
         return members
+
+    def asked_for_places(self) -> list[torch.Tensor]:
+        """Stand-ins that were asked where they are in memory."""
+        asked = {(role, key) for role, key, attribute in self.asked if attribute in PLACE}
+        return [self.stand_ins[i] for i, (_, *name) in self.names.items() if tuple(name) in asked]
 
     def _asked_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor, where the user's code asks a stand-in of this recording."""
@@ -151,7 +160,8 @@ class Questions:
     def _id(self, value: object, /) -> int:
         return id(self.real.get(id(value), value))
 
-    def _ask(self, tensor: torch.Tensor, attribute: str, answer: Any) -> None:
+    def ask(self, tensor: torch.Tensor, attribute: str, answer: Any) -> None:
+        """Each later call must find `answer` again, where `tensor` is a stand-in."""
         name = self.names.get(id(tensor))
         if name is not None:
             _, role, key = name
@@ -172,7 +182,7 @@ class Questions:
                 return member.__get__(tensor, type(real)) if is_bound else member
         answer = real.__dict__.get(attribute, ABSENT)
         if is_users or not attribute.startswith("_"):
-            self._ask(tensor, attribute, answer)
+            self.ask(tensor, attribute, answer)
         if answer is ABSENT:
             kind = type(real).__name__
             raise AttributeError(f"'{kind}' object has no attribute '{attribute}'")
@@ -183,7 +193,7 @@ class Questions:
         if real is None:
             own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
             return {name: own[name] for name in _given(own)}
-        self._ask(tensor, "__dict__", real.__dict__)
+        self.ask(tensor, "__dict__", real.__dict__)
         return real.__dict__
 
     def _directory(self) -> Callable[..., Any]:
@@ -193,7 +203,7 @@ class Questions:
             real = self._asked_of(tensor)
             if real is None:
                 return original(tensor)
-            self._ask(tensor, "__dict__", real.__dict__)
+            self.ask(tensor, "__dict__", real.__dict__)
             return original(real)
 
         return directory
@@ -209,7 +219,7 @@ class Questions:
         real = self._asked_of(tensor)
         if real is None:
             return bool(torch._C.TensorBase.is_leaf.__get__(tensor))  # type: ignore[attr-defined]
-        self._ask(tensor, "is_leaf", real.is_leaf)
+        self.ask(tensor, "is_leaf", real.is_leaf)
         return real.is_leaf
 
     def _method(self, name: str) -> Callable[..., Any]:
@@ -219,10 +229,29 @@ class Questions:
             real = self._asked_of(tensor)
             if real is None:
                 return original(tensor, *args, **kwargs)
-            self._ask(tensor, name, getattr(real, name)())
-            return getattr(real, name)()
+            answer = answer_of(real, name)
+            self.ask(tensor, name, answer)
+            return answer
 
         return method
+
+    def _place(self, name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def place(tensor: torch.Tensor) -> Any:
+            if _asks_users_file():
+                self.ask_place(tensor)
+            return original(tensor)
+
+        return place
+
+    def ask_place(self, tensor: torch.Tensor, attributes: Iterable[str] = PLACE) -> None:
+        """Of all tensors of the caller's on the storage of a fake tensor."""
+        storage = torch._C.TensorBase.untyped_storage(tensor)._cdata
+        for identity, stand_in in self.stand_ins.items():
+            if torch._C.TensorBase.untyped_storage(stand_in)._cdata == storage:
+                for attribute in attributes:
+                    self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
 
     def _deep_copy(self) -> Callable[..., Any]:
         original = torch.Tensor.__deepcopy__
@@ -280,7 +309,7 @@ class Questions:
                 return original.__get__(tensor)
             if getattr(real, name) is not None:
                 self._refuse(tensor, name, what)
-            self._ask(tensor, name, None)
+            self.ask(tensor, name, None)
             return original.__get__(tensor)
 
         return property(get, original.__set__)

@@ -1,0 +1,64 @@
+"""Places: where in memory the tensors of the caller begin, which most forwards do not ask.
+
+takes: a recording. returns: its values, of which the places in storages of the caller's count from
+where the first tensor there begins: graphs that differ in nothing else are one. guarantees: what
+the forward, or an operator, has asked of a place is a question of the plan, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from rockplan.graph_builder.costs.specs import dtype_of
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import ShapeRule
+from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, Recorder
+from rockplan.graph_builder.tracing.tensor_questions import Questions
+from rockplan.values.interface import PLACE
+
+
+def ask_places(recorder: Recorder, questions: Questions) -> None:
+    """Make what operators take from places of the caller's tensors questions of the plan."""
+    asked: dict[int, set[str]] = defaultdict(set)
+    for recorded in recorder.calls:
+        for attribute in _asked_by(recorded):
+            asked[recorder.values[recorded.reads[0]].storage].add(attribute)
+    for stand_in in questions.stand_ins.values():
+        questions.ask_place(stand_in, sorted(asked.get(_storage(recorder, stand_in), ())))
+
+
+def _storage(recorder: Recorder, tensor: torch.Tensor) -> int:
+    return recorder.values[recorder.value(tensor)].storage
+
+
+def _asked_by(recorded: RecordedCall) -> Iterator[str]:
+    """Where from the beginning of a storage a call begins is written in it; how large storages are
+    that copy another is known from that."""
+    operator = facts.resolve(recorded.call.op)
+    given = dict(zip(facts.argument_names(operator), recorded.call.args, strict=False))
+    if {**given, **dict(recorded.call.kwargs)}.get("storage_offset") is not None:
+        yield from PLACE
+    elif facts.facts_of(operator).shape_rule is ShapeRule.STORAGE_AS_LARGE:
+        yield "untyped_storage"
+
+
+def without_places(recorder: Recorder, questions: Questions) -> tuple[RecordedValue, ...]:
+    """The values."""
+    values, begins = recorder.values, dict[int, int]()
+    for value in (*values[: recorder.given_values], *(values[v] for v, _ in recorder.constants)):
+        begin_bytes = value.spec.offset * dtype_of(value.spec).itemsize
+        begins[value.storage] = min(begins.get(value.storage, begin_bytes), begin_bytes)
+    for stand_in in questions.asked_for_places():
+        begins.pop(_storage(recorder, stand_in), None)
+    return tuple(_moved(value, begins.get(value.storage, 0)) for value in values)
+
+
+def _moved(value: RecordedValue, begin_bytes: int) -> RecordedValue:
+    if not begin_bytes:
+        return value
+    offset = value.spec.offset - begin_bytes // dtype_of(value.spec).itemsize
+    return replace(value, spec=replace(value.spec, offset=offset))
