@@ -117,7 +117,9 @@ def test_numbers_that_have_to_be_equal_are_stored(function: Callable[..., torch.
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: functional.cross_entropy(x, torch.arange(8) % 5),
     "ignored": lambda x: functional.cross_entropy(x, torch.tensor([1, -100] * 4), reduction="sum"),
-    "weights": lambda x: functional.cross_entropy(x, torch.arange(8) % 5, weight=torch.arange(1.0, 6)),
+    "weights": lambda x: functional.cross_entropy(
+        x, torch.arange(8) % 5, weight=torch.arange(1.0, 6)
+    ),
     "smoothed": lambda x: functional.cross_entropy(x, torch.arange(8) % 5, label_smoothing=0.1),
     "images": lambda x: functional.cross_entropy(
         x.view(2, 5, 2, 2), torch.arange(8).view(2, 2, 2) % 5, reduction="none"

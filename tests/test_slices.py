@@ -304,3 +304,29 @@ def test_blocks_that_are_given_rows_of_one_table_are_one_kind() -> None:
     assert {block.kind for block in rockplan.blocks_of(model).blocks} == {0}
     assert len({id(p.executable) for b in model.blocks for p in programs_of(b)}) == 1
     both(model, eager, lambda m: trained(m, x), "blocks")
+
+
+@rockplan.opaque
+class Halves(torch.autograd.Function):
+    """Saves what it is given, returns a view of it, and saves another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, x[2:])
+        return torch.tanh(x), x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, of_sum: torch.Tensor) -> torch.Tensor:
+        x, later = ctx.saved_tensors
+        return gradient / torch.cosh(x).square() + of_sum[:, None] * later.mean()
+
+
+@pytest.mark.parametrize("batches", ["rows", "with gradients"])
+def test_opaque_functions_are_given_slices(batches: str) -> None:
+    """They keep views of what they are given."""
+    torch.manual_seed(0)
+    model = Asking(lambda x: Halves.apply(x)[0] + Halves.apply(x * 2)[1][:, None])
+    eager = copy.deepcopy(model)
+    planned = rockplan.solve(model, BATCHES[batches]()[0], "min")
+    for place, _ in enumerate(BATCHES[batches]()):
+        both(planned, eager, lambda m, i=place: trained(m, BATCHES[batches]()[i]), f"batch {place}")

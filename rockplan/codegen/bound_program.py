@@ -32,8 +32,9 @@ from rockplan.codegen.guards import (
 from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import PlannedProgram
 from rockplan.python_state import trees
+from rockplan.python_state.answers import answer_of
 from rockplan.python_state.contents import described, is_same
-from rockplan.values.interface import ABSENT, Question, answer_of
+from rockplan.values.interface import ABSENT, Question
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Not where it begins in memory, which a forward has to ask for (`interface.ASKED`)."""
+    """Not where it begins in memory, which a forward has to ask for (`python_state.answers`)."""
     kind = type(tensor), tensor.layout
     return (*_parameter_key(tensor), *kind, tensor.is_conj(), tensor.is_neg())
 

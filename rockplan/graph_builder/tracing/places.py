@@ -18,7 +18,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ShapeRule
 from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, Recorder
 from rockplan.graph_builder.tracing.tensor_questions import Questions
-from rockplan.values.interface import PLACE
+from rockplan.python_state.answers import PLACE
 
 
 def ask_places(recorder: Recorder, questions: Questions) -> None:

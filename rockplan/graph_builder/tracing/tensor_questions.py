@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
+from rockplan.python_state.answers import ASKED, PLACE, answer_of
 from rockplan.python_state.contents import described
-from rockplan.values.interface import ABSENT, ASKED, PLACE, Question, answer_of
+from rockplan.values.interface import ABSENT, Question
 
 # Attributes that say of a tensor what it is for the caller alone, whatever they say.
 _TOLD_ALONE = {
