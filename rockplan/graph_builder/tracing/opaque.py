@@ -378,7 +378,7 @@ class _Finder:
         base = shared.index(True) if any(shared) else None
         spec, size_bytes = tensor_spec(leaf), int(storage.nbytes())
         if base is not None:
-            begin = self.tensors[base].storage_offset()
+            begin = int(self.tensors[base].storage_offset())
             spec, size_bytes = replace(spec, offset=spec.offset - begin), 0
         self.made.append(MadeByRun(spec, base, size_bytes))
         self.tensors.append(leaf)
