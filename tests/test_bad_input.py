@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks.models import Case
@@ -1462,3 +1463,84 @@ def test_arguments_of_the_wrong_kind_are_named(call: str, wrong: dict[str, Any])
     budget = [] if call == "pareto" else ["100%"]
     with pytest.raises(rockplan.InvalidInput, match=f"^{next(iter(wrong))} is a"):
         getattr(rockplan, call)(nn.Linear(4, 4), torch.randn(2, 4), *budget, **wrong)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return torch.tanh(self.linear(x))
+
+
+class Running(Counts):
+    """Keeps a running mean of its own, in what is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = [torch.zeros(8)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean[0].mul_(0.9).add_(0.1 * x.mean(0))
+        return torch.tanh(self.linear(x) - self.mean[0])
+
+
+class CheckpointOf(nn.Module):
+    """Without `uses_checkpoint`, what the refusal advises."""
+
+    def __init__(self, body: nn.Module, is_reentrant: bool, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(8, 8), body
+        self.is_reentrant, self.uses_checkpoint = is_reentrant, True
+        self.first.requires_grad_(not is_frozen)
+        self.body.requires_grad_(not is_frozen)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.uses_checkpoint:
+            x = checkpoint(self.body, x, use_reentrant=self.is_reentrant)
+        else:
+            x = self.body(x)
+        return self.last(x)
+
+
+WRITING: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()),
+    "a counter": Counts,
+    "a mean of its own": Running,
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "spectral norm by a hook": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8))),
+}
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("body", WRITING)
+def test_what_is_changed_inside_a_checkpoint_is_refused(body: str, is_reentrant: bool) -> None:
+    """Eager changes it once more in the backward pass. What the refusal advises is planned."""
+    torch.manual_seed(0)
+    model, x = CheckpointOf(WRITING[body](), is_reentrant), torch.randn(16, 8)
+    before = state_of(model)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"inside of torch\.utils\.checkpoint"):
+        rockplan.solve(model, x, "min")
+    assert_unchanged(model, before)
+    model.uses_checkpoint = False
+    case = Case("advised", model, (x,), {}, lambda y: y.square().mean())
+    train_side_by_side(case, solve_case(case, "min"), twin(case), steps=2)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("how", ["in evaluation mode", "frozen"])
+def test_checkpoints_that_change_nothing_more_are_planned(how: str, is_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = CheckpointOf(WRITING["BatchNorm"](), is_reentrant, is_frozen=how == "frozen")
+    if how == "in evaluation mode":
+        model.body.eval()
+    case = Case(how, model, (torch.randn(16, 8),), {}, lambda y: y.square().mean())
+    train_side_by_side(case, solve_case(case, "min"), twin(case), steps=2)

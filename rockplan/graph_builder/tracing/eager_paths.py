@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from rockplan.errors import CaptureError, InvalidInput
 from rockplan.graph_builder.tracing import foreign_kernels
-from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
+from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder, is_same_memory
 from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
 
 _COMPILED = (
@@ -45,7 +46,8 @@ class RecordingAccess:
     in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
     operator be recorded now? stop: raises an error that ends the recording; place: path of the
     module that runs, and line of the user's; make_own: gives tensors, those of a storage together,
-    memory of their own where no plan writes into what they have."""
+    memory of their own where no plan writes into what they have; callers_writes: calls that have
+    written into tensors of the caller's."""
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
@@ -53,6 +55,17 @@ class RecordingAccess:
     stop: Callable[[CaptureError], NoReturn] = _nobody
     place: Callable[[], tuple[str, str]] = lambda: ("", "")
     make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
+    callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
+
+    @contextlib.contextmanager
+    def refusing_writes(self, run_again: Callable[[], bool]) -> Iterator[None]:
+        """Around what eager runs once more in the backward pass, if `run_again` says so then."""
+        before = len(self.callers_writes())
+        yield
+        written = self.callers_writes()[before:] if run_again() else ()
+        for call in written:
+            place = f" in module '{call.module}'" if call.module else ""
+            self.refuse(NAMED["write in a checkpoint"].text(operator=call.call.op, place=place))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +197,37 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
+    """Around the function of a checkpoint, which eager runs again where it has saved a tensor."""
+
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
-        yield
+        saved: list[None] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(None)
+            return tensor
+
+        with recording.refusing_writes(lambda: bool(saved)), saved_tensors_hooks(note, _itself):
+            yield
 
     return no_hooks
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Direct:
     """Stands for a function of autograd that checkpoints. As any such function, it has gradients
     where a tensor among its own arguments has, whatever else is read in it."""
 
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+    recording: RecordingAccess
+
+    def apply(self, function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
+        has_gradient = has_gradient and torch.is_grad_enabled()
+        runs_again = self.recording.refusing_writes(lambda: has_gradient)
+        with torch.set_grad_enabled(has_gradient), runs_again:
             result = function(*args)
         if has_gradient:
             return result
@@ -295,7 +325,7 @@ _TOLD = "tells Python the values of a whole tensor, and calls no operator for it
 _ADDRESS = "fake tensors have no memory, and what is done with that of others is not seen"
 
 REENTRANT_CHECKPOINT = Patch(
-    checkpoint, "CheckpointFunction", lambda original, recording: _Direct, _CHECKPOINTED
+    checkpoint, "CheckpointFunction", lambda original, recording: _Direct(recording), _CHECKPOINTED
 )
 CACHE_OF_PARAMETRIZATIONS = Patch(
     parametrize,
@@ -407,7 +437,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     if hooks is None:
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    with saved_tensors_hooks(_itself, _itself):
         yield
 
 

@@ -167,6 +167,7 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
     recording = eager_paths.RecordingAccess(
         *(refuse, read_all, recorder.is_active, recorder.refuse, recorder.place),
         make_own=recorder.make_own,
+        callers_writes=recorder.callers_writes,
     )
     patches = (
         *(*eager_paths.PATCHES, *flex_attention.PATCHES),

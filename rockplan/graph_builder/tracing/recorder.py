@@ -468,6 +468,11 @@ class Recorder(TorchDispatchMode):
                 self._index_of[id(tensor)] = self.value(view)
             self._overwritten.add(storage)
 
+    def callers_writes(self) -> list[RecordedCall]:
+        """Calls so far that have changed a tensor of the caller's, in order."""
+        callers = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
+        return [c for c in self.calls if any(self.values[v].storage in callers for v in c.writes)]
+
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         return any(index == self.value(tensor) for index, _ in self.constants)
 

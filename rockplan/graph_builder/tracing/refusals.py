@@ -287,6 +287,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "test_bad_input.test_writing_to_an_input_that_has_a_history_is_refused",
     ),
     Refusal(
+        "write in a checkpoint",
+        When.FORWARD,
+        "{operator}{place} changes a buffer or another tensor of the caller's (statistics of "
+        "BatchNorm, vectors of spectral norm) inside of torch.utils.checkpoint, which eager does "
+        "once more where it runs that again in the backward pass, and a plan does not",
+        "Leave the checkpoint out (`model.set_grad_checkpointing(False)`, "
+        "`model.gradient_checkpointing_disable()`, or what else the model has): a plan computes "
+        "again by itself, and the original without it changes these once, too",
+        "test_bad_input.test_what_is_changed_inside_a_checkpoint_is_refused",
+    ),
+    Refusal(
         "values of a function of PyTorch",
         When.FORWARD,
         "a function of PyTorch reads values of a tensor while the forward runs, of which a plan "
