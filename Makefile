@@ -14,7 +14,12 @@ MATRIX := $(patsubst %,tests/test_%.py,available bypassed eager_paths fusion hoo
 	operator_facts python_state refusals results returned rules triton value_shapes versions)
 WORKERS ?= auto
 
-.PHONY: demo test matrix lint clean always
+# What a machine with a GPU, PyTorch, transformers, typer and rich may lack, for its Python.
+WHEELS_FOR ?= 3.12
+WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64
+WHEELS := "highspy>=1.10,<1.16" graphviz platformdirs liger-kernel
+
+.PHONY: demo test matrix wheels lint clean always
 
 demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
@@ -30,6 +35,12 @@ build/matrix/%.xml: always
 	rm -f $@
 	$(MAKE) VENV=.venv-$* TORCH=torch==$* .venv-$*/ready
 	-.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --junitxml=$@ $(MATRIX)
+
+# For a machine without a network: pip install --no-index --no-deps build/wheels/*.whl there, then
+# python -m benchmarks.gpu.
+wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(WHEELS_FOR) \
+		--implementation cp $(WHEEL_PLATFORMS:%=--platform %) -d build/wheels $(WHEELS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

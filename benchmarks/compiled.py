@@ -175,10 +175,10 @@ def gradients(case: Case, module: nn.Module) -> list[torch.Tensor]:
 
 
 def distance(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """As a share of the norm of all."""
+    """As a share of the norm of all; as it is where that is 0."""
     pairs = zip(found, exact, strict=True)
     error = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return float((error / sum(float(b.double().square().sum()) for b in exact)) ** 0.5)
+    return float((error / (sum(float(b.double().square().sum()) for b in exact) or 1.0)) ** 0.5)
 
 
 def table(rows: list[Row], notes: list[str]) -> str:

@@ -1,200 +1,195 @@
-"""On a CUDA machine: plans of compiled kernels beside torch.compile, in six minutes.
+"""A worker of `benchmarks.gpu`: plans of compiled kernels beside torch.compile.
 
-    python -m benchmarks.gpu_compiled [--minutes 6] [--cpu]
-
-Llama with 8 layers of width 2048 and GPT-2 large in bfloat16, ResNet-50 with 64 images. For each:
-eager, `torch.utils.checkpoint` of each block, torch.compile, both, torch.compile with an
-activation_memory_budget, rockplan, and rockplan with compiled kernels. Steps are timed in turns. A
-way that fails has a row that says why; what does not fit into the time is left out. Prints each row
-when it is there, and one table. With --cpu: small models without a GPU, to test the script itself.
+Llama with 8 layers of width 2048 and GPT-2 large in bfloat16, ResNet-50 with 64 images. First what
+needs nobody: eager, `torch.utils.checkpoint` of each block, and rockplan under budgets that are
+known. Then torch.compile of checkpointed blocks, plans within its peak, torch.compile, and last its
+activation_memory_budget. Each is timed in turns with eager as soon as it is made, and after each of
+these groups in turns with all that are there. A way that fails has a row that says why.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 import rockplan
-from benchmarks import models
-from benchmarks.compiled import Row, compiled, distance, gradients, line, table
-from benchmarks.gpu import LLAMA, TimeLimit, arguments, tried, where
-from benchmarks.models import Case
-from benchmarks.timing import interleaved_seconds
+from benchmarks.compiled import compiled, distance, gradients
+from benchmarks.gpu_cases import TIMED, LossCase, case_of
+from benchmarks.gpu_table import DETAIL
+from benchmarks.gpu_worker import Row, Worker, worker
+from benchmarks.kernel_record import Record, recorded
 from rockplan.checkpointing.wrap import per_block, sharing_copy
 
-MINUTES = 6.0
-MOST_ROUNDS = 7
-FOR_TIMING = 0.25
-"""Of the time of a model, for steps in turns."""
+FIRST_ROUNDS, MOST_ROUNDS = 3, 7
+TIMING_S = 20.0
+"""For steps in turns, each time."""
 
-MOST_OF_A_WAY = 0.5
-"""Of what is left, so that others come as well."""
+Make = Callable[[], nn.Module]
+Say = Callable[[str, Row], None]
+"""Takes of the row of a way what is known of it."""
 
-Make = Callable[[nn.Module], nn.Module]
-
-
-@dataclass(frozen=True, slots=True)
-class LossCase(Case):
-    """A step that lets go of everything but the loss. released: leaves that it lets go."""
-
-    released: tuple[int, ...] = ()
-
-    def step(self, module: nn.Module | None = None) -> None:
-        made = self.model if module is None else module
-        self.loss(made(*self.args, **self.kwargs)).backward()
-
-
-def cases(on_cpu: bool) -> dict[str, Callable[[], LossCase]]:
-    if on_cpu:
-        return {
-            "llama": partial(language, models.llama),
-            "gpt2-large": partial(language, models.gpt2),
-            "resnet-50": partial(images, batch=4, size=32),
-        }
-    return {
-        "llama": partial(language, LLAMA),
-        "gpt2-large": partial(
-            language,
-            models.gpt2,
-            layers=36,
-            width=1280,
-            heads=20,
-            vocabulary=50257,
-            batch=4,
-            length=1024,
-        ),
-        "resnet-50": partial(images, width=64, batch=64, size=224),
-    }
-
-
-def language(make: Callable[..., Case], **sizes: Any) -> LossCase:
-    case = make(**sizes)
-    model = case.model.bfloat16()
-    return LossCase(case.name, model, case.args, case.kwargs, case.loss, released=(1,))
-
-
-def images(**sizes: Any) -> LossCase:
-    case = models.resnet(**sizes)
-    return LossCase(case.name, case.model, case.args, case.kwargs, case.loss)
-
-
+EAGER, CHECKPOINT = "eager", "checkpoint"
 COMPILED, BOTH = "torch.compile", "torch.compile + checkpoint"
 
 
-def ways(case: LossCase, peaks: dict[str, int]) -> dict[str, Make]:
-    """How a module is made of the model. peaks: of the ways before, which some budgets are."""
+class Ways:
+    """How modules are made of one model. peaks: of the ways that were measured, which some budgets
+    are; made: their modules."""
 
-    def peak_of(way: str) -> int:
-        if way not in peaks:
-            raise LookupError(f"no peak of {way} to plan for")
-        return peaks[way]
+    def __init__(self, case: LossCase, wanted_mib: tuple[int, ...]) -> None:
+        self.case, self.wanted_mib = case, wanted_mib
+        self.peaks: dict[str, int] = {}
+        self.made: dict[str, nn.Module] = {}
+        self.exact: list[torch.Tensor] = []
+        self.seconds: dict[str, list[tuple[float, float]]] = {}
 
-    def planned(
-        model: nn.Module, budget: Callable[[], int | str], is_compiled: bool = True
-    ) -> nn.Module:
-        options = rockplan.Options(compile=is_compiled, released=case.released)
-        return rockplan.solve(
-            model, case.args, budget(), sample_kwargs=case.kwargs, options=options
+    def stages(self) -> tuple[Mapping[str, Make], ...]:
+        """By how long they take to make; after each of these, steps are timed in turns."""
+        model = self.case.model
+        wanted = {f"rockplan compiled, {mib} MiB": mib << 20 for mib in self.wanted_mib}
+        return (
+            {
+                EAGER: lambda: sharing_copy(model),
+                CHECKPOINT: lambda: per_block(model),
+                "rockplan compiled, all kept": partial(self._planned, "100%"),
+                **{way: partial(self._planned, budget) for way, budget in wanted.items()},
+                "rockplan compiled, smallest": partial(self._planned, "min"),
+                **self._within(CHECKPOINT),
+            },
+            {BOTH: lambda: compiled(per_block(model)), **self._within(BOTH)},
+            {
+                COMPILED: lambda: compiled(sharing_copy(model)),
+                f"rockplan compiled, half of {COMPILED}'s peak": lambda: self._planned(
+                    self._peak_of(COMPILED) // 2
+                ),
+            },
+            {f"{COMPILED}, budget {share}": partial(self._budgeted, share) for share in (0.5, 0.2)},
         )
 
+    def _within(self, way: str) -> dict[str, Make]:
+        """Plans within the peak of a way."""
+        return {
+            f"rockplan compiled, peak of {way}": lambda: self._planned(self._peak_of(way)),
+            f"rockplan, peak of {way}": lambda: self._planned(self._peak_of(way), False),
+        }
+
+    def _budgeted(self, share: float) -> nn.Module:
+        return compiled(sharing_copy(self.case.model), share)
+
+    def _peak_of(self, way: str) -> int:
+        if way not in self.peaks:
+            raise LookupError(f"no peak of {way} to plan for")
+        return self.peaks[way]
+
+    def _planned(self, budget: int | str, is_compiled: bool = True) -> nn.Module:
+        case = self.case
+        options = rockplan.Options(compile=is_compiled, released=case.released)
+        return rockplan.solve(
+            case.model, case.args, budget, sample_kwargs=case.kwargs, options=options
+        )
+
+    def measured(self, way: str, make: Make, device: torch.device, say: Say) -> Row:
+        """Of one way, said as far as it is known. It is timed in turns with eager."""
+        case = self.case
+        begin = time.perf_counter()
+        with recorded() as record:
+            module = make()
+        case.step(module)
+        synchronize(device)
+        compile_s = round(time.perf_counter() - begin, 1)
+        self.peaks[way] = rockplan.peak_live_bytes(
+            partial(case.step, module), device=device
+        ).peak_bytes
+        self.made[way] = module
+        known: Row = {"peak_bytes": self.peaks[way], "predicted_bytes": None}
+        known |= _of_plan(module, record) if way.startswith("rockplan") else {}
+        say(way, known)
+        for _ in range(FIRST_ROUNDS):
+            self._round(dict.fromkeys((EAGER, way)), device)
+        say(way, {**self._times(way), "compile_s": compile_s})
+        found = gradients(case, module)
+        self.exact = self.exact or found
+        return {"difference": distance(found, self.exact)}
+
+    def timed(self, device: torch.device, say: Say) -> Row:
+        """Steps of all ways in turns; each round is said when it is done."""
+        self.seconds.clear()
+        for _ in range(MOST_ROUNDS):
+            self._round(self.made, device)
+            for way in self.made:
+                say(way, self._times(way))
+        return {DETAIL: True}
+
+    def _round(self, ways: Iterable[str], device: torch.device) -> None:
+        for way in ways:
+            step = partial(self.case.step, self.made[way])
+            self.seconds.setdefault(way, []).append(step_seconds(step, device))
+
+    def _times(self, way: str) -> Row:
+        device_s, host_s = map(statistics.median, zip(*self.seconds[way], strict=True))
+        return {"ms": 1e3 * device_s, "host_ms": 1e3 * host_s, "rounds": len(self.seconds[way])}
+
+
+def _of_plan(module: nn.Module, record: Record) -> Row:
+    """With the kernels that it may use, and why others do not write in place."""
+    plan = rockplan.plan_of(module)
+    over = sum(bool(kernel.over) for kernel in plan.graph.kernels)
     return {
-        "eager": sharing_copy,
-        "checkpoint": per_block,
-        COMPILED: lambda model: compiled(sharing_copy(model)),
-        BOTH: lambda model: compiled(per_block(model)),
-        f"rockplan, peak of {BOTH}": partial(
-            planned, budget=lambda: peak_of(BOTH), is_compiled=False
-        ),
-        "rockplan compiled, all kept": partial(planned, budget=lambda: "100%"),
-        f"rockplan compiled, peak of {BOTH}": partial(planned, budget=lambda: peak_of(BOTH)),
-        f"rockplan compiled, half of {COMPILED}'s peak": partial(
-            planned, budget=lambda: peak_of(COMPILED) // 2
-        ),
-        "rockplan compiled, smallest": partial(planned, budget=lambda: "min"),
-        f"{COMPILED}, budget 0.5": lambda model: compiled(sharing_copy(model), 0.5),
-        f"{COMPILED}, budget 0.2": lambda model: compiled(sharing_copy(model), 0.2),
+        "predicted_bytes": plan.peak_bytes,
+        "kernels": len(plan.graph.kernels) - over,
+        "in_place": over,
+        "refused": record.facts()["refused"],
     }
 
 
-def rows_of(
-    name: str, case: LossCase, device: torch.device, limit: TimeLimit, say: Callable[[Row], None]
-) -> list[Row]:
-    """The ways of one model, as far as they fit into the time."""
-    before_timing = limit.part(1 - FOR_TIMING)
-    peaks: dict[str, int] = {}
-    made: dict[str, nn.Module] = {}
-    rows: dict[str, Row] = {}
-    exact: list[torch.Tensor] = []
-
-    def measured(way: str, make: Make) -> Row:
-        begin = time.perf_counter()
-        module = make(case.model)
-        case.step(module)
-        seconds = time.perf_counter() - begin
-        peaks[way] = rockplan.peak_live_bytes(partial(case.step, module), device=device).peak_bytes
-        found = gradients(case, module)
-        exact.extend(() if exact else found)
-        made[way] = module
-        is_planned = way.startswith("rockplan")
-        return {
-            "peak_bytes": peaks[way],
-            "predicted_bytes": rockplan.plan_of(module).peak_bytes if is_planned else None,
-            "compile_s": round(seconds, 1),
-            "difference": distance(found, exact),
-            "milliseconds": None,
-        }
-
-    for way, make in ways(case, peaks).items():
-        found = tried(partial(measured, way, make), before_timing.part(MOST_OF_A_WAY))
-        row: Row = {"model": name, "way": way}
-        row |= {"error": found} if isinstance(found, str) else found
-        rows[way] = row
-        say(row)
-    times = tried(lambda: _timed(case, made, limit), limit)
-    if isinstance(times, dict):
-        for way, seconds in times.items():
-            rows[way]["milliseconds"] = round(1e3 * statistics.median(seconds), 1)
-    return list(rows.values())
-
-
-def _timed(case: LossCase, made: dict[str, nn.Module], limit: TimeLimit) -> dict[str, list[float]]:
-    """Seconds of steps in turns, as many rounds as there is time for."""
-    steps = {way: partial(case.step, module) for way, module in made.items()}
+def step_seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Of the device, and of the host until it has asked for everything; on CPU both are the CPU's
+    time."""
+    if device.type != "cuda":
+        begin = time.process_time()
+        step()
+        return (time.process_time() - begin,) * 2
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
     begin = time.perf_counter()
-    interleaved_seconds(steps, 1, warmup=0)
-    round_s = max(time.perf_counter() - begin, 1e-3)
-    rounds = max(1, min(MOST_ROUNDS, int(0.8 * limit.left_s / round_s) - 1))
-    return interleaved_seconds(steps, rounds, warmup=1)
+    start.record()
+    step()
+    end.record()
+    host_s = time.perf_counter() - begin
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3, host_s
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(own: Worker, ways: Ways, device: torch.device) -> None:
+    """All rows of a model."""
+    for stage in ways.stages():
+        before = len(ways.made)
+        for way, make in stage.items():
+            # Others are compared with eager, in a process that goes on after another one, too.
+            work = partial(ways.measured, way, make, device, own.add)
+            own.tries(way, work, again=way == EAGER)
+        if len(ways.made) > before:
+            turns = f"steps of {len(ways.made)} ways in turns"
+            own.tries(turns, partial(ways.timed, device, own.add), TIMING_S, again=True)
 
 
 def main() -> None:
-    given = arguments(__doc__, MINUTES)
-    limit = TimeLimit(60 * given.minutes)
-    device = torch.device("cpu" if given.cpu else "cuda")
-    print(where(), flush=True)
-    rows: list[Row] = []
-    makers = cases(given.cpu)
-    for number, (name, make) in enumerate(makers.items()):
-        torch.manual_seed(0)
-        part = limit.part(1 / (len(makers) - number))
-        case = tried(lambda make=make: make().to(device), part)
-        if isinstance(case, str):
-            rows.append({"model": name, "way": "", "error": case})
-            continue
-        rows += rows_of(name, case, device, part, lambda row: print(line(row), flush=True))
-        del case
-    remark = (
-        "seconds to compile are those to plan, compile and run a first step; differences with "
-        "dropout are those of other draws"
-    )
-    print("\n" + table(rows, [where(), "", remark]))
+    own, given = worker(__doc__, "name")
+    device = torch.device("cpu" if own.on_cpu else "cuda")
+    case = case_of(given.name, own.on_cpu, device)
+    ways = Ways(case, () if own.on_cpu else TIMED[given.name].wanted_mib)
+    measure(own, ways, device)
+    own.leave()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from benchmarks import stand_in
 from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import FOR_CUDA, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
@@ -32,6 +33,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 # Read when cuBLAS and the allocator are first used.
 for name, value in FOR_CUDA.items():
     os.environ.setdefault(name, value)
+
+
+if stand_in.is_there():
+    stand_in.install()
+
+ON_A_DEVICE = pytest.mark.skipif(stand_in.is_there(), reason="the stand-in has no cuDNN")
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +166,7 @@ def test_made_up_indices_out_of_range_leave_the_device_alone() -> None:
     check(Case("counting", LookupByCount().cuda(), (sample,), {}, loss_of), "100%")
 
 
+@ON_A_DEVICE
 def test_recurrent_layers_of_cudnn_are_refused() -> None:
     case = mixed(with_cudnn=True)
     with pytest.raises(rockplan.UnsupportedModel, match="switch cuDNN off"):

@@ -1,17 +1,129 @@
-"""What the scripts for a borrowed GPU do where something fails or takes too long."""
+"""What the scripts for a borrowed GPU bring where something fails, hangs or takes too long."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_compiled, gpu_stack
-from benchmarks.compiled import line
-from benchmarks.gpu import TimeLimit, TimeUp, tried
-from rockplan.checkpointing.wrap import per_block, sharing_copy
+from benchmarks import gpu, gpu_stack
+from benchmarks.gpu import Report, Task
+from benchmarks.gpu_table import line, table
+from benchmarks.gpu_worker import Row, TimeLimit, TimeUp, tried
+
+ROOT = Path(__file__).parent.parent
+
+
+def task(name: str, limit_s: float = 60) -> Task:
+    return Task(f"own {name}", ("tests.gpu_worker", name), limit_s)
+
+
+def rows_of(
+    folder: Path, names: tuple[str, ...], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[str, str], Row]:
+    """What came of workers of `tests.gpu_worker`, run side by side on CPU."""
+    monkeypatch.setattr(gpu, "GRACE_S", 2.0)
+    report = Report(folder, "here")
+    gpu.measured([[task(name) for name in names]], TimeLimit(seconds), report, on_cpu=True)
+    kept = [json.loads(text) for text in (folder / "rows.jsonl").read_text().splitlines()]
+    assert {(row["task"], row["way"]) for row in kept} == report.rows.keys()
+    assert (folder / "table.md").read_text() == report.text()
+    return report.rows
+
+
+def test_what_hangs_or_lets_no_limit_through_has_a_row_and_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    found = rows_of(tmp_path, ("hangs",), 60, monkeypatch)
+    assert time.monotonic() - begin < 50
+    of = {way: row for (_, way), row in found.items()}
+    assert of["first"]["ms"] == of["last"]["ms"] == 1.5
+    # Struck every second, until it was through with what it does thrice.
+    assert of["swallows"].get("error", "").startswith("TimeUp") or of["swallows"]["ms"] == 1.5
+    assert of["hangs"]["error"] == "ended from outside: 2 s were over"
+    said = capfd.readouterr().out.splitlines()
+    assert said[0] == "own hangs | first | peak MiB 1.00, ms 1.5"
+
+
+def test_missing_libraries_and_dead_processes_leave_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rows_of(tmp_path, ("broken", "crashes", "fine"), 60, monkeypatch)
+    errors = {key: row["error"] for key, row in found.items() if "error" in row}
+    assert errors.keys() == {
+        ("own broken", ""),
+        ("own crashes", "misses"),
+        ("own crashes", "crashes"),
+    }
+    assert errors["own broken", ""] == "died (3): it says why"
+    assert errors["own crashes", "misses"].startswith("ModuleNotFoundError: No module named 'a_lib")
+    assert errors["own crashes", "crashes"].startswith(f"died ({-signal.SIGABRT}): ")
+    assert found["own crashes", "last"]["ms"] == found["own fine", "first"]["ms"] == 1.5
+
+
+def test_what_comes_after_the_limit_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rows_of(tmp_path, ("fine",), 1, monkeypatch)
+    assert found == {
+        ("own fine", ""): {"task": "own fine", "way": "", "error": "no time left"},
+    }
+
+
+def test_a_signal_ends_workers_and_the_table_is_printed(tmp_path: Path) -> None:
+    code = (
+        "from benchmarks import gpu\n"
+        "gpu.TASKS = ((gpu.Task('own hangs', ('tests.gpu_worker', 'hangs'), 60),),)\n"
+        f"gpu.main(['--cpu', '--out', {str(tmp_path)!r}])"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    said = ""
+    while "| first |" not in said:
+        said = started.stdout.readline()
+    started.send_signal(signal.SIGTERM)
+    rest, _ = started.communicate(timeout=60)
+    assert "stopped by SIGTERM" in rest
+    assert "| own hangs | first | 1.00 | 1.5 |" in rest
+    assert (tmp_path / "table.md").read_text() in rest
+    assert started.returncode == 0
+
+
+def test_figures_come_before_the_time_is_over(tmp_path: Path) -> None:
+    """Of a model that compiles: what is quick has its rows and its times, and the rest says why it
+    has none."""
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--cpu", "--only", "compiled llama"]
+    command += ["--minutes", "0.5", "--out", str(tmp_path)]
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert time.monotonic() - begin < 0.5 * 60 + 2 * gpu.GRACE_S
+    assert done.returncode == 0, done.stderr
+    kept = [json.loads(text) for text in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    peaks = {row["way"]: row["peak_bytes"] for row in kept if "peak_bytes" in row}
+    assert peaks["checkpoint"] < peaks["eager"]
+    assert done.stdout.endswith((tmp_path / "table.md").read_text() + "\n")
+
+
+def test_blocks_under_fully_shard_on_one_device() -> None:
+    said: dict[str, Row] = {"plain": {}, "planned": {}}
+    gpu_stack.sharded(True, torch.device("cpu"), lambda way, row: said[way].update(row))
+    assert said["plain"]["equal"] == said["planned"]["equal"] == "equal"
+    assert said["planned"]["peak_bytes"] < said["plain"]["peak_bytes"]
+    assert said["planned"]["ms"] > 0
+
+
+# -- one process -----------------------------------------------------------------------------------
 
 
 def test_what_fails_is_a_line_and_what_follows_runs() -> None:
@@ -40,30 +152,39 @@ def test_what_takes_too_long_is_interrupted() -> None:
         pass
 
 
-def test_rows_of_a_model_with_a_way_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    case = gpu_compiled.cases(on_cpu=True)["llama"]()
-    known = gpu_compiled.ways(case, {})
-    after = known[f"rockplan, peak of {gpu_compiled.BOTH}"]
+def test_a_limit_that_is_swallowed_strikes_again() -> None:
+    struck = 0
 
-    def ways(case: Any, peaks: dict[str, int]) -> dict[str, gpu_compiled.Make]:
-        return {"eager": sharing_copy, "checkpoint": per_block, "planned": after}
+    def swallows() -> None:
+        nonlocal struck
+        while struck < 2:
+            try:
+                time.sleep(30)
+            except TimeUp:
+                struck += 1
+        time.sleep(30)
 
-    monkeypatch.setattr(gpu_compiled, "ways", ways)
-    said: list[gpu_compiled.Row] = []
-    rows = gpu_compiled.rows_of("llama", case, torch.device("cpu"), TimeLimit(120), said.append)
-    eager, checkpoint, planned = rows
-    assert [row["way"] for row in said] == ["eager", "checkpoint", "planned"]
-    assert int(checkpoint["peak_bytes"] or 0) < int(eager["peak_bytes"] or 0)
-    assert eager["difference"] == checkpoint["difference"] == 0
-    assert float(eager["milliseconds"] or 0) > 0
-    assert planned["error"] == f"LookupError: no peak of {gpu_compiled.BOTH} to plan for"
-    assert line(planned).count("|") == line(eager).count("|")
+    begin = time.monotonic()
+    found = tried(swallows, TimeLimit(1.1))
+    assert isinstance(found, str) and found.startswith("TimeUp") and struck == 2
+    assert time.monotonic() - begin < 15
 
 
-def test_blocks_under_fully_shard_on_one_device() -> None:
-    torch.manual_seed(0)
-    plain, planned = gpu_stack.sharded(True, torch.device("cpu"))
-    assert plain.equal == planned.equal == "equal"
-    assert planned.peak_bytes < plain.peak_bytes
-    assert str(planned).startswith("| fully_shard, blocks | planned | ")
+def test_a_table_has_the_columns_of_its_rows() -> None:
+    rows: list[Row] = [
+        {"task": "a x", "way": "1", "peak_bytes": 2**20, "ms": 1.25},
+        {"task": "a x", "way": "2", "error": "none"},
+        {"task": "a x", "way": "3", "detail": True},
+        {"task": "b", "way": "1", "far": 1e-7},
+    ]
+    assert table(rows).splitlines() == [
+        "| task | way | peak MiB | ms | error |",
+        "|---|---|---|---|---|",
+        "| a x | 1 | 1.00 | 1.2 |  |",
+        "| a x | 2 |  |  | none |",
+        "",
+        "| task | way | far |",
+        "|---|---|---|",
+        "| b | 1 | 1e-07 |",
+    ]
+    assert line(rows[0]) == "a x | 1 | peak MiB 1.00, ms 1.2"

@@ -48,7 +48,9 @@ def assert_same_tensor(a: torch.Tensor | None, b: torch.Tensor | None, what: str
         assert a.dtype == b.dtype and a.shape == b.shape, what
         assert a.requires_grad == b.requires_grad, what
         same = (a == b) | ((a != a) & (b != b))
-        assert bool(same.all()), f"{what}: differs in {int((~same).sum())} of {a.numel()}"
+        assert torch.equal(same, torch.ones_like(same)), (
+            f"{what}: differs in {int((~same).sum())} of {a.numel()}"
+        )
 
 
 def train_side_by_side(case: Case, planned: nn.Module, eager: nn.Module, steps: int = 5) -> None:
