@@ -27,6 +27,7 @@ from rockplan.errors import CheckFailed
 from rockplan.graph_builder.tracing import eager_paths
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
+from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.interface import ABSENT
 
@@ -56,13 +57,13 @@ class _StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a step starts from. tensors: (name, parameter, buffer, input or other tensor that the
-    forward can reach, a copy of its content)."""
+    """What a step starts from. tensors: (name, content) of each parameter, buffer, input and other
+    tensor that the forward can reach."""
 
     module: nn.Module
     forward: Callable[..., Any]
     snapshot: Snapshot
-    tensors: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]
+    tensors: tuple[tuple[str, Content], ...]
 
     @classmethod
     def of(
@@ -81,36 +82,32 @@ class _Given:
         )
         named_tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in named:
-            is_tensor = isinstance(value, torch.Tensor) and not value.is_meta
-            if is_tensor and value.layout is torch.strided:
+            if is_copyable(value):
                 named_tensors.setdefault(id(value), (name, value))
-        copies = tuple((n, t, t.detach().clone()) for n, t in named_tensors.values())
-        return cls(module, forward, snapshot, copies)
+        contents = tuple((n, content_of(t)) for n, t in named_tensors.values())
+        return cls(module, forward, snapshot, contents)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, content); no new copy of what has not changed."""
-        for name, tensor, content in self.tensors:
-            same = _same(tensor, content)
-            yield name, content if same else tensor.detach().clone()
+        for name, content in self.tensors:
+            same = is_same_content(content.tensor, content.copy)
+            yield name, content.copy if same else content.tensor.detach().clone()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Tensors, attributes and generators are as before, and for autograd as if nobody had
         written to a tensor: the check may run in the middle of a backward pass."""
-        devices = cuda_devices(t for _, t, _ in self.tensors)
-        versioned = tuple(t for _, t, _ in self.tensors if not t.is_inference())
+        tensors = [content.tensor for _, content in self.tensors]
+        versioned = tuple(t for t in tensors if not t.is_inference())
         with (
-            torch.random.fork_rng(devices),
+            torch.random.fork_rng(cuda_devices(tensors)),
             _unsafe_preserve_version_counter(versioned),
             self.snapshot.restored(),
         ):
             try:
                 yield
             finally:
-                with torch.no_grad():
-                    for _, tensor, content in self.tensors:
-                        if not _same(tensor, content):
-                            tensor.copy_(content)
+                put_back(content for _, content in self.tensors)
 
 
 def check(
@@ -189,7 +186,7 @@ def distance(
         with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
             given.snapshot.begin()
             if is_rounded:
-                round_otherwise([tensor for _, tensor, _ in given.tensors], dtypes)
+                round_otherwise([content.tensor for _, content in given.tensors], dtypes)
             return dict(_run(given, forward, starts, args, kwargs, _drawn).tensors)
 
     expected = step(original)
@@ -364,7 +361,7 @@ def _run(
         ("generator state", torch.get_rng_state()),
         *(
             (f"generator state of cuda:{device}", torch.cuda.get_rng_state(device))
-            for device in cuda_devices(t for _, t, _ in given.tensors)
+            for device in cuda_devices(content.tensor for _, content in given.tensors)
         ),
     ]
     changes = given.snapshot.changes().items()
@@ -411,7 +408,7 @@ def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
         if a is None or b is None:
             if a is not b:
                 return f"{name} exists in one of them only"
-        elif not _same(a, b):
+        elif not is_same_content(a, b):
             largest = (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
             return f"{name} by up to {largest}"
     one, other = dict(actual.data), dict(expected.data)
@@ -419,8 +416,3 @@ def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
         if one.get(name, ABSENT) != other.get(name, ABSENT):
             return f"{name} is {one.get(name, 'unchanged')}, not {other.get(name, 'unchanged')}"
     return None
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits up to the payload of NaNs."""
-    return a is b or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))

@@ -3,19 +3,18 @@
 takes: a module, a sample, budgets. returns: Comparison. guarantees: all variants run the same
 step from the same parameters, buffers and generator state; peaks are those of the ruler; times
 are interleaved, one of each variant per round; a variant that refuses, fails or computes
-something else has a row that says so. The module, its gradients and generators are left as they
-were.
+something else has a row that says so. All is left as it was (`untouched`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,13 @@ from rockplan.api import arguments, solve
 from rockplan.budget import Budget, parse_budget
 from rockplan.checkpointing import wrap
 from rockplan.codegen.planned_module import plan_of, unplanned
-from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.python_state.gradients import gradients_aside
 from rockplan.reports.pictures import Series
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
+from rockplan.untouched import untouched
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
@@ -134,8 +132,9 @@ def compare(
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
     wanted = _readable(budgets, model)
     names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
-    with _untouched(model, args, kwargs):
-        step = functools.partial(step_of, args=args, kwargs=kwargs, loss=loss, incoming=[])
+    step = functools.partial(step_of, args=args, kwargs=kwargs, loss=loss, incoming=[])
+    written = _written(model, args, kwargs, loss)
+    with untouched(model, args, kwargs, loss, written) as held:
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
         expected: _StepOutcome | None = None
@@ -144,7 +143,8 @@ def compare(
             try:
                 module = make()
                 run = functools.partial(step, module)
-                state = _state_after(model, module, run)
+                held.put_back()
+                state = _state_after(model, (*module.buffers(), *written), run)
                 expected = expected or state
                 peak_bytes = peak_live_bytes(run, device=device_of(model)).peak_bytes
             except (wrap.NotApplicable, RockplanError) as error:
@@ -188,16 +188,17 @@ def measured_timelines(
 ) -> tuple[MeasuredTimeline, MeasuredTimeline]:
     """Memory over time of a step of `model` and of `planned`, the step that `compare` runs.
 
-    Both train for these steps: buffers change, gradients and generators are left as they were.
+    Both are left as they were: parameters, buffers, gradients and generators.
     Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     model = unplanned(model)
+    written = _written(model, args, kwargs, None)
 
     def followed(name: str, module: nn.Module) -> MeasuredTimeline:
         report(f"following the memory of {name}")
         step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming=[])
-        with _untouched(model, args, kwargs):
+        with untouched(model, args, kwargs, None, written):
             return measured_timeline(step, device=device_of(model))
 
     return followed("the original", model), followed("the plan", planned)
@@ -280,14 +281,6 @@ def step_of(
     torch.autograd.backward(roots, incoming)
 
 
-@contextmanager
-def _untouched(model: nn.Module, *call: Any) -> Iterator[None]:
-    """Gradients and generators of before are there again afterwards."""
-    tensors = (*model.parameters(), *pytree.tree_leaves(call))
-    with torch.random.fork_rng(cuda_devices(tensors)), gradients_aside(tensors):
-        yield
-
-
 @dataclass(frozen=True, slots=True)
 class _StepOutcome:
     """What a step left behind."""
@@ -296,15 +289,29 @@ class _StepOutcome:
     buffers: tuple[torch.Tensor, ...]
 
 
-def _state_after(model: nn.Module, module: nn.Module, run: Callable[[], object]) -> _StepOutcome:
-    """Of one step from a fixed seed; the gradients stay in `.grad` for the ruler."""
+def _written(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
+) -> tuple[torch.Tensor, ...]:
+    """What a step writes to beside buffers, of which each variant has its own: codebooks, momentum
+    encoders. Of a step that fails, which its row says, nothing is known."""
+    with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
+        copied = wrap.sharing_copy(model)
+        step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming=[])
+    return watched.written
+
+
+def _state_after(
+    model: nn.Module, changing: Iterable[torch.Tensor], run: Callable[[], object]
+) -> _StepOutcome:
+    """Of one step from a fixed seed; the gradients stay in `.grad` for the ruler. changing: what it
+    writes to."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)
     run()
     return _StepOutcome(
         tuple(None if p.grad is None else p.grad.clone() for p in model.parameters()),
-        tuple(b.clone() for b in module.buffers()),
+        tuple(t.detach().clone() for t in changing),
     )
 
 

@@ -1,10 +1,12 @@
 """Find: what a user calls the blocks of a model -> paths of submodules.
 
 takes: a model; a pattern, paths, modules, or None. returns: the submodules by path, in the order of
-the model. guarantees: none lies in another one, none is the model itself.
+the model; of one that has several paths, the first. guarantees: none lies in another one, none is
+the model itself.
 
-A ModuleList means what is in it. In a pattern '*', '?' and '[...]' are those of `fnmatch` within
-one part of a path: 'model.layers.*' is the layers, and nothing inside them.
+What has no forward (a ModuleList, a ModuleDict) means what is in it. In a pattern '*', '?' and
+'[...]' are those of `fnmatch` within one part of a path: 'model.layers.*' is the layers, and
+nothing inside them.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.checkpointing.wrap import has_parameters, opened, repeated_blocks
 from rockplan.codegen.planned_module import Planned, is_own
 from rockplan.errors import InvalidInput
 
@@ -40,9 +42,9 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         if not isinstance(several, Iterable):
             raise InvalidInput(f"blocks is a {type(blocks).__name__}; {_REMEDY}")
         named = itertools.chain.from_iterable(_paths(model, one) for one in several)
-        paths = itertools.chain.from_iterable(_opened(model, path) for path in named)
-    wanted = frozenset(paths)
-    chosen = {path: m for path, m in model.named_modules() if path in wanted}
+        paths = itertools.chain.from_iterable(opened(model, path) for path in named)
+    wanted = {id(model.get_submodule(path)) for path in paths}
+    chosen = {path: m for path, m in model.named_modules() if id(m) in wanted}
     if not chosen:
         raise InvalidInput(f"blocks is empty; {_REMEDY}")
     _refuse_whole(chosen)
@@ -55,13 +57,40 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     return chosen
 
 
+def called_blocks(
+    model: nn.Module, found: Mapping[str, nn.Module], called: Collection[int]
+) -> dict[str, nn.Module]:
+    """`found`, with the outermost modules that a run called, and that have parameters, in place of
+    those whose parts it called alone (a Sequential that is a list for a forward). Without what
+    stands in a list of which nothing was called. called: identities."""
+    lists = {path.rpartition(".")[0] for path, module in found.items() if id(module) in called}
+    wanted: dict[str, nn.Module] = {}
+    for path, module in found.items():
+        inner = [] if id(module) in called else [*_outermost(path, module, called)]
+        if inner:
+            wanted.update(inner)
+        elif path.rpartition(".")[0] in lists:
+            wanted[path] = module
+    return wanted or dict(found)
+
+
+def _outermost(
+    path: str, module: nn.Module, called: Collection[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if id(child) in called and has_parameters(child):
+            yield f"{path}.{name}", child
+        elif id(child) not in called:
+            yield from _outermost(f"{path}.{name}", child, called)
+
+
 def _found(model: nn.Module) -> tuple[str, ...]:
     paths = repeated_blocks(model)
     if not paths:
         raise InvalidInput(
-            "no blocks are found: no ModuleList or Sequential of this model holds two modules of "
-            "one class that have parameters and submodules. Name them (blocks='encoder.stage*'), "
-            "or plan the whole (rockplan.solve)"
+            "no blocks are found: no list of modules (ModuleList, Sequential, ModuleDict) of this "
+            "model holds two of one class that have parameters and submodules. Name them "
+            "(blocks='encoder.stage*'), or plan the whole (rockplan.solve)"
         )
     return paths
 
@@ -84,14 +113,6 @@ def _paths(model: nn.Module, one: object) -> list[str]:
         said = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
         raise InvalidInput(f"blocks={one!r} names no module of this model{said}")
     return paths
-
-
-def _opened(model: nn.Module, path: str) -> list[str]:
-    """What is in a list of modules, which is never called itself."""
-    module = model.get_submodule(path)
-    if not isinstance(module, nn.ModuleList):
-        return [path]
-    return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
 
 
 def _matches(path: str, pattern: str) -> bool:

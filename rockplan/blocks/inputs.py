@@ -1,90 +1,154 @@
 """Inputs: what blocks are called with, found by one run of the sample.
 
-takes: a model, its blocks, a sample. returns: the call of each block. guarantees: what the model
-holds in Python, its buffers and the generators are as they were; nothing that autograd would save
-for a backward pass stays.
+takes: a model, its blocks, a sample. returns: the call of each block, and what the run wrote to.
+guarantees: all is as it was (`untouched`); nothing that autograd would save for a backward pass
+through a block stays.
 
 The run is a real one, under autograd, since values of integers (positions, masks, routes) and
-`requires_grad` decide what a block does; what autograd saves goes at once, so that it needs little
-memory. Blocks that are called alike share the arguments of the first.
+`requires_grad` decide what a block does; what autograd saves in a block goes at once, so that it
+needs little memory. Blocks that are called alike share the arguments of the first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rockplan.blocks.sharded import sharded_modules
+from rockplan.codegen.call_checks import refuse_transforms
 from rockplan.codegen.guards import Autocast, autocast_state
-from rockplan.codegen.hooks import hooks_aside
 from rockplan.codegen.planned_module import kind_of_call, original_forward
-from rockplan.codegen.rng_replay import cuda_devices
-from rockplan.errors import InvalidInput
-from rockplan.graph_builder.tracing import host_random
+from rockplan.comparison import Loss
+from rockplan.errors import InvalidInput, StalePlan
+from rockplan.graph_builder.tracing import eager_paths
 from rockplan.python_state import trees
-from rockplan.python_state.gradients import gradients_aside
-from rockplan.python_state.reach import Reached
-from rockplan.python_state.snapshot import Snapshot
+from rockplan.python_state.holders import Element, same_elements
+from rockplan.python_state.reach import Held, reached
+from rockplan.untouched import untouched
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """How a block is called. kind: by which programs are found; autocast: as it was."""
+    """How a block is called. kind: by which programs are found; autocast: as it was; held: what its
+    arguments held, which a model may add to since (the features of dense connections)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     kind: Any
     autocast: Autocast
+    held: tuple[tuple[Held, list[Element]], ...]
+
+    @contextlib.contextmanager
+    def as_called(self) -> Iterator[None]:
+        """The arguments hold what they held."""
+        since = [(held, held.kind.elements(held.owner)) for held, _ in self.held]
+        _write(self.held)
+        try:
+            yield
+        finally:
+            _write(since)
 
 
-def sample_calls(
+def _write(held: Iterable[tuple[Held, list[Element]]]) -> None:
+    for holder, elements in held:
+        if not same_elements(holder.kind.elements(holder.owner), elements):
+            holder.kind.write(holder.owner, elements)
+
+
+def _held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Held, list[Element]]]:
+    for held in reached(nn.Module(), _nothing, args, kwargs).holders:
+        if held.place.is_callers:
+            yield held, held.kind.elements(held.owner)
+
+
+def _nothing() -> None:
+    """A forward that comes to nothing but its arguments."""
+
+
+@dataclass(slots=True)
+class SampleRun:
+    """calls: of each block by its path, in the order of the calls; missing: paths of those that are
+    not called; repeated: of those that are called several times; called: identities of all modules
+    that are; written: what the run wrote to."""
+
+    calls: dict[str, SampleCall] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    repeated: set[str] = field(default_factory=set)
+    called: set[int] = field(default_factory=set)
+    written: tuple[torch.Tensor, ...] = ()
+
+
+def sample_run(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> dict[str, SampleCall]:
-    """The call of each block, in the order of the calls.
-
-    Raises InvalidInput for a block that is not called, and for one that is called several times."""
-    calls: dict[str, SampleCall] = {}
+    loss: Loss | None = None,
+) -> SampleRun:
+    """One run of the sample. Raises InvalidInput for a block under a transform of torch.func, or
+    through which the forward runs a backward pass of its own."""
+    run = SampleRun()
     shared: dict[Any, SampleCall] = {}
 
     def noted(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def note(*own: Any, **named: Any) -> Any:
-            if path in calls:
-                raise InvalidInput(
-                    f"block '{path}' is called several times in one forward, and would be planned "
-                    "for one call; leave it out of `blocks`, or plan the module that calls it"
-                )
+            try:
+                refuse_transforms()
+            except StalePlan as error:
+                raise InvalidInput(f"block '{path}': {error}") from None
+            if path in run.calls:
+                run.repeated.add(path)
             kind = kind_of_call(own, named)
-            calls[path] = shared.setdefault(kind, SampleCall(own, named, kind, autocast_state()))
-            return forward(*own, **named)
+            if kind not in shared:
+                held = tuple(_held_by(own, named))
+                shared[kind] = SampleCall(own, named, kind, autocast_state(), held)
+            run.calls.setdefault(path, shared[kind])
+            with _nothing_saved(path):
+                return forward(*own, **named)
 
         return note
 
     with contextlib.ExitStack() as stack:
         for path, block in blocks.items():
             stack.enter_context(_with_forward(block, noted(path, original_forward(block))))
-        stack.enter_context(untouched(model, args, kwargs))
+        found = stack.enter_context(untouched(model, args, kwargs, loss))
+        stack.callback(register_module_forward_pre_hook(lambda m, _: run.called.add(id(m))).remove)
         stack.callback(_reshard, model)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_nothing_saved())
-        model(*args, **kwargs)
-    missing = [path for path in blocks if path not in calls]
-    if missing:
-        several = f" and {len(missing) - 1} more" if missing[1:] else ""
+        result = model(*args, **kwargs)
+        if loss is not None:
+            with contextlib.suppress(_BackwardThroughBlock):  # it may, of what a step keeps
+                loss(result)
+        del result
+    run.missing = tuple(path for path in blocks if path not in run.calls)
+    run.written = found.written
+    return run
+
+
+def refuse_missing(run: SampleRun) -> None:
+    """Raise InvalidInput for a block that is not called."""
+    if run.missing:
+        several = f" and {len(run.missing) - 1} more" if run.missing[1:] else ""
         raise InvalidInput(
-            f"block '{missing[0]}'{several} is not called by this sample; pass a sample that "
+            f"block '{run.missing[0]}'{several} is not called by this sample; pass a sample that "
             "reaches it, or leave it out of `blocks`. (LayerDrop leaves layers out by chance: set "
             "its probability to 0 while this plans)"
         )
-    return calls
+
+
+def refuse_repeated(run: SampleRun) -> None:
+    """Raise InvalidInput for a block that is called several times."""
+    for path in run.repeated:
+        raise InvalidInput(
+            f"block '{path}' is called several times in one forward, and would be planned "
+            "for one call; leave it out of `blocks`, or plan the module that calls it"
+        )
 
 
 def without_history(
@@ -124,46 +188,20 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
             module.__dict__["forward"] = before
 
 
-def _nothing_saved() -> contextlib.AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse_backward)
-
-
-def _refuse_backward(saved: None) -> torch.Tensor:
-    raise InvalidInput(
-        "the forward of the model runs a backward pass of its own, for which the run that finds "
-        "the inputs of blocks keeps nothing; plan the whole (rockplan.solve)"
-    )
-
-
 @contextlib.contextmanager
-def untouched(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: object = None
-) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """What the model holds, its buffers, gradients and the generators are as they were on exit, and
-    no hook of the caller's on a tensor sees a gradient. loss: a function, to which that applies as
-    well. Gives a context that puts the generators back, for several steps that draw alike."""
-    snapshot = Snapshot.of(model, model.forward, (*args, loss), kwargs)
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    reached = (value for _, value in snapshot.reached.objects if isinstance(value, torch.Tensor))
-    tensors = (*model.parameters(), *trees.tree_leaves((args, kwargs)), *reached)
-    draws_restored = functools.partial(_draws_restored, cuda_devices(tensors), snapshot.reached)
+def _nothing_saved(path: str) -> Iterator[None]:
+    def refuse(saved: None) -> torch.Tensor:
+        raise _BackwardThroughBlock(
+            f"the forward of the model runs a backward pass of its own through block '{path}', "
+            "which a planned block has none for; plan the whole (rockplan.solve)"
+        )
+
     with (
-        snapshot.restored(),
-        draws_restored(),
-        gradients_aside(tensors),
-        hooks_aside(tensors),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse),
+        eager_paths.patched([eager_paths.TRANSFORMS_UNDER_HOOKS]),
     ):
-        try:
-            yield draws_restored
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
-                        buffer.copy_(before)
-
-
-@contextlib.contextmanager
-def _draws_restored(devices: list[int], reached: Reached) -> Iterator[None]:
-    """PyTorch's generators, and those of Python and numpy."""
-    with torch.random.fork_rng(devices), host_random.restored(reached):
         yield
+
+
+class _BackwardThroughBlock(InvalidInput):
+    """What a block saves is not there."""

@@ -11,18 +11,18 @@ whatever the blocks keep is what a prediction rests on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rockplan.blocks.inputs import untouched
 from rockplan.codegen.autograd import ends_of_backward
 from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
+from rockplan.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment
 
 Step = Callable[[], object]
@@ -35,13 +35,14 @@ def measured_step(
     incoming_bytes: Sequence[int],
     step: Step,
     call: tuple[tuple[Any, ...], dict[str, Any], Loss | None],
+    written: Collection[torch.Tensor],
     device: torch.device,
 ) -> tuple[StepMoment, ...]:
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
-    its result."""
-    with untouched(model, *call) as draws_restored, torch.enable_grad():
-        with draws_restored():
+    its result; written: what a step writes to beside buffers."""
+    with untouched(model, *call, written) as held, torch.enable_grad():
+        with held.draws_restored():
             step()  # gradients are there, and caches of operators
         seen = stretches(functools.partial(_marked, blocks, step), device)
     return tuple(moments_of(seen, options, incoming_bytes))

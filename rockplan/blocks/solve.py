@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,15 @@ from torch import nn
 
 from rockplan.api import arguments, check_options, largest_call
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
-from rockplan.blocks.find import Blocks, named_blocks
-from rockplan.blocks.inputs import SampleCall, sample_calls, without_history
+from rockplan.blocks.find import Blocks, called_blocks, named_blocks
+from rockplan.blocks.inputs import (
+    SampleCall,
+    SampleRun,
+    refuse_missing,
+    refuse_repeated,
+    sample_run,
+    without_history,
+)
 from rockplan.blocks.kinds import (
     UNLIMITED,
     Allowance,
@@ -51,6 +59,7 @@ from rockplan.free_memory import in_bytes
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.python_state import key_value_cache
 from rockplan.search.boundary import eager_option, first_options, peak_of
+from rockplan.sizes import SizedCall
 from rockplan.values.block_sequence import (
     BoundedOption,
     StepMoment,
@@ -104,12 +113,44 @@ def solve_blocks(
         call.named_in_errors(),
     ):
         report("looking for the inputs of blocks")
-        calls = sample_calls(model, named, call.args, call.kwargs)
-        job = _Job(model, call.args, call.kwargs, loss, options, programs)
-        job.plan({path: named[path] for path in calls}, calls, wanted)
+        named, run, left = _blocks_called(model, named, call, loss, are_found=blocks is None)
+        job = _Job(model, call.args, call.kwargs, loss, options, programs, run.written)
+        job.plan({path: named[path] for path in run.calls}, run.calls, wanted, left)
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
     return model
+
+
+Left = tuple[tuple[str, str], ...]
+"""(path, why) of blocks that are left as they are."""
+
+
+def _blocks_called(
+    model: nn.Module,
+    named: dict[str, nn.Module],
+    call: SizedCall,
+    loss: Loss | None,
+    are_found: bool,
+) -> tuple[dict[str, nn.Module], SampleRun, Left]:
+    """The blocks, a run of the sample, and what is left of the blocks for what it shows. are_found:
+    nobody has named them, and what the forward calls decides.
+
+    Raises InvalidInput."""
+    run = sample_run(model, named, call.args, call.kwargs, loss)
+    left: Left = ()
+    if are_found and run.missing:
+        others = called_blocks(model, named, run.called)
+        if others.keys() != named.keys():
+            named, run = others, sample_run(model, others, call.args, call.kwargs, loss)
+    if are_found and len(run.repeated) < len(run.calls):
+        left = tuple((p, "it is called several times in one forward") for p in run.repeated)
+        for path, why in left:
+            del run.calls[path]
+            _LOGGER.warning("block '%s' is left as it is: %s", path, why)
+    else:
+        refuse_repeated(run)
+    refuse_missing(run)
+    return named, run, left
 
 
 def blocks_of(model: nn.Module) -> BlocksPlan:
@@ -118,11 +159,19 @@ def blocks_of(model: nn.Module) -> BlocksPlan:
         maker = make_program_of(block) if is_in_place(block) else None
         if isinstance(maker, BlockMaker) and maker.programs.plan is not None:
             return maker.programs.plan
+    whys = _NONE_PLANNED.get(model)
+    if whys is not None:
+        raise InvalidInput(f"no block of this model is planned, all are left as they are: {whys}")
     raise InvalidInput("no block of this model is planned; call rockplan.solve_blocks first")
+
+
+_NONE_PLANNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Models of which all blocks are left, and why."""
 
 
 def restore_blocks(model: nn.Module) -> nn.Module:
     """Undo `solve_blocks`; returns `model`."""
+    _NONE_PLANNED.pop(model, None)
     for block in [*model.modules()]:
         if is_in_place(block):
             maker = make_program_of(block)
@@ -152,12 +201,18 @@ class _Job:
     loss: Loss | None
     options: Options
     programs: BlockPrograms
+    written: tuple[torch.Tensor, ...]
 
     def plan(
-        self, named: dict[str, nn.Module], calls: dict[str, SampleCall], wanted: Budget
+        self,
+        named: dict[str, nn.Module],
+        calls: dict[str, SampleCall],
+        wanted: Budget,
+        left: Left,
     ) -> None:
-        """Plan what can be planned of the blocks `named`, within `wanted`."""
-        captured, left = self._captured(named, calls)
+        """Plan what can be planned of the blocks `named`, within `wanted`. left: of others."""
+        captured, refused = self._captured(named, calls)
+        left += refused
         while captured:
             try:
                 self._plan(captured, calls, wanted, left)
@@ -169,14 +224,20 @@ class _Job:
                 captured = {p: b for p, b in captured.items() if p not in dict(refused)}
             else:
                 return
-        _LOGGER.warning("no block is planned: %s", "; ".join(why for _, why in left))
+        whys = _said(left)
+        if self.options.on_refused == "error":
+            raise InvalidInput(f"there is no block to plan: {whys}; name blocks that are trained")
+        _NONE_PLANNED[self.model] = whys
+        _LOGGER.warning(
+            "no block is planned, and a step needs what it needs without rockplan: %s", whys
+        )
 
     def _plan(
         self,
         captured: dict[str, CapturedBlock],
         calls: dict[str, SampleCall],
         wanted: Budget,
-        left: tuple[tuple[str, str], ...],
+        left: Left,
     ) -> None:
         try:
             moments, captured, kinds = self._measured(captured, calls)
@@ -200,7 +261,7 @@ class _Job:
             restore_blocks(self.model)
             raise
 
-    def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> tuple[tuple[str, str], ...]:
+    def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
         """Blocks that could be planned alone, and not as a step calls them: (path, why) of all of
         their kinds."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
@@ -212,7 +273,7 @@ class _Job:
 
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
-    ) -> tuple[dict[str, CapturedBlock], tuple[tuple[str, str], ...]]:
+    ) -> tuple[dict[str, CapturedBlock], Left]:
         """The blocks by path; and (path, why) of those that are left."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
@@ -233,7 +294,7 @@ class _Job:
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
     ) -> CapturedBlock:
-        with under_autocast(call.autocast), gathered(block):
+        with under_autocast(call.autocast), gathered(block), call.as_called():
             refuse_parts(block)
             return captured_block(block, call.args, call.kwargs, self.options, incoming)
 
@@ -286,6 +347,7 @@ class _Job:
             [kinds[block.kind].incoming_bytes for block in captured.values()],
             functools.partial(self._step, []),
             (self.args, self.kwargs, self.loss),
+            self.written,
             device_of(self.model),
         )
         _refuse_unreached([*captured], moments)
@@ -343,7 +405,8 @@ class _Job:
             kind = kinds[block.kind]
             program = self.programs.find(block, allowance)
             if program is None:
-                program = built_block(block, kind.problem, option, self.options)
+                with calls[path].as_called():
+                    program = built_block(block, kind.problem, option, self.options)
                 self.programs.keep(block, allowance, program)
             with under_autocast(calls[path].autocast), gathered(block.module):
                 plan_in_place(
@@ -354,6 +417,15 @@ class _Job:
                     on_mismatch=self.options.on_mismatch,
                     on_infeasible=self.options.on_infeasible,
                 )
+
+
+def _said(left: Left) -> str:
+    """Each reason once, with the first block that it holds for."""
+    paths: dict[str, list[str]] = {}
+    for path, why in left:
+        paths.setdefault(why, []).append(path)
+    several = ((why, same[0], len(same) - 1) for why, same in paths.items())
+    return "; ".join(f"'{p}'{f' and {n} more' if n else ''}: {why}" for why, p, n in several)
 
 
 def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:

@@ -38,9 +38,9 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the outermost modules of which a ModuleList or a Sequential holds at least two of
-    one class that have parameters and submodules: what is commonly called the layers. Only where
-    there are none, these may be containers themselves."""
+    """Paths of the outermost modules of which a container holds at least two of one class that have
+    parameters and submodules: what is commonly called the layers. Only where there are none, these
+    may be containers themselves: of a Sequential itself, of others what is in them."""
     return _repeated(model, may_be_containers=False) or _repeated(model, may_be_containers=True)
 
 
@@ -57,22 +57,38 @@ def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
             if _has_parts(child) and (may_be_containers or not _is_container(child))
         }
         count = Counter(map(class_of, layers.values()))
-        paths += [
-            f"{path}.{name}" if path else name
-            for name, child in layers.items()
-            if count[class_of(child)] > 1
-        ]
+        repeated = (name for name, child in layers.items() if count[class_of(child)] > 1)
+        inner = (opened(model, f"{path}.{name}" if path else name) for name in repeated)
+        paths += [p for each in inner for p in each if has_parameters(model.get_submodule(p))]
     return tuple(paths)
 
 
+def opened(model: nn.Module, path: str) -> list[str]:
+    """The path of the module; where it is never called, those of what is in it."""
+    module = model.get_submodule(path)
+    if is_callable(module):
+        return [path]
+    inner = (f"{path}.{name}" if path else name for name, _ in module.named_children())
+    return [found for one in inner for found in opened(model, one)]
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Has it a forward? Lists and dictionaries of modules, and modules that are namespaces for
+    others, have none."""
+    return class_of(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
 def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
+    return isinstance(module, nn.Sequential) or not is_callable(module)
 
 
 def _has_parts(module: nn.Module) -> bool:
     """Parameters and submodules."""
-    has_children = next(module.children(), None) is not None
-    return has_children and next(module.parameters(), None) is not None
+    return next(module.children(), None) is not None and has_parameters(module)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def per_block(model: nn.Module) -> nn.Module:
@@ -93,7 +109,7 @@ def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
     other = sharing_copy(model)
     paths = repeated_blocks(other)
     if not paths:
-        raise NotApplicable("no ModuleList or Sequential holds two blocks of one class")
+        raise NotApplicable("no list of modules holds two blocks of one class")
     for path in paths:
         block = other.get_submodule(path)
         block.forward = functools.partial(checkpointing, block.forward)

@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -263,7 +264,7 @@ class Planned:
         state.latest, state.has_run = bound.program, True
         state.watch.called()
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
-        situation = _Situation(self, key, bound, args, kwargs, *state_of_torch)
+        situation = _Situation(self, key, bound, args, kwargs, leaves, *state_of_torch)
         result = run(bound, leaves, situation.replan)
         state.leave(self, key, bound)
         return result
@@ -406,7 +407,8 @@ _UNNAMED = (
 class _Situation:
     """What a call was made under, to plan it again from its backward pass.
 
-    modes: as `function_modes` says; cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    leaves: of the arguments, whose lists may have grown since; modes: as `function_modes` says;
+    cached: in a block of `torch.nn.utils.parametrize.cached()`.
     """
 
     planned: Planned
@@ -414,6 +416,7 @@ class _Situation:
     bound: BoundProgram
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    leaves: list[Any]
     autocast: Autocast
     modes: tuple[torch.device | int, ...]
     cached: bool
@@ -438,7 +441,7 @@ class _Situation:
         rebind(module, original_forward(module), {self.key: state.programs[self.key]})
         bounds = state.programs[self.key]
         known = [b for b in bounds if b.program.executable.pattern == pattern]
-        other = matching(known, trees.tree_leaves((self.args, self.kwargs)))
+        other = matching(known, self.leaves)
         if other is None:
             other = _bind(module, self._program(pattern))
         else:
@@ -468,7 +471,18 @@ class _Situation:
             under_default_device(self.modes),
             parametrizations.cached_as(self.cached),
         ):
-            return _made(module, self.args, self.kwargs, incoming, _OTHER_OUTPUTS)
+            return _made(module, *self._call(), incoming, _OTHER_OUTPUTS)
+
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they were."""
+        now, spec = trees.tree_flatten((self.args, self.kwargs))
+        is_same = spec == self.key[0] and len(now) == len(self.leaves)
+        if is_same and all(map(operator.is_, now, self.leaves)):
+            return self.args, self.kwargs
+        called: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
+            self.leaves, self.key[0]
+        )
+        return called
 
     def _is_preferred(self, pattern: Pattern) -> bool:
         planned = self.bound.program.executable.pattern

@@ -29,6 +29,7 @@ from rockplan.errors import CaptureError, InvalidInput
 from rockplan.graph_builder.tracing import foreign_kernels
 from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder, is_same_memory
 from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
+from rockplan.values.interface import is_foreign
 
 _COMPILED = (
     "planning runs inside a function that is being compiled by torch.compile; plan the module "
@@ -324,6 +325,25 @@ _CHECKPOINTED = (
 _TOLD = "tells Python the values of a whole tensor, and calls no operator for it"
 _ADDRESS = "fake tensors have no memory, and what is done with that of others is not seen"
 
+
+def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
+    @contextlib.contextmanager
+    def disabled(message: str) -> Iterator[None]:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or is_foreign(hooks[0]):
+            with original(message):
+                yield
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with original(message):
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    return disabled
+
+
 REENTRANT_CHECKPOINT = Patch(
     checkpoint, "CheckpointFunction", lambda original, recording: _Direct(recording), _CHECKPOINTED
 )
@@ -333,6 +353,12 @@ CACHE_OF_PARAMETRIZATIONS = Patch(
     lambda original, recording: {},
     "a block of parametrize.cached() around starts anew, and neither gets what is computed "
     "meanwhile nor loses what it has",
+)
+TRANSFORMS_UNDER_HOOKS = Patch(
+    torch.autograd.graph,
+    "disable_saved_tensors_hooks",
+    _without_our_hooks,
+    "transforms of torch.func do not run below hooks on saved tensors; ours are no reason for that",
 )
 WARNING_OF_COMPILED_MODULES = Patch(
     nn.modules.module,

@@ -1,0 +1,64 @@
+"""Writes: which tensors a run writes to, with what they held before.
+
+takes: tensors. guarantees: of those into whose memory an operator writes, or which are given other
+memory (`tensor.data = ...`), what they held is kept; nothing is copied of the others. (What writes
+beside PyTorch's operators is not seen.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rockplan.graph_builder.operators.facts import written
+from rockplan.graph_builder.tracing import eager_paths
+from rockplan.python_state.memory import (
+    Content,
+    content_of,
+    has_other_memory,
+    is_copyable,
+    memory_of,
+)
+
+
+@contextlib.contextmanager
+def copied_on_write(tensors: Iterable[torch.Tensor], found: list[Content]) -> Iterator[None]:
+    """Those of `tensors` that are written to inside are in `found`, as they were. What was compiled
+    runs as it is written meanwhile."""
+    before = [(t, t.detach()) for t in tensors if is_copyable(t)]
+    with eager_paths.without_compiling(), _CopyOnWrite(tensors, found):
+        yield
+    seen = {id(content.tensor) for content in found}
+    for tensor, memory in before:
+        if id(tensor) not in seen and has_other_memory(tensor, memory):
+            found.append(Content(tensor, memory, memory))
+
+
+class _CopyOnWrite(TorchDispatchMode):
+    """Keeps what tensors held before an operator wrote into their memory for the first time."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[torch.Tensor], found: list[Content]) -> None:
+        super().__init__()
+        self._found = found
+        self._over: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in filter(is_copyable, tensors):
+            for memory in memory_of(tensor):
+                self._over[memory].append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload):
+            for tensor in written(func, args, kwargs):
+                for memory in memory_of(tensor):
+                    self._found += map(content_of, self._over.pop(memory, ()))
+        return func(*args, **kwargs)
