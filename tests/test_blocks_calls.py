@@ -366,6 +366,54 @@ def test_transforms_of_blocks_are_refused_by_name(transform: Any) -> None:
         rockplan.solve_blocks(Transforming(transform), X, "min", options=OPTIONS)
 
 
+# Optimizers inside of backward
+
+
+def step_after_accumulation(parameter: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD([parameter], 0.1)
+
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parameter.register_post_accumulate_grad_hook(step)
+
+
+def step_on_gradient(parameter: torch.Tensor) -> None:
+    def step(gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            parameter.sub_(0.1 * gradient)
+        return torch.zeros_like(gradient)
+
+    parameter.register_hook(step)
+
+
+@pytest.mark.parametrize("attach", [step_after_accumulation, step_on_gradient])
+@pytest.mark.parametrize(("budget", "is_before"), [("min", True), ("70%", True), ("min", False)])
+def test_optimizers_inside_of_backward(attach: Any, budget: str, is_before: bool) -> None:
+    model = Shared().train()
+    eager = copy.deepcopy(model)
+    for parameter in [*eager.parameters(), *(model.parameters() if is_before else ())]:
+        attach(parameter)
+    rockplan.solve_blocks(model, X, budget, options=OPTIONS)
+    plan = rockplan.blocks_of(model)
+    if not is_before:
+        for parameter in model.parameters():
+            attach(parameter)
+    for step in range(3):
+        losses = []
+        for one in (model, eager):
+            torch.manual_seed(step)
+            losses.append(one(X))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+    for (name, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    if attach is step_after_accumulation:  # of which all that is made goes into the gradient
+        measured = rockplan.peak_live_bytes(lambda: model(X).backward())
+        assert not is_before or measured.peak_bytes <= plan.budget_bytes
+
+
 # All are left
 
 

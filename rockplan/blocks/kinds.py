@@ -24,12 +24,11 @@ from rockplan.codegen.program import PlannedProgram
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
-from rockplan.search import planning
 from rockplan.search.adapt import WORSE, carried_over
 from rockplan.search.boundary import (
-    bounded_option,
     bounded_plan,
     eager_option,
+    option_with,
     option_within,
     peak_of,
     thriftiest,
@@ -116,13 +115,8 @@ def block_problem(block: CapturedBlock, options: Options) -> Problem:
 def built_block(
     block: CapturedBlock, problem: Problem, option: BoundedOption, options: Options
 ) -> PlannedProgram:
-    """The program of a block that runs as `option` says. Gradients of parameters that have hooks
-    wait where that needs no more."""
+    """The program of a block that runs as `option` says."""
     made = bounded_plan(problem, option)
-    waiting = planning.waiting(made, block.source.waits)
-    needed = bounded_option(made.graph, waiting.schedule)
-    if needed.backward_peak_bytes <= option.backward_peak_bytes:
-        made = waiting
     return built_program(block.module, made, block.source, block.args, block.kwargs, options)
 
 
@@ -229,7 +223,7 @@ def _adapted(
     for program in known:
         schedule = carried_over(program.plan, problem.graph)
         try:
-            option = None if schedule is None else bounded_option(problem.graph, schedule)
+            option = None if schedule is None else option_with(problem, schedule)
         except IllegalSchedule:
             continue
         if option is None:
@@ -244,13 +238,13 @@ def _adapted(
 def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
     """The fastest that is found within the allowance."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
-    everything = bounded_option(problem.graph, keep_all(problem.graph))
+    everything = option_with(problem, keep_all(problem.graph))
     if everything.saved_bytes <= saved_bytes and peak_of(everything) <= peak_bytes:
         return everything
     fastest = option_within(problem, saved_bytes, peak_bytes, options)
     if fastest is not None:
         return fastest
-    least = bounded_option(problem.graph, thriftiest(problem.graph, options))
+    least = option_with(problem, thriftiest(problem.graph, options))
     if least.saved_bytes <= saved_bytes and peak_of(least) <= peak_bytes:
         return least
 

@@ -37,7 +37,14 @@ from rockplan.values.graph import CDGraph, ComputeNode, Phase, as_eager
 from rockplan.values.order import Orders
 from rockplan.values.plan import Plan
 from rockplan.values.progress import report
-from rockplan.values.schedule import Compute, Schedule, keep_all, merge_handovers, with_frees
+from rockplan.values.schedule import (
+    Compute,
+    Schedule,
+    keep_all,
+    merge_handovers,
+    with_frees,
+    with_waits,
+)
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 """Of what is kept where nothing runs again: limits for the first options of a block. On layers of
@@ -53,7 +60,7 @@ of Llama; where the peak is, 7."""
 def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ...]:
     """Everything kept; nothing kept, with the least peak; and for some limits of what is kept the
     fastest, whatever the peak is."""
-    everything = bounded_option(problem.graph, keep_all(problem.graph))
+    everything = option_with(problem, keep_all(problem.graph))
     peak_bytes = peak_of(everything)
 
     def solved() -> _Found:
@@ -67,7 +74,7 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
         schedules = (i.schedule for i in incumbents if i.schedule is not None)
         return [everything.schedule, *schedules], all(i.is_complete for i in incumbents)
 
-    return useful_options(_options(problem.graph, "first options", options, solved))
+    return useful_options(_options(problem, "first options", options, solved))
 
 
 def option_within(
@@ -82,7 +89,7 @@ def option_within(
     what = f"kept {saved_bytes} of {peak_bytes}"
     fitting = [
         option
-        for option in _options(problem.graph, what, options, solved)
+        for option in _options(problem, what, options, solved)
         if option.saved_bytes <= saved_bytes and peak_of(option) <= peak_bytes
     ]
     return min(fitting, key=lambda o: o.time_ns, default=None)
@@ -92,6 +99,12 @@ def eager_option(graph: CDGraph) -> BoundedOption:
     """What the block needs unplanned: every result in a storage of its own, in eager's order."""
     eager = as_eager(graph)
     return bounded_option(eager, keep_all(eager))
+
+
+def option_with(problem: Problem, schedule: Schedule) -> BoundedOption:
+    """`schedule`, in which gradients that hooks get wait until nothing reads their parameters: a
+    hook may be an optimizer's step."""
+    return bounded_option(problem.graph, with_waits(problem.graph, schedule, problem.waits))
 
 
 def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
@@ -202,11 +215,11 @@ _Found = tuple[list[Schedule], bool]
 
 
 def _options(
-    graph: CDGraph, what: str, options: Options, solved: Callable[[], _Found]
+    problem: Problem, what: str, options: Options, solved: Callable[[], _Found]
 ) -> list[BoundedOption]:
     """What is in the cache under `what`, or what `solved` finds. What a time limit cut short is
     found again under the same limit only."""
-    cache = cache_of(options)
+    graph, cache = problem.graph, cache_of(options)
     keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
     schedules = _known(graph, keys, cache) if cache else None
     if schedules is None:
@@ -215,7 +228,7 @@ def _options(
             priced = tuple(option_of(graph, Orders(*s.phases)) for s in schedules)
             family = OptionFamily(priced, solves=0, is_complete=is_complete)
             cache.put_family(keys[0] if is_complete else keys[1], family)
-    return [bounded_option(graph, schedule) for schedule in schedules]
+    return [option_with(problem, schedule) for schedule in schedules]
 
 
 def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, str]:
