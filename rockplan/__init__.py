@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rockplan.codegen.planned_module import code_of, plan_of
     from rockplan.comparison import Comparison, compare
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+    from rockplan.graph_builder.operators.facts import pure
     from rockplan.graph_builder.tracing.opaque import opaque
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
@@ -68,6 +69,7 @@ _LATE = {
     "plan": "rockplan.api",
     "plan_of": "rockplan.codegen.planned_module",
     "plan_trace": "rockplan.reports.timeline",
+    "pure": "rockplan.graph_builder.operators.facts",
     "restore_blocks": "rockplan.blocks.solve",
     "solve": "rockplan.api",
     "solve_blocks": "rockplan.blocks.solve",
@@ -118,6 +120,7 @@ __all__ = [
     "plan",
     "plan_of",
     "plan_trace",
+    "pure",
     "read_plans",
     "restore_blocks",
     "save_plan",

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks.models import Case
-from rockplan.graph_builder.operators.facts import Layouts
+from rockplan.graph_builder.operators.layouts import Layouts
 from tests.training import solve_case, train_side_by_side, twin
 from tests.usage import NormOfTransposed, count_programs
 

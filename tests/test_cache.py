@@ -319,11 +319,13 @@ def test_the_plan_of_another_graph_under_this_key_is_not_used(folder: Path) -> N
         make_plan()
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::own_tanh", mutates_args=())
 def own_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x)
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::own_tanh_backward", mutates_args=())
 def own_tanh_backward(gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.tanh_backward(gradient, result)
@@ -360,11 +362,13 @@ def test_entries_of_a_model_that_differs_in_what_takes_over_storages_are_not_dam
             rockplan.plan(Activated(activation), torch.randn(64, 16), "min", options=options)
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::doubled_outside", mutates_args=())
 def doubled_outside(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(x.numpy() * 2.0)
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::split_outside", mutates_args=())
 def split_outside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(x.numpy() * 1.0), x.sin().cos()

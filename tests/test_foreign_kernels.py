@@ -371,6 +371,7 @@ def test_a_condition_that_is_a_bool_is_planned(chosen: bool) -> None:
     train(condition)
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_tests::copied", mutates_args=())
 def copied_by_operator(x: torch.Tensor) -> torch.Tensor:
     return copied(x)
@@ -386,11 +387,13 @@ copied_by_operator.register_autograd(
 )
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_tests::copied_into", mutates_args=("y",))
 def copied_into(x: torch.Tensor, y: torch.Tensor) -> None:
     move(y.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_tests::unknown", mutates_args=())
 def unknown(x: torch.Tensor) -> torch.Tensor:
     return copied(x)

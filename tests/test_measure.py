@@ -109,6 +109,7 @@ def test_ruler_sees_gradients_only_while_they_are_temporary() -> None:
 # Graphs of single operators
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::temporary", mutates_args=())
 def temporary(x: torch.Tensor, elements: int) -> torch.Tensor:
     first = torch.zeros(elements)
@@ -118,6 +119,7 @@ def temporary(x: torch.Tensor, elements: int) -> torch.Tensor:
     return x + (second[0] + third[0]).item()
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::picky", mutates_args=())
 def picky(x: torch.Tensor) -> torch.Tensor:
     if (x < 2).any():
@@ -125,11 +127,13 @@ def picky(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::mask", mutates_args=())
 def mask(x: torch.Tensor) -> torch.Tensor:
     return torch.full((7,), 3, dtype=torch.uint8)
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::needs_mask", mutates_args=())
 def needs_mask(mask: torch.Tensor) -> torch.Tensor:
     if mask.shape != (7,) or (mask != 3).any():
@@ -202,6 +206,7 @@ def test_results_of_several_storages() -> None:
     assert priced.nodes[0].time_ns == cost.time_ns > 0
 
 
+@rockplan.pure
 @torch.library.custom_op("rockplan_test::from_outside", mutates_args=())
 def from_outside(x: torch.Tensor, temporary: int, inside: bool) -> list[torch.Tensor]:
     first = torch.zeros(temporary)

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators import facts, layouts
 from rockplan.graph_builder.tracing.fake_results import Results
 
 aten = torch.ops.aten
@@ -60,13 +60,13 @@ def test_a_remembered_result_is_that_of_the_fake_mode(
 ) -> None:
     operator, arguments = CALLS[name]
     asked: list[OpOverload] = []
-    fake_result = facts.fake_result
+    fake_result = layouts.fake_result
 
     def counted(operator: OpOverload, args: Arguments, kwargs: dict[str, Any]) -> Any:
         asked.append(operator)
         return fake_result(operator, args, kwargs)
 
-    monkeypatch.setattr(facts, "fake_result", counted)
+    monkeypatch.setattr(layouts, "fake_result", counted)
     with FakeTensorMode() as mode:
         results = Results(mode)
         found = []

@@ -142,10 +142,30 @@ class SavedForBackward:
             )
         self.check_residents(running.code.checked, _MODIFIED)
         frame = Frame(self._as_before(running.code.copied))
+        frame.first = self._first_results(running)
         with rng_replay.restarted(self._starts):
             run_forward(running, frame)
         frame.residents = self.residents  # as what eager's backward pass has kept
         return running, frame
+
+    def _first_results(self, running: Executable) -> tuple[torch.Tensor | None, ...]:
+        """What the forward has kept of what acts outside, and is not called again."""
+        acting = self._executable.code.acting
+        saved = {} if self._is_used else self._frame.saved
+        found = tuple(saved.get(name) for _, name in acting)
+        ops = [op for op, _ in running.code.acting]
+        if ops != [op for op, _ in acting] or any(found[i] is None for i in running.code.reused):
+            missing = (
+                next(
+                    (ops[i] for i in running.code.reused if saved.get(acting[i][1]) is None), ops[0]
+                )
+                if ops
+                else ""
+            )
+            raise BackwardError(_ACTS.format(op=missing))
+        if running.code.reused and self._saved_versions != _versions(saved.values()):
+            raise BackwardError(_MODIFIED)
+        return found
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
         """The residents, at `positions` copies that are what they were before the forward."""
@@ -252,6 +272,14 @@ _MODIFIED = (
     "other memory (`tensor.data = ...`), after the forward pass (for example by optimizer.step() "
     "before backward, or by moving the module); "
     "gradients would be wrong. Call backward first, or clone the tensor"
+)
+
+_ACTS = (
+    "a second backward pass, or one from other outputs or in other strides than planned, needs "
+    "the forward again, and {op} is never called twice: it may act outside of the step (exchange "
+    "data, count, raise). Return the loss from the module, give the output's gradient the planned "
+    "strides ((y * torch.ones_like(y)).sum() in place of y.sum()), or say that the operator does "
+    "nothing beside its results: rockplan.pure('library::name') before planning"
 )
 
 _MODIFIED_BETWEEN = (

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from rockplan.errors import BackwardError, UnsupportedModel
+from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.simulate import taken_over
 from rockplan.values.graph import (
     Call,
     CDGraph,
     ComputeNode,
+    Phase,
     Takeover,
     ValueRef,
     is_kernel,
@@ -46,6 +48,9 @@ class Code:
     backward is noticed; read: those that each of its slices reads, so that a change by a hook
     between two slices is. copied: residents of which the forward leaves copies in `frame.copies`,
     and in whose place it has copies when it runs again; the backward phase has the residents.
+    acting: results of what the forward calls for more than its results, in order, as the operator
+    and the name by which `frame.saved` has it after the forward, empty if it has not; reused: those
+    of them, by place, that a forward which runs again takes from `frame.first`.
     """
 
     source: str
@@ -54,13 +59,16 @@ class Code:
     checked: tuple[int, ...]
     read: tuple[tuple[int, ...], ...]
     copied: tuple[int, ...]
+    acting: tuple[tuple[str, str], ...]
+    reused: tuple[int, ...]
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
     """Python text that executes `schedule`.
 
     again: for a forward phase that already ran: every operation runs as it runs again, without
-    changing buffers but copies of them. Raises BackwardError where an operation can run only once.
+    changing buffers but copies of them; what acts outside does not run. Raises BackwardError where
+    an operation can run only once.
     """
     return _Emitter(graph, interface, schedule, again).emit()
 
@@ -134,6 +142,8 @@ class _Emitter:
             for call in (*graph.nodes[event.node].calls, *graph.nodes[event.node].recalls)
             for ref in refs(call)
         }
+        self._acting = _acting_results(graph)
+        self._names_after_forward: dict[int, str] = {}
         self._handed: list[tuple[int, ...]] = []
         self._checked: set[int] = set()
         self._read: list[set[int]] = []
@@ -165,7 +175,20 @@ class _Emitter:
             checked=tuple(sorted(self._checked.union(*self._read))),
             read=tuple(tuple(sorted(read)) for read in self._read),
             copied=self._copied_residents,
+            acting=tuple(
+                (op, self._names_after_forward.get(v, "")) for v, op in self._acting.items()
+            ),
+            reused=self._reused() if self._again else (),
         )
+
+    def _reused(self) -> tuple[int, ...]:
+        """Of what acts in the forward, results that others read."""
+        graph = self._graph
+        read = {d for n in graph.nodes for d in n.reads}
+        outputs = (graph.values[o.value] for o in self._interface.outputs if o.value is not None)
+        read |= {value.data for value in outputs if value.view is not None}
+        places = enumerate(self._acting)
+        return tuple(place for place, value in places if graph.values[value].data in read)
 
     # -- slices and what travels between them ----------------------------------------------
 
@@ -238,6 +261,8 @@ class _Emitter:
         for value in outputs:
             self._need(value)
         self._save(self._schedule.forward_length)
+        saved = (v for variables in self._saved.values() for v in variables)
+        self._names_after_forward = {v: self._name(v) for v in saved if v in self._acting}
         copies = [self._name(copy) for _, copy in self._interface.copies]
         if self._again:
             self._checked.difference_update(self._copied_residents)
@@ -293,9 +318,13 @@ class _Emitter:
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         on_copies = not self._copied.isdisjoint(node.reads)
-        if self._again and not self._copies.isdisjoint(node.writes):
+        repeats = self._again and node.phase is Phase.FORWARD
+        if repeats and not self._copies.isdisjoint(node.writes):
             return  # it is there
-        if self._again and not (node.recomputable or on_copies):
+        if repeats and _acts(node):
+            self._take_results(node)
+            return
+        if repeats and not (node.recomputable or on_copies):
             self._skip(node)
             return
         place = f"{node.module or '(root)'}  {node.source.rsplit('/', 1)[-1]}"
@@ -306,11 +335,18 @@ class _Emitter:
         replayed = node.random and self._executions[node.index] > 1
         if replayed:
             self._before_random(node, again)
-        self._calls(node, node.called(again or (self._again and not on_copies), taken))
+        self._calls(node, node.called(again or (repeats and not on_copies), taken))
         if replayed and again:
             self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:
             self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
+
+    def _take_results(self, node: ComputeNode) -> None:
+        """Of the forward that ran before, in place of what acts outside."""
+        places = {value: place for place, value in enumerate(self._acting)}
+        for value in _results(self._graph, node):
+            self._line(f"{self._name(value)} = frame.first[{places[value]}]")
+            self._live[self._graph.values[value].data].append(value)
 
     @staticmethod
     def _skip(node: ComputeNode) -> None:
@@ -390,6 +426,31 @@ class _Emitter:
         named = self._graph.values[value]
         name = self._names.of(value, named.name)
         return f"{name}_again" if named.data in self._shadowed else name
+
+
+def _acts(node: ComputeNode) -> bool:
+    """Does it do something beside its results?"""
+    return any(facts_of(call.op).effect for call in node.calls)
+
+
+def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
+    """What a node makes that is no view -> the operator."""
+    made = ((r, c.op) for c in node.calls for r in c.results if r is not None)
+    return {
+        r: op for r, op in made if graph.values[r].data in node.writes and not _is_view(graph, r)
+    }
+
+
+def _is_view(graph: CDGraph, value: int) -> bool:
+    return graph.values[value].view is not None
+
+
+def _acting_results(graph: CDGraph) -> dict[int, str]:
+    """Of all forward nodes that act, in order."""
+    results: dict[int, str] = {}
+    for node in filter(_acts, graph.forward):
+        results |= _results(graph, node)
+    return results
 
 
 def _tuple(names: Iterable[str]) -> str:

@@ -91,12 +91,13 @@ def _early(
 class Frame:
     """What the generated code keeps between its functions, for one run of them."""
 
-    __slots__ = ("_replay", "_tangents", "copies", "residents", "saved")
+    __slots__ = ("_replay", "_tangents", "copies", "first", "residents", "saved")
 
     def __init__(self, residents: tuple[torch.Tensor, ...]) -> None:
         self.residents = residents
         self.saved: dict[str, torch.Tensor] = {}
         self.copies: tuple[torch.Tensor, ...] = ()
+        self.first: tuple[torch.Tensor | None, ...] = ()
         self._tangents: tuple[torch.Tensor, ...] = ()
         self._replay: rng_replay.Undo | None = None
 

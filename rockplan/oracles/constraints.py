@@ -95,7 +95,8 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
             reason = f"keep pattern {once[node.index]!r} wants it, or what is made with it, kept"
         elif not node.recomputable:
             reason = (
-                "its operation may run only once (it changes or reads what the forward changes)"
+                "its operation may run only once (it changes or reads what the forward "
+                "changes, or acts outside of the step)"
             )
         elif d in graph.outputs:
             reason = "it is an output of the model, which the caller holds"

@@ -49,8 +49,9 @@ def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallM
     """Workspace and result sizes of every call that runs.
 
     Each runs once before it is measured: what an operator allocates once and keeps (primitive
-    caches, handles) is no part of its workspace.
+    caches, handles) is no part of its workspace. What acts outside of the step never does.
     """
+    calls = {key: call for key, call in calls.items() if not facts.facts_of(call.op).effect}
     if inputs.is_on_cuda:
         return _measure_memory_cuda(inputs, calls)
     waiting = list(calls.items())

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from rockplan.graph_builder.costs.call_key import call_key, device_of
 from rockplan.graph_builder.costs.specs import distinct_bytes, needed_bytes
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.tracing.evaluate import substitute
 from rockplan.values.graph import Call, CDGraph, value_refs
 from rockplan.values.profile import OpCost, Profile
@@ -24,6 +25,9 @@ from rockplan.values.profile import OpCost, Profile
 # Rates for an operator that cannot be run: one core, or one accelerator, of ordinary speed.
 _CPU_RATES = (10e9, 50e9)
 _CUDA_RATES = (1e12, 50e12)
+
+# Of the bytes that memory moves in a time, those that go from process to process.
+_LINK_SHARE = 0.1
 
 
 def roofline(graph: CDGraph, bytes_per_s: float, flops_per_s: float) -> Profile:
@@ -76,6 +80,8 @@ def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
 def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> int:
     given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
     named = [v for v in call.results if v is not None]
+    if facts.facts_of(call.op).effect is Effect.COMMUNICATES:
+        bytes_per_s *= _LINK_SHARE
     moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *named)))
     return round(1e9 * max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s))
 

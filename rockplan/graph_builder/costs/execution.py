@@ -92,6 +92,7 @@ class Inputs:
 
     def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> Execution:
         operator = facts.resolve(call.op)
+        assert not facts.facts_of(operator).effect, f"{operator} acts outside of the step"
         arguments = (call.args, [a for _, a in call.kwargs])
         copies = copies_storages(self.graph, call)
 
@@ -157,6 +158,7 @@ def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
     made_by = {
         v: node
         for node in graph.nodes
+        if not any(facts.facts_of(call.op).effect for call in node.calls)
         for call in node.calls
         for v in call.results
         if v is not None and graph.values[v].data in node.writes

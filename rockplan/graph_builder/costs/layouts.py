@@ -20,7 +20,8 @@ from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
     """Execute each unique call whose results are viewed in a way that depends on strides, and
     raise UnsupportedModel where the real strides are not those of the capture: PyTorch's shape
-    rules are wrong for a few operators, and such a view would fail or read other elements.
+    rules are wrong for a few operators, and such a view would fail or read other elements. What
+    acts outside of the step is not executed: of that the rule is believed.
     """
     viewed = _viewed_by_layout(graph)
     seen: set[str] = set()
@@ -28,7 +29,8 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
         inputs = inputs_of(graph, values)
         for node in graph.nodes:
             for call in node.calls:
-                key = call_key(graph, call) if viewed & set(call.results) else ""
+                is_viewed = bool(viewed & set(call.results)) and not facts.facts_of(call.op).effect
+                key = call_key(graph, call) if is_viewed else ""
                 if key and key not in seen:
                     seen.add(key)
                     _check_layout(graph, inputs, node, call)

@@ -3,16 +3,18 @@
 takes: a CDGraph. returns: a Profile (`measure`), or the graph with its prices filled in (`price`).
 guarantees: memory for one operator is enough whatever the model needs (`execution`).
 
-An operator that does not run on made-up inputs (it checks values) is estimated from its specs;
-its cost has `repeats` 0, and `Profile.source` says how many there are.
+An operator that does not run on made-up inputs (it checks values), or acts outside of the step (it
+exchanges data with other processes), which is never called here, is estimated from its specs; its
+cost has `repeats` 0, and `Profile.source` says how many there are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,9 +31,13 @@ from rockplan.graph_builder.costs.call_time import (
 from rockplan.graph_builder.costs.estimate import estimate, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.costs.specs import distinct_bytes
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.effects import Effect
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 from rockplan.values.profile import OpCost, Profile
+
+_LOGGER = logging.getLogger("rockplan")
 
 # A pebibyte, or 13 days in nanoseconds: more than any operator takes.
 _MOST = 2**50
@@ -60,6 +66,7 @@ def measure(
     costs = _still_valid(known, device_of(graph))
     costs = _possible(graph, calls, costs)
     missing = {key: call for key, call in calls.items() if key not in costs}
+    _say_unknown(missing.values())
     with as_executed(graph):
         inputs = inputs_of(graph, values)
         run_first(inputs, (call for key, call in calls.items() if key not in missing))
@@ -72,6 +79,23 @@ def measure(
         else:
             costs[key] = estimate(graph, call, *fallback_rates(graph))
     return profile_of("measured", device_of(graph), {key: costs[key] for key in calls})
+
+
+_said: set[str] = set()
+
+
+def _say_unknown(calls: Iterable[Call]) -> None:
+    """Once in a process, which operators with results are not known to do nothing else."""
+    unknown = (c.op for c in calls if any(r is not None for r in c.results))
+    names = {op for op in unknown if facts.facts_of(op).effect is Effect.UNKNOWN} - _said
+    _said.update(names)
+    if names:
+        _LOGGER.warning(
+            "nobody knows whether %s do anything beside their results, so they run as often as in "
+            "eager execution, never again, and are not tried to see what they cost. If they do "
+            "nothing else, say so before planning: rockplan.pure('library::name')",
+            ", ".join(sorted(names)),
+        )
 
 
 def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:

@@ -108,7 +108,7 @@ def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
     return frozenset(
         position
         for position, part in enumerate(parts.parts)
-        if part.kind is PartKind.OPAQUE and (calls[part.owner].random or part.writes)
+        if part.kind is PartKind.OPAQUE and (part.writes or not calls[part.owner].is_repeatable)
     )
 
 

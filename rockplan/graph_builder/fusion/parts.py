@@ -140,7 +140,9 @@ class _Expansion:
             )
 
     def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
-        if recorded.random or recorded.writes or not self._is_settled(position, recorded):
+        if recorded.writes or not recorded.is_repeatable:
+            return None
+        if not self._is_settled(position, recorded):
             return None
         if not self._is_plain(recorded.call):
             return None

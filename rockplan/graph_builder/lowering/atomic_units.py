@@ -2,7 +2,7 @@
 
 takes: Capture. returns: Storages, views, live calls, units in execution order. guarantees: the
 allocation of a storage and all its mutations are one unit, with whatever reads an intermediate
-state of it; dead computations without effect are in none. (docs/model.md, Capture and lowering)
+state of it; dead computations that do not act are in none. (docs/model.md, Capture and lowering)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import pairwise
 import networkx
 
 from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.operators.facts import unread_arguments
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
@@ -127,7 +128,7 @@ def _live_calls(
             continue
         written = {storages.of[r] for r in recorded.call.results if r is not None}
         written |= {storages.of[v] for v in recorded.writes}
-        effect = recorded.random or bool(
+        effect = not recorded.is_repeatable or bool(
             written & storages.mutated_outside & {storages.of[v] for v in recorded.writes}
         )
         if not effect and not written & needed:
@@ -181,15 +182,17 @@ def _in_order(
 ) -> tuple[tuple[int, ...], ...]:
     """Topological order of the groups, by last call where there is a choice.
 
-    Random draws stay in program order, and so do calls that touch the same storage outside.
+    Random draws, and calls that do something beside their results, stay in program order, and so do
+    calls that touch the same storage outside.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     edges = {(group_of[a], group_of[b]) for a, b in dependencies}
     sequences: dict[object, list[int]] = defaultdict(list)
     for position in sorted(group_of):
-        if capture.calls[position].random:
-            sequences["generator"].append(position)
-        for storage in touched_outside(capture.calls[position], storages):
+        recorded = capture.calls[position]
+        if not recorded.is_repeatable and recorded.effect is not Effect.WAITS:
+            sequences["outside"].append(position)
+        for storage in touched_outside(recorded, storages):
             sequences[storage].append(position)
     for sequence in sequences.values():
         edges |= {(group_of[a], group_of[b]) for a, b in pairwise(sequence)}

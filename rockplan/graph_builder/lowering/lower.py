@@ -7,7 +7,7 @@ itself mutates outside (buffers, inputs), or mutates it, runs once (docs/model.m
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,8 @@ from rockplan.graph_builder.lowering.backward_order import reordered
 from rockplan.graph_builder.lowering.buffer_copies import with_copies
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.gradient_sums import Gradients, contributions
-from rockplan.graph_builder.lowering.reinplace import is_dense, with_takeovers
+from rockplan.graph_builder.lowering.kept_alive import keep_what_acts, summed_in_place
+from rockplan.graph_builder.lowering.reinplace import with_takeovers
 from rockplan.graph_builder.operators.facts import without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.tracing.capture import Capture
@@ -192,7 +193,8 @@ def _assemble(
         target: [numbering.values[g].data for g in several]
         for target, several in interface.gradients
     }
-    summed = _summed_in_place(nodes, numbering.values, interface.gradients)
+    summed = summed_in_place(nodes, numbering.values, interface.gradients)
+    keep_what_acts(nodes, numbering.values, interface)
     held_tangents = _held_tangents(capture, numbering)
     of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
     # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
@@ -253,55 +255,6 @@ def _interface(
         assignments=capture.assignments,
         backward_ignores_autocast=capture.backward_ignores_autocast,
     )
-
-
-def _summed_in_place(
-    nodes: list[ComputeNode], values: Sequence[Value], gradients: Gradients
-) -> frozenset[int]:
-    """Keep contributions to one gradient alive as long as autograd needs them: those of the
-    targets returned are added to the first as they are made, of others all wait for the last."""
-    made_by = {d: n.index for n in nodes for d in n.writes}
-    read = {d for node in nodes for d in node.reads}
-    times_handed = Counter(values[g].data for _, parts in gradients for g in parts)
-    summed = []
-    for target, parts in gradients:
-        data = [values[g].data for g in parts]
-        if len(data) < 2:
-            continue
-        is_ours = times_handed[data[0]] == 1 and data[0] not in read
-        dense = is_ours and is_dense(values[parts[0]].spec)
-        if dense and _sum_into_first(nodes, made_by, data):
-            summed.append(target)
-        else:
-            _keep_until_last(nodes, made_by, data)
-    return frozenset(summed)
-
-
-def _sum_into_first(
-    nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
-) -> bool:
-    """The first contribution to a gradient is alive until the last is made: autograd adds each of
-    the others to it in place as it is handed over. False where they are not made in order."""
-    makers = [made_by.get(d, -1) for d in contributions]
-    if makers != sorted(makers) or makers[0] < 0:
-        return False
-    for maker in {*makers} - {makers[0]}:
-        reads = {*nodes[maker].reads, contributions[0]}
-        nodes[maker] = replace(nodes[maker], reads=tuple(sorted(reads)))
-    return True
-
-
-def _keep_until_last(
-    nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
-) -> None:
-    """All contributions to one gradient are alive until the last of them is made: they are
-    handed over together, so that autograd never holds one that the plan does not count."""
-    makers = {made_by[d] for d in contributions if d in made_by}
-    if not makers:
-        return
-    last = nodes[max(makers)]
-    reads = {*last.reads, *contributions} - set(last.writes)
-    nodes[last.index] = replace(last, reads=tuple(sorted(reads)))
 
 
 def _allocated_bytes(size_bytes: int, device: str) -> int:
@@ -372,7 +325,7 @@ def _node(
         not mutates_outside(e, storages) or again is not call
         for e, call, again in zip(recorded, calls, recalls, strict=True)
     )
-    unstable = any(reads_mutated(e, storages) for e in recorded)
+    unstable = any(e.effect or reads_mutated(e, storages) for e in recorded)
     return ComputeNode(
         index=index,
         name=_title(names),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import make_contiguous_strides_for
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.operators.effects import ANNOTATIONS, PURE_LIBRARIES, Effect
 from rockplan.graph_builder.operators.rows import (
     HIGHER_ORDER,
     OF_UNKNOWN_SIZES,
@@ -81,7 +81,7 @@ def facts_of(operator: Any) -> OperatorFacts:
         refused = OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS)
         return operator_facts if operator_facts.composite else _merged(refused, str(operator))
     namespace, packet, _ = str(operator).split(".")
-    names = (f"*.{packet}", f"{namespace}.{packet}", str(operator))
+    names = (f"{namespace}.*", f"*.{packet}", f"{namespace}.{packet}", str(operator))
     facts = _merged(_facts_of_schema(operator), *names)
     return replace(facts, changes_shape_as="") if facts.refused_because else facts
 
@@ -127,7 +127,52 @@ def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
         shape_by_values=torch.Tag.dynamic_output_shape in operator.tags,
         shape_rule=ShapeRule.OF_A_RUN if namespace == OPAQUE else ShapeRule.OF_PYTORCH,
         composite=_is_composite(operator.name()),
+        effect=_effect(operator),
     )
+
+
+_PURE: set[str] = set()
+
+
+def pure(operator: Any) -> Any:
+    """Say of an operator that it does nothing beside its results: plans may run it again, leave it
+    out where nothing needs them, and try it to see what it costs.
+
+    operator: what torch.library.custom_op returns, 'library::name', or torch.ops.library.name; it
+    is returned, so this is usable as a decorator. Needed for operators of libraries that rockplan
+    does not know, which else run as often as in eager execution and never again. Raises
+    InvalidInput for what is no operator.
+    """
+    name = operator if isinstance(operator, str) else getattr(operator, "_qualname", None)
+    if name is None and isinstance(operator, OpOverload):
+        name = operator._schema.name
+    name = str(name or operator).replace(".", "::", 1)
+    if name.count("::") != 1 or not all(part.isidentifier() for part in name.split("::")):
+        raise InvalidInput(
+            f"rockplan.pure takes an operator (what torch.library.custom_op returns, or "
+            f"'library::name'), not {operator!r}"
+        )
+    _PURE.add(name)
+    facts_of.cache_clear()
+    return operator
+
+
+def _effect(operator: OpOverload) -> Effect:
+    """By the schema: one that has no result and writes nothing is called for something else."""
+    schema, library = operator._schema, operator.namespace
+    is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    if library in ANNOTATIONS or schema.name in _PURE or is_view:
+        return Effect.NONE
+    if library not in PURE_LIBRARIES and not _is_known_to_be_pure(operator):
+        return Effect.UNKNOWN
+    return Effect.NONE if schema.returns or schema.is_mutable else Effect.CHECKS
+
+
+def _is_known_to_be_pure(operator: OpOverload) -> bool:
+    """One that works element by element, or consists of launches of Triton kernels alone."""
+    launches = sys.modules.get("torch._library.triton")
+    of_triton = getattr(launches, "triton_ops_to_kernels", {})
+    return torch.Tag.pointwise in operator.tags or operator._schema.name in of_triton
 
 
 def operators_named(name: str) -> tuple[Any, ...]:
@@ -196,7 +241,7 @@ def written(
     facts, names = facts_of(operator), argument_names(operator)
     places = [names[position] for position in _declared_writes(operator)]
     undeclared = [name for name in facts.writes if name not in places]
-    if undeclared and given(operator, facts.if_argument, args, kwargs):
+    if undeclared and (not facts.if_argument or given(operator, facts.if_argument, args, kwargs)):
         places += undeclared
     return tuple(t for name in places for t in tensors(given(operator, name, args, kwargs)))
 
@@ -338,161 +383,3 @@ def is_product(operator: OpOverload) -> bool:
     """Of matrices, whose kernels on all devices have the result made by the code that makes it for
     tensors without memory (PyTorch calls them structured)?"""
     return operator_name(operator) in _PRODUCTS
-
-
-def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call on fake tensors.
-
-    Gradients that nobody wants (`output_mask`) are None, as kernels return them; some shape rules
-    make them all the same. The shape rule of grouped matrix products insists on what CUDA kernels
-    need (bfloat16), which kernels of other devices do not: their result is described here. So are
-    storages that are copied as a whole, of which shape rules make the elements that are seen.
-    """
-    rule = facts_of(operator).shape_rule
-    if rule is ShapeRule.GROUPED_PRODUCT:
-        return _grouped_product(operator, args, kwargs)
-    result = operator(*args, **kwargs)
-    if rule is ShapeRule.STORAGE_AS_LARGE:
-        return _on_storage_as_large(result, args[0])
-    if "output_mask" not in argument_names(operator):
-        return result
-    pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
-    return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
-
-
-def _grouped_product(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    named = {**dict(zip(argument_names(operator), args, strict=False)), **kwargs}
-    offsets: Any = named.get("offs")
-    left, right = named["self"], named["mat2"]
-    rows, columns = left.shape[-2], right.shape[-1]
-    shape: tuple[int, ...] = (rows, columns)
-    if left.ndim == right.ndim == 2:
-        shape = (offsets.shape[0], rows, columns)
-    elif left.ndim == right.ndim == 3:
-        shape = (left.shape[0], rows, columns)
-    dtype = named.get("out_dtype") or left.dtype
-    return torch.empty(shape, dtype=dtype, device=left.device)
-
-
-def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
-    """`made`, in a storage as large as that of `argument`; of one that repeats elements, which
-    gets other strides, the elements are copied."""
-    elements = argument.untyped_storage().nbytes() // made.itemsize
-    if made.stride() != argument.stride():
-        return made
-    storage = torch.empty(elements, dtype=made.dtype, device=made.device)
-    return storage.as_strided(made.shape, made.stride(), made.storage_offset())
-
-
-_Layout = tuple[tuple[int, ...], torch.dtype]
-"""Strides and dtype of a tensor."""
-
-
-class Layouts:
-    """Strides and dtypes of real results, where those of PyTorch's shape rules may be wrong.
-
-    The rules of many backward operators ignore that kernels follow the strides of transposed
-    arguments, and those of views and of elementwise operators give other strides to dimensions of
-    size 1, from which kernels guess the memory format; what the capture records after them (a
-    copy or a view) would then differ from eager, and so would workspaces. Those of normalizations
-    give wrong dtypes to statistics where parameters are more precise than what is normalized, as
-    under autocast. So a view is made once more by the real code, on tensors without memory, and
-    another call with an argument that does not have the strides of a new tensor, or with arguments
-    of different precision, runs once for real, on zeros, one call at a time.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[_Layout, ...]] = {}
-
-    def corrected(
-        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> Any:
-        """`result` of a fake call with the strides and dtypes that the real call gives."""
-        given = tensors((args, kwargs))
-        made = tensors(result)
-        if any(t.layout is not torch.strided for t in made):
-            return result
-        if facts_of(operator).shape_rule is ShapeRule.OF_A_RUN:
-            return result
-        storages = {t.untyped_storage()._cdata for t in given}
-        shared = {t.untyped_storage()._cdata in storages for t in made}
-        if len(shared) != 1:
-            return result
-        (is_view,) = shared
-        if is_view and written(operator, args, kwargs):
-            return result
-        if not is_view and not _may_differ(args, kwargs):
-            return result
-        known = self._layouts(operator, args, kwargs, is_view)
-        if len(known) != len(made):
-            return result
-        layouts = iter(known)
-
-        def correct(leaf: torch.Tensor) -> torch.Tensor:
-            stride, dtype = next(layouts)
-            if len(stride) != leaf.ndim or (stride, dtype) == (leaf.stride(), leaf.dtype):
-                return leaf
-            if is_view:
-                return leaf.as_strided(leaf.shape, stride, leaf.storage_offset())
-            return torch.empty_strided(leaf.shape, stride, dtype=dtype, device=leaf.device)
-
-        return pytree.tree_map_only(torch.Tensor, correct, result)
-
-    def _layouts(
-        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
-    ) -> tuple[_Layout, ...]:
-        def described(leaf: Any) -> object:
-            if isinstance(leaf, torch.Tensor):
-                return (tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device))
-            return (type(leaf).__name__, repr(leaf))
-
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
-        if key not in self._known:
-            self._known[key] = _real_layouts(operator, args, kwargs, is_view)
-        return self._known[key]
-
-
-def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for a call on floating-point tensors and masks of which one does not have the strides of
-    a new tensor, or which are of different precision."""
-    given = tensors((args, kwargs))
-    dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
-    plain = all(dtype.is_floating_point for dtype in dtypes)
-    as_new = all(t.stride() == make_contiguous_strides_for(t.shape) for t in given)
-    return plain and (len(dtypes) > 1 or not as_new)
-
-
-def _real_layouts(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
-) -> tuple[_Layout, ...]:
-    """Of the tensors that the real call returns; none if it refuses zeros. What it draws is given
-    back to the generators."""
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        device = "meta" if is_view else tensor.device
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return made.zero_()
-
-    generators = _generators(args, kwargs) if is_random(operator, args, kwargs) else []
-    with _disable_current_modes(), torch.no_grad():
-        states = [generator.get_state() for generator in generators]
-        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        try:
-            result = operator(*real_args, **real_kwargs)
-        except CALL_ERRORS:
-            return ()
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-        return tuple((t.stride(), t.dtype) for t in tensors(result))
-
-
-def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """Those that a call may draw from."""
-    devices = {t.device for t in tensors((args, kwargs)) if t.device.type == "cuda"}
-    of_devices = [torch.cuda.default_generators[device.index] for device in devices]
-    given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]
-    return [torch.default_generator, *of_devices, *given]

@@ -2,7 +2,8 @@
 
 A new operator, or a new PyTorch, is a diff of these rows. A row is found by the full name of an
 operator ('aten.add.Tensor'), by that of all its overloads ('aten.copy_'), or by the name that it
-has in any library ('*.set_'); operators that take functions have names without a library ('cond').
+has in any library ('*.set_'); 'c10d.*' is about a whole library; operators that take functions have
+names without one ('cond').
 `facts.facts_of` adds what the schema says. Text only: torch is not needed to read the rows.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+
+from rockplan.graph_builder.operators.effects import Effect
 
 OPAQUE = "rockplan_opaque"
 """The library of operators that stand for functions given to `rockplan.opaque`."""
@@ -62,7 +65,7 @@ class OperatorFacts:
     the operator alone, faster than its overload. flops_like: the operator whose formula counts its
     operations. repeats_heads: of keys and values, where queries have more. matrix_product: what
     selective checkpoints keep. casts: to another dtype or device, and nothing else. composite: what
-    it calls is recorded in its place.
+    it calls is recorded in its place. effect: what it does beside all that.
     """
 
     name: str
@@ -96,6 +99,7 @@ class OperatorFacts:
     matrix_product: bool = False
     casts: bool = False
     composite: bool = False
+    effect: Effect = Effect.NONE
 
     def __str__(self) -> str:
         """The name, then a line for each fact."""
@@ -145,6 +149,7 @@ SHOWN_BY = {
     "matrix_product": "test_operator_facts.test_matrix_products",
     "casts": "test_operator_facts.test_casts",
     "composite": "test_operator_facts.test_what_is_composite_is_not_recorded",
+    "effect": "test_effects.test_effects_of_operators",
 }
 """Fact -> the test that goes through the rows which state it."""
 
@@ -168,6 +173,12 @@ _BOTH = (
 _LOOP = "write a Python loop, of as many steps for each call"
 _EXCHANGES = "exchanges the storage of a tensor, which a plan cannot follow"
 _NEW_TENSOR = "create a new tensor instead"
+_IN_PLACE_ON_PROCESSES = "exchanges data between processes in place, where a plan cannot follow it"
+_SYMMETRIC = "exchanges data between processes by memory that they share"
+_FUNCTIONAL = (
+    "use the functional form (torch.distributed._functional_collectives, or DTensor), or plan the "
+    "blocks beside it with rockplan.solve_blocks"
+)
 _STATISTICS = ("running_mean", "running_var")
 
 ROWS: tuple[OperatorFacts, ...] = (
@@ -197,6 +208,16 @@ ROWS: tuple[OperatorFacts, ...] = (
     OperatorFacts(
         "while_loop", called="torch.while_loop", refused_because=HIGHER_ORDER, instead=_LOOP
     ),
+    # What exchanges data between processes, in place; and by operators that return what they get,
+    # each call of which is followed by one that waits.
+    OperatorFacts("c10d.*", refused_because=_IN_PLACE_ON_PROCESSES, instead=_FUNCTIONAL),
+    OperatorFacts("symm_mem.*", refused_because=_SYMMETRIC, instead=_FUNCTIONAL),
+    OperatorFacts("_c10d_functional.*", effect=Effect.COMMUNICATES),
+    OperatorFacts("_c10d_functional.wait_tensor", writes=("tensor",), effect=Effect.WAITS),
+    OperatorFacts("_c10d_functional_autograd.*", effect=Effect.COMMUNICATES),
+    OperatorFacts("c10d_functional.*", effect=Effect.COMMUNICATES),
+    OperatorFacts("c10d_functional.wait_tensor", writes=("self",), effect=Effect.WAITS),
+    OperatorFacts("_dtensor.shard_dim_alltoall", effect=Effect.COMMUNICATES),
     # These tell Python of values.
     OperatorFacts("aten._local_scalar_dense.default", tells_python=True),
     OperatorFacts("aten.allclose.default", tells_python=True),

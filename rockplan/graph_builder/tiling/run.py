@@ -75,14 +75,14 @@ class RecordedRun:
         """True if the call may run at any time, on what nobody writes to."""
         recorded = self.capture.calls[position]
         touched = self.storages((*recorded.reads, *self.made_by(position)))
-        return not (recorded.random or recorded.writes or touched & self.written)
+        return recorded.is_repeatable and not (recorded.writes or touched & self.written)
 
     def _live(self) -> tuple[int, ...]:
         needed, live = set(self.roots), []
         for position in range(len(self.capture.calls) - 1, -1, -1):
             recorded = self.capture.calls[position]
             touched = self.storages((*self.made_by(position), *recorded.writes))
-            has_effect = recorded.random or bool(recorded.writes)
+            has_effect = not recorded.is_repeatable or bool(recorded.writes)
             if not self.is_view(position) and (has_effect or touched & needed):
                 needed |= self.storages(recorded.reads)
                 live.append(position)

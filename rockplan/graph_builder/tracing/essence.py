@@ -52,7 +52,7 @@ class _Essence:
             return None
         call = recorded.call
         reads = {*recorded.reads, *recorded.writes}
-        if not recorded.random and reads <= self._known.keys():
+        if recorded.is_repeatable and reads <= self._known.keys():
             self._known.update(evaluate.run([call], self._known))
             return None
         written = {self._recorder.values[v].storage for v in recorded.writes}

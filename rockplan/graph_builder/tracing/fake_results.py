@@ -1,7 +1,7 @@
 """Results of calls on fake tensors, each distinct call worked out once.
 
 takes: an operator and its arguments, fake tensors. returns: fake tensors, with the strides and
-dtypes of the real call (`operators.Layouts`). guarantees: what `FakeTensorMode` would return: new
+dtypes of the real call (`operators.layouts`). guarantees: what `FakeTensorMode` would return: new
 tensors, views of the arguments, and arguments themselves stay what they are.
 
 A network calls the same operators on the same shapes again and again; the shape rules take 20
@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.graph_builder.costs.specs import spanned
-from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators import facts, layouts
 
 # By the functions of the base classes, as in `tensor_spec`: what a fake tensor is asked for itself
 # goes through Python while it is recorded, each step of a property once.
@@ -75,7 +75,7 @@ class Results:
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
-        self._layouts = facts.Layouts()
+        self._layouts = layouts.Layouts()
         self._known: dict[Hashable, _Recipe | None] = {}
 
     def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ class Results:
             return self._follow(recipe, given)
         recipe = None if key is None or kwargs else _worked_out(operator, args, given)
         if recipe is None:
-            result = facts.fake_result(operator, args, kwargs)
+            result = layouts.fake_result(operator, args, kwargs)
         else:
             result = self._follow(recipe, given)
         if recipe is None or facts.is_pointwise(operator):

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.tracing.fake_results import Results, fake_device
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
@@ -73,6 +74,16 @@ class RecordedCall:
     random: bool
     module: str
     source: str
+
+    @property
+    def effect(self) -> Effect:
+        """What it does beside its results and draws."""
+        return facts.facts_of(self.call.op).effect
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Does it do the same whenever it runs, and nothing else?"""
+        return not (self.random or self.effect)
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:

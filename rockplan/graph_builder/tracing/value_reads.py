@@ -118,7 +118,7 @@ class ValueReader:
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         kept = {v for v in leaves if recorder.values[v].storage not in changed}
-        if any(c.random for c in calls) or not leaves <= constants.keys() & kept:
+        if not leaves <= constants.keys() & kept or not all(c.is_repeatable for c in calls):
             return None
         return evaluate.run([c.call for c in calls], constants)[value]
 
@@ -143,12 +143,12 @@ class ValueReader:
         self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
     ) -> list[str] | None:
         """Names of what among `leaves` is not the same in every call, and cannot be compared before
-        it; None: nothing is, nor is anything drawn."""
+        it; None: nothing is, nor is anything drawn, or got from outside."""
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
         unknown = leaves - (known & (self._integer_inputs | constants.keys()))
-        if not unknown and not any(c.random for c in calls):
+        if not unknown and all(c.is_repeatable for c in calls):
             return None
         return [self._names[v] for v in sorted(unknown) if v in self._names]
 
@@ -222,7 +222,8 @@ class ValueReader:
         for recorded in recorder.calls:
             read = set(recorded.reads)
             storages = {recorder.values[v].storage for v in (*read, *recorded.writes)}
-            if recorded.random or not read <= available or storages & poisoned:
+            is_known = recorded.is_repeatable and read <= available
+            if not is_known or storages & poisoned:
                 poisoned |= {recorder.values[v].storage for v in recorded.writes}
                 continue
             computable.append(recorded.call)
@@ -307,13 +308,21 @@ def _value_read_error(
     if function:
         remedy = _REMEDIES.get(function, OUTSIDE)
     remedy += _plain_table(names)
+    what = _of_outside(calls) or what
     if any(c.random for c in calls):
-        what = "a random draw"
         remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
     if _is_called_by(_DISTRIBUTIONS):
         remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
     remedy = f"{remedy}{further}{of_function()}{of_experts()}"
     return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
+
+
+def _of_outside(calls: Sequence[RecordedCall]) -> str:
+    """What of `calls` nobody knows before the call, if there is any."""
+    if any(c.random for c in calls):
+        return "a random draw"
+    acting = next((c.call.op for c in calls if c.effect), "")
+    return f"what {acting} returns, which is not called before the step" if acting else ""
 
 
 def _shape_error(
@@ -330,8 +339,7 @@ def _shape_error(
     else:
         remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
     what = f"the values of {_listed(names)}" if names else "the values of its input"
-    if any(c.random for c in calls):
-        what = "a random draw"
+    what = _of_outside(calls) or what
     remedy = f"{remedy}{_plain_table(names)}{of_function()}{of_experts()}"
     return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
 
