@@ -102,7 +102,7 @@ def predecessors(graph: CDGraph) -> list[set[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _ByteEffect:
     """Bytes that a node needs and leaves, above what is alive before it, workspace apart."""
 
     rise: int
@@ -131,14 +131,14 @@ class _Liveness:
         for d in node.reads:
             self._left[d] += 1
 
-    def effect(self, node: ComputeNode) -> _Change:
+    def effect(self, node: ComputeNode) -> _ByteEffect:
         """Of running `node` now."""
         dying = [d for d in node.reads if self._left[d] == 1]
         made = self._made[node.index]
         unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
         taken = (b for data, b in self._takes[node.index] if all(d in dying for d in data))
         freed = unread + sum(self._sizes[d] for d in dying)
-        return _Change(rise=made - next(taken, 0), net=made - freed)
+        return _ByteEffect(rise=made - next(taken, 0), net=made - freed)
 
 
 def _place(
