@@ -172,7 +172,7 @@ def outline(graph: CDGraph) -> CDGraph:
             n,
             calls=(),
             recalls=(),
-            takes=tuple(replace(t, call=None) for t in n.takes),
+            takes=tuple(t.outline for t in n.takes),
             source=PurePath(n.source).name,
         )
         for n in graph.nodes
@@ -207,7 +207,7 @@ def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
         nodes=tuple(
             replace(
                 n,
-                takes=tuple(t for t in n.takes if replace(t, call=None) in p.takes),
+                takes=tuple(t for t in n.takes if t.outline in p.takes),
                 time_ns=p.time_ns,
                 workspace_bytes=p.workspace_bytes,
             )

@@ -193,12 +193,19 @@ class Takeover:
     """Results that are written where operands die, all of them or none.
 
     operands: storages that the node reads; results: for each of them, the one that the node makes
-    there; call: of the node's calls the first, which does so. None in an outline.
+    there; call: of the node's calls the first, which does so. None in an outline. more_bytes: what
+    it needs beyond the node's workspace, which counts for every execution of the node (`price`).
     """
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
     call: Call | None = None
+    more_bytes: int = 0
+
+    @property
+    def outline(self) -> Takeover:
+        """What a document keeps of it."""
+        return Takeover(self.operands, self.results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
     """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
 
     A node of several calls takes the sum of their times; its workspace is found by replaying
-    them, intermediate results freed at once. Where an operator turned out to return (a view of)
+    them, intermediate results freed at once, with what writing over operands needs beyond it. Where an operator turned out to return (a view of)
     what it was given, nothing takes over its result. keys: of `graph`, where they are known.
     Raises PlanFormatError if a cost is missing.
     """
@@ -191,18 +191,20 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
                 sizes[made] = max(sizes.get(made, 0), size_bytes)
     distinct = sizes.keys()
     data = tuple(replace(d, size_bytes=sizes.get(d.index, d.size_bytes)) for d in graph.data)
-    nodes = tuple(
-        replace(
-            node,
-            takes=tuple(t for t in node.takes if distinct >= {*t.operands}),
-            time_ns=times[node.index],
-            workspace_bytes=max(
-                0, peaks[node.index] - sum(data[d].size_bytes for d in node.writes)
-            ),
+    nodes = []
+    for node in graph.nodes:
+        takes = tuple(t for t in node.takes if distinct >= {*t.operands})
+        own_bytes = max(0, peaks[node.index] - sum(data[d].size_bytes for d in node.writes))
+        more_bytes = max((t.more_bytes for t in takes), default=0)
+        nodes.append(
+            replace(
+                node,
+                takes=takes,
+                time_ns=times[node.index],
+                workspace_bytes=own_bytes + more_bytes,
+            )
         )
-        for node in graph.nodes
-    )
-    return replace(graph, data=data, nodes=nodes)
+    return replace(graph, data=data, nodes=tuple(nodes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@ takes: a lowered CDGraph. returns: the same graph, whose nodes say what their ke
 (`ComputeNode.takes`), with the kernels that do so beside the others. guarantees: of `reinplace`;
 what is taken over is as large as the result, and its elements are read by nothing that writes
 others; each such kernel is compiled, computes what the other computes bit for bit, and needs no
-more memory beside that (`kernels.made`).
+more memory beside that, or slightly more (`kernels.made`).
 
 A node has one way at most, that which writes the most. Fewer results where not all of its operands
 die would be another kernel to compile, and make no plan smaller (docs/experiments.md).
 
-Inductor does not look whether what it writes over is read elsewhere in the same loop, which is
-asked here (`_aligned`). It copies at the end, or, where that needs a tensor more, as soon as can
+Inductor does not look in C++ whether what it writes over is read elsewhere in the same loop, which
+is asked here (`_aligned`). It copies at the end, or, where that needs a tensor more, as soon as can
 be: then what is computed from a result reads the copy. A softmax writes its exponentials over the
-scores, and the result over these.
+scores, and the result over these. What is copied keeps its shape, and the operand is looked at in
+it: for Triton Inductor makes one loop only of those that look the same.
 """
 
 from __future__ import annotations
@@ -61,19 +62,22 @@ _Step = tuple[Sequence[Call], Mapping[int, int]]
 """Calls in order, and what is written then: values -> operands."""
 
 
+Way = tuple[str, Over]
+"""The operator of a kernel, and what it writes over what."""
+
+
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
     """`graph` with what its kernels may take over. Compiles what is not compiled yet."""
-    known = {kernel.op: KnownKernel(kernel) for kernel in graph.kernels}
-    ways = ways_of(graph, known)
-    written: Counter[tuple[str, Over]] = Counter()
-    for (op, over), of_nodes in ways.items():
-        written[op, over] = sum(graph.data[d].size_bytes for _, t in of_nodes for d in t.operands)
-    wanted = {way: known[way[0]] for way, _ in written.most_common(MOST)}
-    made = _made({way: one.at_the_end(way[1]) for way, one in wanted.items()})
-    others = {way: one.at_once(way[1]) for way, one in wanted.items() if way not in made}
-    made |= _made({way: kernel for way, kernel in others.items() if kernel is not None})
+    ways, found = tried(graph)
+    made = {way: kernel for way, kernel in found.items() if isinstance(kernel, Kernel)}
     takes = {
-        index: (replace(takeover, call=replace(takeover.call, op=kernel.op)),)
+        index: (
+            replace(
+                takeover,
+                call=replace(takeover.call, op=kernel.op),
+                more_bytes=kernels.more_bytes_of(kernel),
+            ),
+        )
         for way, kernel in made.items()
         for index, takeover in ways[way]
         if takeover.call is not None
@@ -82,11 +86,25 @@ def with_kernels_in_place(graph: CDGraph) -> CDGraph:
     return replace(graph, nodes=nodes, kernels=(*graph.kernels, *made.values()))
 
 
-def _made(
-    wanted: Mapping[tuple[str, Over], Kernel],
-) -> dict[tuple[str, Over], Kernel]:
+def tried(
+    graph: CDGraph,
+) -> tuple[Mapping[Way, Sequence[tuple[int, Takeover]]], Mapping[Way, Kernel | str]]:
+    """All ways, with the nodes that may go them; of those that write most the kernel that does so,
+    or why there is none."""
+    known = {kernel.op: KnownKernel(kernel) for kernel in graph.kernels}
+    ways = ways_of(graph, known)
+    written: Counter[Way] = Counter()
+    for way, of_nodes in ways.items():
+        written[way] = sum(graph.data[d].size_bytes for _, t in of_nodes for d in t.operands)
+    wanted = {way: known[way[0]] for way, _ in written.most_common(MOST)}
+    found = _made({way: one.at_the_end(way[1]) for way, one in wanted.items()})
+    others = {way: wanted[way].at_once(way[1]) for way, k in found.items() if isinstance(k, str)}
+    return ways, found | _made({way: kernel for way, kernel in others.items() if kernel})
+
+
+def _made(wanted: Mapping[Way, Kernel]) -> dict[Way, Kernel | str]:
     failed = kernels.made(wanted.values())
-    return {way: kernel for way, kernel in wanted.items() if kernel.op not in failed}
+    return {way: failed.get(kernel.op, kernel) for way, kernel in wanted.items()}
 
 
 # -- of a graph --------------------------------------------------------------------------------
@@ -94,11 +112,11 @@ def _made(
 
 def ways_of(
     graph: CDGraph, known: Mapping[str, KnownKernel]
-) -> dict[tuple[str, Over], list[tuple[int, Takeover]]]:
+) -> dict[Way, list[tuple[int, Takeover]]]:
     """Kernels, and what is written over what -> the nodes that may do so, with what they take."""
     seen = seen_by_others(graph)
     last = {d: node.index for node in graph.nodes for d in node.reads}
-    ways: dict[tuple[str, Over], list[tuple[int, Takeover]]] = {}
+    ways: dict[Way, list[tuple[int, Takeover]]] = {}
     for node in graph.nodes:
         if len(node.calls) != 1 or node.calls != node.recalls or node.calls[0].op not in known:
             continue
@@ -318,14 +336,11 @@ class _Writing:
         return self._names.get(value, value)
 
     def _write(self, value: int, operand: int) -> None:
-        shape, target = self._looks[value].shape, self._looks[operand].shape
+        shape, over = self._looks[value].shape, ValueRef(operand)
+        if shape != self._looks[operand].shape:
+            over = self._call("aten.view.default", (over, tuple(shape)))
         given = ValueRef(self._name(value))
-        if shape != target:
-            given = self._call("aten.view.default", (given, tuple(target)))
-        written = self._call("aten.copy_.default", (ValueRef(operand), given))
-        if shape != target:
-            written = self._call("aten.view.default", (written, tuple(shape)))
-        self._names[value] = written.index
+        self._names[value] = self._call("aten.copy_.default", (over, given)).index
 
     def _call(self, op: str, args: tuple[object, ...]) -> ValueRef:
         self._calls.append(Call(op, args, (), (self._next,)))

@@ -9,7 +9,8 @@ The operator serves those that measure calls or look at schemas. On another devi
 calls the function itself (`codegen.load`), in a third of the time.
 
 A kernel that writes over operands is tried beside the one that does not: it has to compute the same
-bits, and to need no more memory. Else there is none, which says nothing of the other.
+bits, and to need no more memory, or slightly more. Else there is none, which says nothing of the
+other.
 
 On CPU the function looks at indices first, and raises IndexError as eager does: where several
 threads run the kernel of an index out of range, Inductor's own check ends the process.
@@ -44,6 +45,12 @@ _functions: dict[str, Function] = {}
 _refused: dict[str, str] = {}
 """Of kernels that were to write over operands, why not."""
 
+_more_bytes: dict[str, int] = {}
+"""Of those that do, what they need beyond those that do not."""
+
+SLIGHT = 64
+"""How much smaller that is at least than what is written over: sums of rows, say."""
+
 
 def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     """Compile what is not compiled yet, and make operators of all that could be: name of the
@@ -64,10 +71,11 @@ def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
             failed[op] = str(function)
             continue
         runs = function if look is None else functools.partial(_looked_at, look, function)
-        reason = _why_not_in_place(kernel, runs) if kernel.over else None
-        if reason is not None:
-            failed[op] = _refused[op] = reason
+        more_bytes = _tried_in_place(kernel, runs) if kernel.over else 0
+        if isinstance(more_bytes, str):
+            failed[op] = _refused[op] = more_bytes
             continue
+        _more_bytes[op] = more_bytes
         _functions[op] = runs
         _define(kernel)
     return failed
@@ -158,16 +166,21 @@ def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
 # -- in place ----------------------------------------------------------------------------------
 
 
-def _why_not_in_place(kernel: Kernel, function: Function) -> str | None:
-    """Why a kernel that writes over operands cannot stand for the one that does not, if so: it
-    computes other bits of made-up inputs, or needs more memory."""
+def more_bytes_of(kernel: Kernel) -> int:
+    """What it needs beyond the one that writes over nothing, if it was made."""
+    return _more_bytes[kernel.op]
+
+
+def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
+    """What a kernel that writes over operands needs beyond the one that does not; or why it cannot
+    stand for that: it computes other bits of made-up inputs, or needs much more memory."""
     plain = _functions.get(kernel.plain)
     if plain is None:
         return "what it stands for cannot be compiled"
     with inductor.below_autograd():
         inputs = _made_up(kernel)
-        expected, plain_bytes = _run(kernel, plain, inputs)
-        results, own_bytes = _run(kernel, function, inputs)
+        expected, plain_bytes = measured(kernel, plain, inputs)
+        results, own_bytes = measured(kernel, function, inputs)
     if not all(map(_same_bits, results, expected)):
         return "it computes other bits"
     device_type = torch.device(kernel.device).type
@@ -175,14 +188,16 @@ def _why_not_in_place(kernel: Kernel, function: Function) -> str | None:
         allocated_bytes(expected[place].untyped_storage().nbytes(), device_type)
         for place, _ in kernel.over
     )
-    return _too_much_memory(own_bytes + written_bytes - plain_bytes)
+    more_bytes = max(0, own_bytes + written_bytes - plain_bytes)
+    return _too_much_memory(more_bytes, written_bytes) or more_bytes
 
 
-def _too_much_memory(more_bytes: int) -> str | None:
-    return f"it needs {more_bytes} bytes more" if more_bytes > 0 else None
+def _too_much_memory(more_bytes: int, written_bytes: int) -> str | None:
+    is_slight = more_bytes * SLIGHT <= written_bytes
+    return None if is_slight else f"it needs {more_bytes} bytes more, to write {written_bytes}"
 
 
-def _run(
+def measured(
     kernel: Kernel, function: Function, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], int]:
     """Results, and the most bytes that are allocated for them and on the way."""
