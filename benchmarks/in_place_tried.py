@@ -40,9 +40,7 @@ CASES: dict[str, tuple[Callable[[], Case], torch.dtype]] = {
         torch.bfloat16,
     ),
     "gpt2, attention written out": (
-        partial(
-            models.gpt2, 2, 768, 12, vocabulary=50257, batch=4, length=1024, attention="eager"
-        ),
+        partial(models.gpt2, 2, 768, 12, vocabulary=50257, batch=4, length=1024, attention="eager"),
         torch.float32,
     ),
     "bert": (
@@ -75,8 +73,8 @@ def rows(name: str, device: str) -> Iterator[str]:
         of = " + ".join(graph.data[d].name for d in takeover.operands)
         yield f"| | {kernel} over {of} | {len(nodes)} | {mebibytes(written_bytes)} | {said} |"
     spare = max((_spare(kernel) for kernel in graph.kernels if not kernel.over), default=(0, 0, ""))
-    more = f"{mebibytes(spare[1])} MiB, of {spare[2]}"
-    yield f"| | most workspace beyond its largest result: {mebibytes(spare[0])} MiB ({more}) | | | |"
+    beyond, whole = mebibytes(spare[0]), mebibytes(spare[1])
+    yield f"| | workspace, most beyond the largest result: {spare[2]} | | {beyond} of {whole} | |"
 
 
 def _spare(kernel: Kernel) -> tuple[int, int, str]:

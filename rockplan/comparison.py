@@ -157,9 +157,9 @@ def compare(
                 steps[name] = run
                 rows[name] = _row(name, module, peak_bytes, state, expected)
         report("timing")
-        times = interleaved_seconds(steps, rounds)
+        times = interleaved_seconds(steps, rounds, device=device_of(model))
     timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]
-    return Comparison(tuple(timed), machine(), rounds)
+    return Comparison(tuple(timed), machine(device_of(model)), rounds)
 
 
 def measured_series(comparison: Comparison) -> tuple[Series, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -10,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 
-def machine() -> str:
-    """One line that says where a figure was measured."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+def machine(device: torch.device | str | None = None) -> str:
+    """One line that says where a figure was measured, on CUDA where there is one unless `device`
+    says otherwise."""
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return (
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), "
         f"torch {torch.__version__}, Python {platform.python_version()}"
@@ -21,10 +23,19 @@ def machine() -> str:
 
 
 def interleaved_seconds(
-    steps: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
+    steps: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 2,
+    *,
+    device: torch.device | str | None = None,
 ) -> dict[str, list[float]]:
-    """Times of each step, one of each per round: user CPU time, or CUDA time by events."""
-    clock = _cuda_seconds if torch.cuda.is_available() else _cpu_seconds
+    """Times of each step, one of each per round: user CPU time, or CUDA time by events.
+
+    device: on which the steps compute; by default that which is current, if there is one."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    clock = functools.partial(_cuda_seconds, device) if device.type == "cuda" else _cpu_seconds
     for _ in range(warmup):
         for step in steps.values():
             step()
@@ -41,15 +52,17 @@ def _cpu_seconds(step: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def _cuda_seconds(step: Callable[[], object]) -> float:
-    start, end = (
-        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(2)
-    )
-    torch.cuda.synchronize()
-    start.record()
+def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
+    with torch.cuda.device(device):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        torch.cuda.synchronize()
+        start.record()
     step()
-    end.record()
+    with torch.cuda.device(device):
+        end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 

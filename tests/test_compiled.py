@@ -5,7 +5,9 @@ Few and tiny kernels, each of which a C++ compiler takes a second for.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from rockplan.graph_builder.fusion.fuse import proposed
 from rockplan.options import Options
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef
 from tests.kernels import LossOf, distance, gradients, mean_square, run
+from tests.planning import set_times
 
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)
 
@@ -202,6 +205,40 @@ def test_another_process_compiles_nothing(compilers: Path) -> None:
     )
     made, hits = ended.stdout.split()
     assert made == hits != "0"
+
+
+_DIGESTS = """
+import hashlib, sys, pytest, torch
+from torch._inductor import config
+from tests.planning import set_times
+from tests.test_compiled import digests
+with pytest.MonkeyPatch.context() as patch:
+    set_times(patch)
+    patch.setattr(config, "max_autotune", True)
+    print(digests())
+"""
+
+
+def digests() -> str:
+    """Of a plan of a small module, and of its gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4))
+    case = Case("mlp", model, (torch.randn(256, 16),), {}, mean_square)
+    planned = solved(case, "min")
+    found = b"".join(g.numpy().tobytes() for g in gradients(case, planned))
+    text = rockplan.code_of(planned) + rockplan.plan_of(planned).graph_digest
+    return hashlib.sha256(text.encode() + found).hexdigest()
+
+
+def test_the_same_plan_in_another_process_with_an_empty_cache(
+    compilers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the settings of that process; bits of gradients included, where times are given."""
+    set_times(monkeypatch)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _DIGESTS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.split()[-1] == digests()
 
 
 def test_the_command_line(compilers: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from benchmarks.random_networks import network
 from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder.fusion import inductor, kernels
+from rockplan.graph_builder.fusion import kinds as kinds_of_kernels
 from rockplan.graph_builder.fusion.dataflow import dataflow_of
 from rockplan.graph_builder.fusion.fuse import Proposal, fused, proposed
 from rockplan.graph_builder.fusion.parts import PartKind, parts_of
@@ -32,7 +33,7 @@ from rockplan.graph_builder.fusion.stored import COMPUTED
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
-from rockplan.values.graph import Kernel, Phase, is_kernel, producers
+from rockplan.values.graph import Kernel, Phase, TensorSpec, is_kernel, producers
 from tests.kernels import distance, gradients, interpret, mean_square, run, stack
 
 TABLE = inductor.decompositions()
@@ -518,14 +519,26 @@ def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
 def test_what_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan is that without kernels, and each kind is named once."""
+    """The plan is that without kernels, and each kind is named once. The compiler does work."""
     case = stack(3)
-    asked = interpret(monkeypatch, fails=lambda kernel: True)
+    asked = interpret(monkeypatch, fails=lambda kernel: len(kernel.calls) > 1)
     plan = rockplan.plan(case.model, case.args, "70%", options=COMPILED)
+    asked = asked[:-1]
     plain = rockplan.plan(case.model, case.args, "70%", options=Options(cache=False))
     assert plan.graph_digest == plain.graph_digest and plan.compiled == ""
     said = "cannot be compiled (a test says so); its operators run one by one"
     assert caplog.text.count(said) == len(set(asked)) > 1
+
+
+@pytest.mark.parametrize("make", [stack, lambda: gpt2(attention="eager")])
+def test_a_compiler_that_makes_nothing_is_missing(
+    make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason, as eager operators would not be what was asked for."""
+    case = make()
+    interpret(monkeypatch, fails=lambda kernel: True)
+    with pytest.raises(MissingLibrary, match="compiles nothing here: a test says so.*leave"):
+        rockplan.plan(case.model, case.args, "min", sample_kwargs=case.kwargs, options=COMPILED)
 
 
 def test_some_that_cannot_be_compiled_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1000,6 +1013,58 @@ def test_a_compiler_that_is_interrupted_leaves_the_module(monkeypatch: pytest.Mo
     after = case.model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert type(case.model.layers) is nn.ModuleList and case.model.training
+
+
+CALLERS: dict[str, Any] = {
+    "max_autotune": True,
+    "max_autotune_pointwise": True,
+    "coordinate_descent_tuning": True,
+    "cpp_wrapper": True,
+    "deterministic": False,
+    "unroll_reductions_threshold": 64,
+    "max_fusion_size": 2,
+    "use_fast_math": True,
+    "size_asserts": True,
+    "triton.cooperative_reductions": True,
+    "triton.multi_kernel": 1,
+    "cpp.simdlen": 1,
+}
+"""What someone may have set for code of their own."""
+
+
+def test_kernels_are_made_as_ever_whatever_the_caller_has_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import compile_fx, config
+
+    seen: list[dict[str, Any]] = []
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        seen.append({**config.save_config_portable(), "of torch": is_deterministic})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "_functions", {})  # as in a process that has compiled nothing
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", stopped)
+    for settings in ({}, CALLERS):
+        torch.use_deterministic_algorithms(bool(settings))
+        with config.patch(settings), pytest.raises(KeyboardInterrupt):
+            fused(recorded(stack(1)), keeps_roundings=False)
+        assert torch.are_deterministic_algorithms_enabled() == bool(settings)
+        torch.use_deterministic_algorithms(False)
+    assert seen[0] == seen[1] and seen[0]["deterministic"] and not seen[0]["size_asserts"]
+
+
+def test_what_the_caller_has_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, whose kernels ask; on CPU none does, and the kinds are fewer."""
+    proposal = proposed(recorded(stack(1)), False, TABLE, frozenset())
+    assert all(spec.offset == 0 for one in proposal.fused for spec in one.kernel.inputs)
+    spec = TensorSpec((4,), (1,), 0, "torch.float32", "cuda:0")
+    looks = [
+        (kinds_of_kernels._as_input(replace(spec, offset=offset), is_given).offset)
+        for offset, is_given in ((0, False), (4, False), (6, False), (0, True), (4, True))
+    ]
+    assert looks == [0, 0, 2, 1, 1]
 
 
 def test_what_nothing_needs_is_not_computed() -> None:

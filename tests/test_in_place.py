@@ -232,6 +232,39 @@ def test_a_kernel_that_cannot_be_in_place_stays_as_it_is(monkeypatch: pytest.Mon
     assert of(case) == none and kernels._refused == refused
 
 
+def test_what_is_needed_slightly_more_counts_as_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all executions of the node; what is more than that is refused."""
+    case = stack(2)
+    asked = interpret(monkeypatch)
+    found = {}
+    for share in (1 / 64, 1 / 63):
+        monkeypatch.setattr(kernels, "_refused", {})
+        monkeypatch.setattr(kernels, "measured", _needing(share))
+        kernels._functions.clear()
+        found[share] = rockplan.plan(case.model, case.args, "100%", options=COMPILED).graph
+    assert asked and not written(found[1 / 63])
+    taking = [n for n in found[1 / 64].nodes if n.takes and is_kernel(n.calls[0].op)]
+    assert taking and all(t.more_bytes > 0 for n in taking for t in n.takes)
+    for node in taking:
+        before = found[1 / 63].nodes[node.index]
+        (takeover,) = node.takes
+        assert node.workspace_bytes == before.workspace_bytes + takeover.more_bytes
+
+
+def _needing(share: float) -> Callable[..., Any]:
+    """Measured memory: in place so much of what is written more."""
+
+    def measured(kernel: Kernel, function: Any, inputs: Any) -> tuple[list[torch.Tensor], int]:
+        given = [t.clone() for t in inputs]
+        results = function(given)
+        places = {t.data_ptr() for t in given}
+        sizes = [t.untyped_storage().nbytes() for t in results]
+        over = sum(n for t, n in zip(results, sizes, strict=True) if t.data_ptr() in places)
+        return results, sum(sizes) - over + int(share * over)
+
+    return measured
+
+
 def test_so_many_kernels_are_compiled_once_more(
     interpreted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from rockplan.graph_builder.costs.call_time import (
 from rockplan.graph_builder.costs.estimate import estimate, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.costs.specs import distinct_bytes
+from rockplan.graph_builder.fusion.settings import FINGERPRINT
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.values.garbage_collection import paused_collection
@@ -153,9 +154,13 @@ def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile
 
 
 def profile_key(graph: CDGraph) -> str:
-    """Names what measured costs depend on besides the call: device, torch, threads."""
+    """Names what measured costs depend on besides the call: device, torch, threads; what was
+    measured, and how kernels are made."""
     here = profile_of("measured", device_of(graph), {})
-    return f"{here.device}, torch {here.torch_version}, {here.threads} threads"
+    key = f"{here.device}, torch {here.torch_version}, {here.threads} threads"
+    if torch.device(device_of(graph)).type == "cuda":
+        key += ", host or device"
+    return f"{key}, kernels {FINGERPRINT}" if graph.kernels else key
 
 
 def _device_name(device: str) -> str:
@@ -173,8 +178,9 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
     """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
 
     A node of several calls takes the sum of their times; its workspace is found by replaying
-    them, intermediate results freed at once, with what writing over operands needs beyond it. Where an operator turned out to return (a view of)
-    what it was given, nothing takes over its result. keys: of `graph`, where they are known.
+    them, intermediate results freed at once, with what writing over operands needs beyond it. Where
+    an operator turned out to return (a view of) what it was given, nothing takes over its result.
+    keys: of `graph`, where they are known.
     Raises PlanFormatError if a cost is missing.
     """
     costs = dict(profile.costs)

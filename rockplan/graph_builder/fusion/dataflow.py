@@ -53,6 +53,10 @@ class Dataflow:
     def storage(self, value: int) -> int:
         return self.parts.values[value].storage
 
+    def is_given(self, storage: int) -> bool:
+        """Does the caller have it?"""
+        return storage not in self.made and storage not in self.whole
+
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
         """What a kernel that computes `storages` reads, if `stored` are there."""
         wanted = list(storages)

@@ -28,8 +28,8 @@ _LOGGER = logging.getLogger("rockplan")
 
 def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     """`capture` with kernels, compiled here. What does not compile stays as it is, which a line on
-    the logger says. Raises MissingLibrary without a compiler, InvalidInput for a device that has
-    none, or whose compiler keeps no roundings."""
+    the logger says. Raises MissingLibrary without a compiler, or with one that makes nothing;
+    InvalidInput for a device that has none, or whose compiler keeps no roundings."""
     report("choosing kernels")
     device_type = device_type_of(capture)
     inductor.check_compiler(device_type)
@@ -44,6 +44,8 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
         failed = kernels.made({f.kernel.op: f.kernel for f in proposal.fused}.values())
         if not failed:
             return proposal.rewritten() if proposal.fused else capture
+        if len(failed) == len({one.kernel.op for one in proposal.fused}):
+            kernels.check_compiler(proposal.fused[0].kernel.device, next(iter(failed.values())))
         for one in proposal.fused:
             if one.kernel.op not in failed:
                 continue

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput, MissingLibrary
+from rockplan.graph_builder.fusion import settings
 from rockplan.graph_builder.operators import facts
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef
 from rockplan.values.progress import report
@@ -36,6 +37,14 @@ Waits = list[Callable[[], None]]
 """What is to be called before a function is."""
 
 STAGE = "compiling kernels"
+
+NEEDS = {
+    "cpu": "a C++ compiler that works (g++, or what CXX names)",
+    "cuda": "a C compiler (gcc, or what CC names), the headers of Python (Debian, Ubuntu: apt "
+    "install python3-dev) and the driver's libcuda.so.1 (in the folder that TRITON_LIBCUDA_PATH "
+    "names, if not where libraries lie)",
+}
+"""Of the system, to compile anything."""
 
 _COMPILING = threading.RLock()
 """One thread at a time: a method of Inductor's is replaced."""
@@ -144,21 +153,19 @@ def _begun(kernel: Kernel) -> Function:
         inputs = [tensor_of(spec) for spec in kernel.inputs]
     graph = _graph(kernel, inputs)
     context = tracing(TracingContext(fakes))
-    with config.patch(_settings(kernel)), context, fakes:
+    patch = config.patch(settings.settings_for(kernel.keeps_roundings))
+    with settings.without_deterministic_algorithms(), patch, context, fakes:
         made = compile_fx.compile_fx_inner(
-            graph, inputs, cudagraphs=BoxedBool(False), is_inference=True
+            graph,
+            inputs,
+            # Each lies as aligned as it does here (`kinds`): no call has to ask, and to copy it.
+            static_input_idxs=range(len(inputs)),
+            cudagraphs=BoxedBool(False),
+            is_inference=True,
         )
     # Without the frame of `CompiledFxGraph.__call__`, where there is one.
     function: Function = getattr(made, "current_callable", None) or made
     return function
-
-
-def _settings(kernel: Kernel) -> dict[str, bool]:
-    """Of Inductor, whatever the caller's are."""
-    from torch._inductor import config
-
-    off = [name for name in ("graph_partition", "triton.cudagraphs") if hasattr(config, name)]
-    return {"emulate_precision_casts": kernel.keeps_roundings} | dict.fromkeys(off, False)
 
 
 def tensor_of(spec: TensorSpec, fill: bool = False) -> torch.Tensor:

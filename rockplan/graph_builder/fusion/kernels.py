@@ -26,14 +26,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rockplan.errors import CaptureError
+from rockplan.errors import CaptureError, MissingLibrary
+from rockplan.graph_builder.costs.execution import FUNCTIONS
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.graph_builder.costs.specs import allocated_bytes, dtype_of
 from rockplan.graph_builder.fusion import inductor
 from rockplan.graph_builder.fusion.groups import MOST_READ
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.values.graph import NAMESPACE, Kernel, ValueRef, refs
+from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, ValueRef, refs
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -107,6 +108,20 @@ def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
     return {kernel.op: _functions[kernel.op] for kernel in wanted}
 
 
+def check_compiler(device: str, reason: str) -> None:
+    """Raises MissingLibrary where no kernel can be compiled, not even one of one operator. reason:
+    why one of a model cannot."""
+    row = TensorSpec((8,), (1,), 0, "torch.float32", device)
+    square = Call("aten.mul.Tensor", (ValueRef(0), ValueRef(0)), (), (1,))
+    device_type = torch.device(device).type
+    name = f"{NAMESPACE}.square_{device_type}.default"
+    if made([Kernel(name, (row,), (square,), (1,), (row,), device)]):
+        raise MissingLibrary(
+            f"Options(compile=True) compiles nothing here: {reason.rstrip('.')}. On {device_type} "
+            f"it needs {inductor.NEEDS[device_type]}; or leave compile=True out"
+        )
+
+
 def _define(kernel: Kernel) -> None:
     if kernel.op in _known or kernel.over:
         return  # what writes over operands is in no graph that is captured or measured
@@ -116,6 +131,7 @@ def _define(kernel: Kernel) -> None:
     _LIBRARY.define(f"{kernel.name}({arguments}) -> {returns}")
     _LIBRARY.impl(kernel.name, _implementation(kernel), "CompositeExplicitAutograd")
     _known[kernel.op] = kernel
+    FUNCTIONS[kernel.op] = lambda arguments: _functions[kernel.op](arguments)
 
 
 def _implementation(kernel: Kernel) -> Callable[..., Any]:

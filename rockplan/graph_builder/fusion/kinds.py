@@ -19,7 +19,7 @@ from rockplan.graph_builder.fusion.parts import PartKind, renamed, words
 from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec
 
 _ALIGNED_BYTES = 16
-"""Compilers ask whether the first element lies at a multiple of this."""
+"""Triton asks whether the first element lies at a multiple of this."""
 
 _NAMED = 4
 """Operators in the name of a kernel."""
@@ -60,7 +60,7 @@ def fused_group(
             local.setdefault(made, len(local))
     calls = tuple(_without(renamed(part.call, local.__getitem__), len(inputs)) for part in parts)
     values = flow.parts.values
-    specs = tuple(_as_input(values[v].spec) for v in inputs)
+    specs = tuple(_as_input(values[v].spec, flow.is_given(flow.storage(v))) for v in inputs)
     kernel = Kernel(
         "",
         specs,
@@ -138,10 +138,13 @@ class _Building:
         return 0
 
 
-def _as_input(spec: TensorSpec) -> TensorSpec:
-    """`spec`, of whose place in its storage only the alignment is left."""
-    item_bytes = dtype_of(spec).itemsize
-    return replace(spec, offset=spec.offset % max(_ALIGNED_BYTES // item_bytes, 1))
+def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
+    """`spec`, of whose place in its storage only the alignment is left, where a device asks for it.
+
+    is_given: the caller has it. That of the next call may lie anywhere: the kernel takes none for
+    granted, where it would have to ask each time, and to copy what lies otherwise."""
+    elements = _ALIGNED_BYTES // dtype_of(spec).itemsize if spec.device != "cpu" else 1
+    return replace(spec, offset=1 % elements if is_given else spec.offset % elements)
 
 
 def _name(kernel: Kernel, operators: Iterable[str]) -> str:
