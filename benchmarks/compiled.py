@@ -36,7 +36,7 @@ from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds, mebibytes, where
 from rockplan.checkpointing.wrap import per_block, sharing_copy
 from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 

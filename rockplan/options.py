@@ -69,9 +69,10 @@ class Options:
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
     `rockplan.oracles.constraints`).
-    without: names of stages of the search that do not run (`rockplan.search.pipeline`), for
-    experiments: what each is worth is in benchmarks/results/ablation.md. A search with fewer
-    stages has a smallest budget of its own.
+    without: names of stages of the search (`rockplan.search.pipeline`) and of passes that make the
+    graph (`rockplan.graph_builder.pipeline`) that do not run, for experiments: what each stage is
+    worth is in benchmarks/results/ablation.md. A search with fewer stages has a smallest budget of
+    its own.
     on_refused: of `solve_blocks`, what happens where a block cannot be planned: 'error' raises what
     says why, 'leave' leaves it as it is and says so.
     compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,

@@ -127,6 +127,7 @@ def is_plan_file(source: str, for_model: bool) -> bool:
         return False
     if for_model:
         raise InvalidInput(
-            "--budget, --code, --compile and --kernels are for a MODEL, not for a plan file"
+            "--budget, --code, --compile, --kernels, --passes and --tile are for a MODEL, not for "
+            "a plan file"
         )
     return True

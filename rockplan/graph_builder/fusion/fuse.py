@@ -17,7 +17,6 @@ from rockplan.graph_builder.fusion.kinds import Fused, fused_group
 from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of
 from rockplan.graph_builder.fusion.stored import stored
 from rockplan.graph_builder.lowering import gradient_sums
-from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
 from rockplan.values.graph import Call, ValueRef, refs
@@ -38,9 +37,8 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     table = inductor.decompositions()
     opaque: set[int] = set()
     said: set[str] = set()
-    changed = with_versions(capture, everywhere=True)
     while True:
-        proposal = proposed(changed, keeps_roundings, table, frozenset(opaque))
+        proposal = proposed(capture, keeps_roundings, table, frozenset(opaque))
         failed = kernels.made({f.kernel.op: f.kernel for f in proposal.fused}.values())
         if not failed:
             return proposal.rewritten() if proposal.fused else capture
@@ -50,7 +48,7 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
             if one.kernel.op not in failed:
                 continue
             if one.kernel.op not in said:
-                _say(changed, one, failed[one.kernel.op])
+                _say(capture, one, failed[one.kernel.op])
                 said.add(one.kernel.op)
             opaque.update(one.owners)
 

@@ -49,6 +49,7 @@ from rockplan.graph_builder.tracing.repeated_calls import (
     refuse_fresh_constants,
     written_constants,
 )
+from rockplan.graph_builder.tracing.run_text import run_text
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
 from rockplan.graph_builder.tracing.stored_state import (
     Tables,
@@ -118,6 +119,10 @@ class Capture:
     copies: tuple[tuple[int, int], ...] = ()
     kernels: tuple[Kernel, ...] = ()
     tiles: Tiles = NO_TILES
+
+    def __str__(self) -> str:
+        """A Python-like line a call."""
+        return run_text(self)
 
 
 def capture(
