@@ -19,7 +19,7 @@ from rockplan.graph_builder.fusion.stored import stored
 from rockplan.graph_builder.lowering import gradient_sums
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
-from rockplan.values.graph import Call, ValueRef, refs
+from rockplan.values.graph import Call, Phase, ValueRef, refs
 from rockplan.values.progress import report
 
 _LOGGER = logging.getLogger("rockplan")
@@ -151,10 +151,12 @@ class _KernelRun:
             if gradient is not None:
                 self._derive(gradient)
         named = {one.kernel.op: one.kernel for one in self._proposal.fused}
+        # Views of results are derived last, whatever phase makes these.
+        calls = sorted(self._calls, key=lambda c: c.phase is Phase.BACKWARD)
         return replace(
             recorded,
             values=flow.parts.values,
-            calls=tuple(self._calls),
+            calls=tuple(calls),
             kernels=tuple(named.values()),
         )
 

@@ -171,13 +171,21 @@ class _TiledRun:
         """Positions of a phase, and whether they are views: without those of what is there in
         parts only, and what nothing needs."""
         live = frozenset(self._run.live)
+        made = range(len(self._recorded.calls))
+        dead = self._run.storages(
+            v
+            for p in made
+            if p not in live and not self._run.is_view(p)
+            for v in self._run.made_by(p)
+        )
+        without = self._in_parts | dead
         for position, recorded in enumerate(self._recorded.calls):
             if recorded.phase is not phase:
                 continue
             is_view = self._run.is_view(position)
             if not is_view and position in live:
                 yield position, False
-            elif is_view and not self._run.storages(recorded.reads) & self._in_parts:
+            elif is_view and not self._run.storages(recorded.reads) & without:
                 yield position, True
 
     # -- one call --------------------------------------------------------------------------
