@@ -13,7 +13,7 @@ import torch
 from benchmarks.models import Case
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.values.graph import CDGraph, Kernel
 

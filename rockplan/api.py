@@ -31,7 +31,7 @@ from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.lower import Lowered
-from rockplan.graph_builder.pipeline import NotTiled, lower
+from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.options import DEFAULT_OPTIONS, Options
@@ -397,7 +397,7 @@ def _in_parts(
     """The call with its head in parts; where that cannot be, a line on the logger says why."""
     try:
         return CapturedCall(lower(run, state_bytes, options), hooked)
-    except NotTiled as reason:
+    except HeadStaysWhole as reason:
         _LOGGER.warning("nothing is tiled: %s", reason)
         return None
 

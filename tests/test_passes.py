@@ -123,7 +123,7 @@ def test_the_plan_says_what_passes_did(lowered: Lowered) -> None:
 
 
 def test_a_head_that_cannot_be_in_parts_says_why() -> None:
-    with pytest.raises(pipeline.NotTiled, match="no matrix product"):
+    with pytest.raises(pipeline.HeadStaysWhole, match="no matrix product"):
         pipeline.lower(
             capture(nn.Tanh(), (torch.ones(4, requires_grad=True),), {}), 0, Options(tile=2)
         )

@@ -39,7 +39,7 @@ CHECKED: ContextVar[bool] = ContextVar("rockplan checked passes", default=False)
 """Whether what every pass leaves is held against the tables of rules: on in tests."""
 
 
-class NotTiled(Exception):
+class HeadStaysWhole(Exception):
     """Says why no head of the run can be in parts."""
 
 
@@ -53,12 +53,12 @@ def functionalize(run: Capture, options: Options) -> Capture:
 
 
 def tile(run: Capture, options: Options) -> Capture:
-    """Write the head of the model and its loss once for each part of its rows. Raises NotTiled."""
+    """Write the head of the model and its loss once for each part of its rows. Raises HeadStaysWhole."""
     if not options.tile:
         return run
     made = tiled(run, None if options.tile is True else options.tile)
     if isinstance(made, str):
-        raise NotTiled(made)
+        raise HeadStaysWhole(made)
     return made
 
 
@@ -120,7 +120,7 @@ NAMES = _named(*RUN_PASSES, *GRAPH_PASSES)
 def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS) -> Lowered:
     """The graph of a recorded run, after all passes.
 
-    rng_state_bytes: size of one saved generator state on the device. Raises NotTiled where
+    rng_state_bytes: size of one saved generator state on the device. Raises HeadStaysWhole where
     `options.tile` finds no head, InvalidInput for options that do not fit the run, UnsupportedModel
     for what no graph can say.
     """
