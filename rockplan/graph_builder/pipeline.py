@@ -53,7 +53,9 @@ def functionalize(run: Capture, options: Options) -> Capture:
 
 
 def tile(run: Capture, options: Options) -> Capture:
-    """Write the head of the model and its loss once for each part of its rows. Raises HeadStaysWhole."""
+    """Write the head of the model and its loss once for each part of its rows.
+
+    Raises HeadStaysWhole."""
     if not options.tile:
         return run
     made = tiled(run, None if options.tile is True else options.tile)

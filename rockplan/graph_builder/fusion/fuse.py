@@ -152,11 +152,11 @@ class _KernelRun:
                 self._derive(gradient)
         named = {one.kernel.op: one.kernel for one in self._proposal.fused}
         # Views of results are derived last, whatever phase makes these.
-        calls = sorted(self._calls, key=lambda c: c.phase is Phase.BACKWARD)
+        in_phases = sorted(self._calls, key=lambda call: call.phase is Phase.BACKWARD)
         return replace(
             recorded,
             values=flow.parts.values,
-            calls=tuple(calls),
+            calls=tuple(in_phases),
             kernels=tuple(named.values()),
         )
 
