@@ -382,7 +382,7 @@ def captured_call(
     forward = planned_modules.original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
     with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        run = capture(module, args, kwargs, forward, incoming)
+        run = capture(module, args, kwargs, forward, incoming, options.only_loss)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))

@@ -192,6 +192,10 @@ class BackwardError(RockplanError, RuntimeError):
     """The backward pass was asked for something the plan does not hold."""
 
 
+class ResultNotMade(RockplanError, RuntimeError):
+    """A leaf of a result was read that a plan with `Options(only_loss=True)` does not make."""
+
+
 class PlanFormatError(RockplanError, ValueError):
     """A stored plan, profile or cache entry cannot be read: damaged, foreign or another version."""
 

@@ -46,6 +46,11 @@ class Options:
     released: leaves of the result, by position, that the caller lets go before backward, such as
     logits where the loss is all that is used: their memory is free then. What the caller holds all
     the same comes on top of the predicted peak. A leaf that backward starts from is always held.
+    only_loss: of the result of a planned call the caller uses the loss alone, as trainers do: what
+    the result calls `loss`, or its only scalar that requires a gradient, or what `differentiated`
+    names. Other scalars are there, too. Larger leaves that the call would compute (logits) are
+    not made: a tensor without memory stands for each, which may be cast, moved and detached, and
+    raises ResultNotMade where it is read. Evaluation (eval mode, no_grad) returns all.
     time_limit_s: how long to plan at most, after the model is captured and measured; the best plan
     so far is returned, and its status says that time was short. The search counts its effort and
     mostly ends long before: the clock is a last stop. Of what is left when they begin, the
@@ -97,6 +102,7 @@ class Options:
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
     released: tuple[int, ...] = ()
+    only_loss: bool = False
     on_infeasible: Literal["error", "smallest", "original"] = "error"
     without: Sequence[str] = ()
     on_refused: Literal["error", "leave"] = "error"
@@ -115,6 +121,8 @@ class Options:
             positions = _positions("differentiated", self.differentiated)
             object.__setattr__(self, "differentiated", positions)
         object.__setattr__(self, "released", _positions("released", self.released))
+        if type(self.only_loss) is not bool:
+            raise InvalidInput(f"only_loss is {self.only_loss!r}; choose False or True")
         if self.compile not in (False, True, "near"):
             raise InvalidInput(f"compile is {self.compile!r}; choose False, True or 'near'")
         if type(self.tile) is not bool and not (type(self.tile) is int and self.tile >= 2):

@@ -17,6 +17,7 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
+    OnlyLoss,
     Sizes,
     Tile,
     TimeLimit,
@@ -79,13 +80,16 @@ def solve(
     near: Near = False,
     size: Sizes = None,
     tile: Tile = False,
+    only_loss: OnlyLoss = False,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
         _check_save("--save", save, budget or [])
         _check_save("--export", export, budget or [])
         subject = make_subject(model)
-        options = planning_options(no_cache, time_limit, check, compiled, near, size, tile)
+        options = planning_options(
+            no_cache, time_limit, check, compiled, near, size, tile, only_loss
+        )
         with under_autocast(subject, autocast):
             if size:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
