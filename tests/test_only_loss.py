@@ -30,8 +30,7 @@ from rockplan.cli.main import app
 from rockplan.errors import BackwardError, InvalidInput, PlanMismatch, ResultNotMade
 from rockplan.options import Options
 from tests.kernels import interpret
-from tests.test_integrations import Tokens, make_gpt2
-from tests.training import QUICK, assert_same_state
+from tests.training import QUICK, Tokens, assert_same_state, make_gpt2
 
 OPTIONS = replace(QUICK, only_loss=True, cache=False)
 V, D = 128, 16

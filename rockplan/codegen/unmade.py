@@ -34,7 +34,7 @@ class UnmadeResult(torch.Tensor):
     """Stands for a leaf of a result. It requires no gradient."""
 
     _of: Unmade
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, of: Unmade, dtype: torch.dtype, device: torch.device) -> UnmadeResult:
