@@ -25,7 +25,7 @@ from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.graph_builder.tracing import host_random
 from rockplan.graph_builder.tracing.writes import copied_on_write
 from rockplan.python_state import trees
-from rockplan.python_state.gradients import gradients_aside
+from rockplan.python_state.gradients import gradients_aside, unsharded_gradients_aside
 from rockplan.python_state.memory import Content, content_of, is_copyable, put_back
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
@@ -73,6 +73,7 @@ def untouched(
         stack.enter_context(snapshot.restored())
         stack.enter_context(draws_restored())
         stack.enter_context(gradients_aside(tensors))
+        stack.enter_context(unsharded_gradients_aside(model))
         stack.enter_context(hooks_aside(tensors))
         versioned = tuple(t for t in tensors if not t.is_inference())
         stack.enter_context(_unsafe_preserve_version_counter(versioned))

@@ -112,6 +112,26 @@ def prepared(model: Any) -> Any:
     return found
 
 
+def check_without_sync(mesh: DeviceMesh) -> None:
+    """What is planned between steps that keep their gradients to themselves leaves none, and those
+    that are there as they are."""
+    eager, ours = (sharded(Stack().train(), mesh) for _ in range(2))
+    for module in (eager, ours):
+        module.set_requires_gradient_sync(False)
+    planned(ours, "min")
+    for synchronized in (False, False, True):
+        for module in (eager, ours):
+            module.set_requires_gradient_sync(synchronized)
+            torch.manual_seed(dist.get_rank())
+            module(own_batch())["loss"].backward()
+        if not synchronized:  # planned again, where gradients wait
+            ours.set_requires_gradient_sync(False)
+            planned(rockplan.restore_blocks(ours), "min")
+    for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None, name
+        assert torch.equal(_local(p.grad), _local(q.grad)), f"without sync: {name}"
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -122,6 +142,7 @@ def main() -> None:
         compare("kept", lambda model: sharded(model, mesh, reshard_after_forward=False))
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         compare("bfloat16", lambda model: sharded(model, mesh, mp_policy=half), plans=2)
+        check_without_sync(mesh)
         compare("DistributedDataParallel", DistributedDataParallel)
         compare("accelerate", prepared)
         check_tensor_parallel(mesh)

@@ -173,9 +173,9 @@ _BOTH = (
 _LOOP = "write a Python loop, of as many steps for each call"
 _EXCHANGES = "exchanges the storage of a tensor, which a plan cannot follow"
 _NEW_TENSOR = "create a new tensor instead"
-_IN_PLACE_ON_PROCESSES = "exchanges data between processes in place, where a plan cannot follow it"
+IN_PLACE_ON_PROCESSES = "exchanges data between processes in place, where a plan cannot follow it"
 _SYMMETRIC = "exchanges data between processes by memory that they share"
-_FUNCTIONAL = (
+FUNCTIONAL = (
     "use the functional form (torch.distributed._functional_collectives, or DTensor), or plan the "
     "blocks beside it with rockplan.solve_blocks"
 )
@@ -210,8 +210,8 @@ ROWS: tuple[OperatorFacts, ...] = (
     ),
     # What exchanges data between processes, in place; and by operators that return what they get,
     # each call of which is followed by one that waits.
-    OperatorFacts("c10d.*", refused_because=_IN_PLACE_ON_PROCESSES, instead=_FUNCTIONAL),
-    OperatorFacts("symm_mem.*", refused_because=_SYMMETRIC, instead=_FUNCTIONAL),
+    OperatorFacts("c10d.*", refused_because=IN_PLACE_ON_PROCESSES, instead=FUNCTIONAL),
+    OperatorFacts("symm_mem.*", refused_because=_SYMMETRIC, instead=FUNCTIONAL),
     OperatorFacts("_c10d_functional.*", effect=Effect.COMMUNICATES),
     OperatorFacts("_c10d_functional.wait_tensor", writes=("tensor",), effect=Effect.WAITS),
     OperatorFacts("_c10d_functional_autograd.*", effect=Effect.COMMUNICATES),

@@ -323,6 +323,9 @@ _CHECKPOINTED = (
     "recorded: it calls its function directly"
 )
 _TOLD = "tells Python the values of a whole tensor, and calls no operator for it"
+_OBJECTS = (
+    "collectives of objects pickle them into memory that they make, before they exchange that"
+)
 _ADDRESS = "fake tensors have no memory, and what is done with that of others is not seen"
 
 
@@ -414,6 +417,7 @@ PATCHES: tuple[Patch, ...] = (
         _refusing("nested tensor"),
         "PyTorch fails to make them (of jagged layout) of fake tensors before it calls an operator",
     ),
+    Patch("torch", "_object_to_tensor", _refusing("objects between processes"), _OBJECTS),
     # Of 446 operators of PyTorch's own database and those of its modules, these.
     Patch(torch, "affine_grid_generator", _refusing_autocast("affine_grid_generator"), _BY_KERNEL),
     Patch(torch, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),

@@ -30,7 +30,12 @@ from rockplan.errors import (
     UnsupportedModel,
     ValueDependentControlFlow,
 )
-from rockplan.graph_builder.operators.rows import OF_UNKNOWN_SIZES, PAD
+from rockplan.graph_builder.operators.rows import (
+    FUNCTIONAL,
+    IN_PLACE_ON_PROCESSES,
+    OF_UNKNOWN_SIZES,
+    PAD,
+)
 from rockplan.graph_builder.operators.rows import ROWS as OPERATORS
 from rockplan.values.interface import foreign_hooks, is_foreign
 
@@ -352,6 +357,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward registers a hook on a tensor, which would not run in a planned step",
         "use a custom autograd.Function, or hook the parameters",
         "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
+    ),
+    Refusal(
+        "objects between processes",
+        When.FORWARD,
+        f"the forward {IN_PLACE_ON_PROCESSES}",
+        FUNCTIONAL,
+        "test_distributed.test_forwards_that_exchange_data",
     ),
     Refusal(
         "nested tensor",

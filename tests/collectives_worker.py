@@ -1,0 +1,186 @@
+"""Run by torchrun on two processes: forwards that exchange data, planned for other budgets on each,
+beside the original. Exits with an error where they differ."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rockplan
+from tests.training import QUICK, assert_equal_trees, assert_same_state, generator_states
+
+
+class Exchanges(TorchDispatchMode):
+    """Collectives in order. (Who waits for them sees eager execution's tensors alone.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        library, name = func._schema.name.split("::")
+        if library == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def statistics(x: torch.Tensor) -> torch.Tensor:
+    """Of all processes, as batch normalization over processes has them."""
+    mean = functional.all_reduce(x.detach().mean(0), "avg", dist.group.WORLD)
+    return torch.sin(x - mean)
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """The result of one collective is that of the next, with gradients."""
+    whole = functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    return functional.reduce_scatter_tensor_autograd(torch.tanh(whole), "sum", 0, dist.group.WORLD)
+
+
+def exchanged(x: torch.Tensor) -> torch.Tensor:
+    """As experts of fixed capacity are called."""
+    half = x.shape[0] // 2
+    sizes = [half, x.shape[0] - half] if dist.get_world_size() == 2 else None
+    return functional.all_to_all_single_autograd(torch.sigmoid(x), sizes, sizes, dist.group.WORLD)
+
+
+def several(x: torch.Tensor) -> torch.Tensor:
+    """Waited for together, one of them in vain."""
+    parts = [x.detach().mean(0), x.detach().amax(0)]
+    first, second = functional.all_reduce_coalesced(parts, "sum", dist.group.WORLD)
+    functional.broadcast(second * 2, 0, dist.group.WORLD)
+    return x * first.sigmoid() + second
+
+
+class Counted(nn.Module):
+    """Divides by a number of tokens that is exchanged, an integer made of integers."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        count = functional.all_reduce((labels != 0).sum(), "sum", dist.group.WORLD)
+        return x.sum(0) / count
+
+
+class Net(nn.Module):
+    def __init__(self, exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.exchange, self.counted = exchange, Counted()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.exchange(nn.functional.dropout(layer(x), 0.1)) + x
+        return self.counted(x.pow(2), labels).mean()
+
+
+def sample() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    labels = torch.randint(0, 3, (32,), generator=generator)
+    return torch.randn(32, 16, generator=generator), labels
+
+
+def step(module: nn.Module) -> tuple[torch.Tensor, list[str]]:
+    torch.manual_seed(7)
+    module.zero_grad()
+    with Exchanges() as exchanges:
+        loss = module(*sample())
+        loss.backward()
+    return loss.detach(), exchanges.calls
+
+
+def compare(exchange: Callable[[torch.Tensor], torch.Tensor], budgets: tuple[str, str]) -> None:
+    eager = Net(exchange).train()
+    with Exchanges() as exchanges:
+        budget = budgets[dist.get_rank() % 2]
+        planned = rockplan.solve(copy.deepcopy(eager), sample(), budget, options=QUICK)
+    what = f"{exchange.__name__} {budget}"
+    assert exchanges.calls == [], f"{what}: planning exchanges data"
+    assert budget == "100%" or exchange is not statistics or planned.plan.overhead > 0, what
+    for _ in range(2):
+        (expected, calls), states = step(eager), generator_states()
+        found, ours = step(planned)
+        assert ours == calls, f"{what}: {ours}, in eager {calls}"
+        assert_equal_trees((found, generator_states()), (expected, states), what)
+        assert_same_state(planned, eager, what)
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.detach().clone()
+    dist.all_reduce(y)
+    return x + y
+
+
+def into_list(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.detach().contiguous())
+    return x + sum(parts)
+
+
+def sent(x: torch.Tensor) -> torch.Tensor:
+    y, other = torch.empty_like(x), 1 - dist.get_rank()
+    waiting = [dist.isend(x.detach().clone(), other), dist.irecv(y, other)]
+    for one in waiting:
+        assert one is not None
+        one.wait()
+    return x + y
+
+
+def objects(x: torch.Tensor) -> torch.Tensor:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, 3)
+    return x * found[0]
+
+
+class InBackward(torch.autograd.Function):
+    """As Megatron has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def in_backward(x: torch.Tensor) -> torch.Tensor:
+    return InBackward.apply(x)
+
+
+def refused(exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    try:
+        rockplan.solve(Net(exchange), sample(), "min", options=QUICK)
+    except rockplan.UnsupportedModel as error:
+        said = str(error)
+        assert "between processes" in said and "functional form" in said, said
+    else:
+        raise AssertionError(f"{exchange.__name__} is planned")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for exchange in (statistics, gathered, exchanged, several):
+        compare(exchange, ("100%", "min"))
+    compare(statistics, ("90%", "min"))
+    for exchange in (in_place, into_list, sent, objects, in_backward):
+        refused(exchange)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    # Not by Python's own end, see `tests.processes.LEAVE`.
+    os._exit(0)
