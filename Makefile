@@ -19,7 +19,12 @@ WHEELS_FOR ?= 3.12
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64
 WHEELS := "highspy>=1.10,<1.16" graphviz platformdirs liger-kernel
 
-.PHONY: demo test matrix wheels lint clean always
+# With a build of PyTorch for CUDA 13, of 7 GB, for the stand-in; CUDA_VENV=... takes another one.
+CUDA_VENV ?= .venv-cuda
+CUDA_TORCH ?= torch==2.11.0
+STAND_IN := build/stand_in
+
+.PHONY: demo test matrix wheels cuda lint clean always
 
 demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
@@ -42,6 +47,20 @@ wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(WHEELS_FOR) \
 		--implementation cp $(WHEEL_PLATFORMS:%=--platform %) -d build/wheels $(WHEELS)
 
+# What can be verified of CUDA without a device; PARTS="--only tests" takes some of it.
+cuda: $(STAND_IN)/libcuda.so.1
+	$(CUDA_VENV)/bin/python -m benchmarks.stand_in.report $(STAND_IN) $(PARTS)
+
+$(STAND_IN)/libcuda.so.1: $(CUDA_VENV)/ready benchmarks/stand_in/device.c benchmarks/stand_in/build.sh
+	sh benchmarks/stand_in/build.sh $(CUDA_VENV)/lib/python3*/site-packages $(STAND_IN)
+
+$(CUDA_VENV)/ready:
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/pip install --quiet "$(CUDA_TORCH)" "numpy<2.3" "transformers>=5.0,<6" pytest \
+		pytest-timeout hypothesis expecttest
+	$(CUDA_VENV)/bin/pip install --quiet --editable .
+	touch $@
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +74,4 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VERSIONS:%=.venv-%) build dist *.egg-info
+	rm -rf $(VENV) .venv-cuda $(VERSIONS:%=.venv-%) build dist *.egg-info

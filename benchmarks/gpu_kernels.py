@@ -61,17 +61,12 @@ def measured(kernel: Kernel, stands_for: Kernel, device: torch.device) -> Row:
 
 
 def spills() -> Row:
-    """Of the Triton kernels of this process: how many there are, had a choice of configurations,
-    keep registers in memory."""
+    """Of the Triton kernels of this process: how many there are, and keep registers in memory."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     found = [one for one in gc.get_objects() if type(one) is CachingAutotuner]
     spilled = [launcher.n_spills for one in found for launcher in one.launchers]
-    return {
-        "triton": len(found),
-        "tuned": sum(len(one.configs) > 1 for one in found),
-        "spilled": sum(map(bool, spilled)),
-    }
+    return {"triton": len(found), "spilled": sum(map(bool, spilled))}
 
 
 def summary(record: Record, rows: Sequence[Row], seconds: float) -> Row:

@@ -7,9 +7,7 @@ Skipped where there is none. Eager execution must repeat itself: algorithms are 
 from __future__ import annotations
 
 import copy
-import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,31 +20,15 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from benchmarks import stand_in
 from benchmarks.models import CASES, Case, gpt2
-from benchmarks.zoo import FOR_CUDA, tolerance_bytes
+from benchmarks.zoo import tolerance_bytes
 from benchmarks.zoo_cases import loss_of
+from tests.cuda import ON_CUDA, captured, deterministic, large  # noqa: F401
 from tests.orders import planned_in
 from tests.training import generator_states, solve_case, train_side_by_side, twin
 from tests.usage import LookupByCount, classifier, mean_square
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-# Read when cuBLAS and the allocator are first used.
-for name, value in FOR_CUDA.items():
-    os.environ.setdefault(name, value)
-
-
-if stand_in.is_there():
-    stand_in.install()
-
+pytestmark = ON_CUDA
 ON_A_DEVICE = pytest.mark.skipif(stand_in.is_there(), reason="the stand-in has no cuDNN")
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def on_cuda(name: str) -> Case:
@@ -197,18 +179,6 @@ def test_under_autocast_with_scaled_gradients(dtype: torch.dtype) -> None:
         assert torch.equal(expected, found)
 
 
-def large(width: int = 1111, depth: int = 12, batch: int = 1500, dropout: float = 0.1) -> Case:
-    """Blocks of some MiB and no round sizes, which the allocator may leave unsplit."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Dropout(dropout))
-        for _ in range(depth)
-    ]
-    model = nn.Sequential(*layers).cuda()
-    sample = torch.randn(batch, width, device="cuda")
-    return Case("large", model, (sample,), {}, loss_of)
-
-
 @pytest.mark.parametrize("budget", ["min", "40%", "100%"])
 def test_blocks_of_odd_sizes_stay_within_the_budget(budget: str) -> None:
     check(large(), budget)
@@ -299,26 +269,6 @@ def test_a_plan_of_a_file_and_a_copy(tmp_path: Path) -> None:
     planned = rockplan.load(case.model, case.args, path, sample_kwargs=case.kwargs)
     train_side_by_side(case, planned, eager)
     train_side_by_side(case, copy.deepcopy(planned), copy.deepcopy(eager), 1)
-
-
-def captured(case: Case, module: nn.Module) -> list[torch.Tensor]:
-    """Gradients of two replays of a step that a CUDA graph has captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            case.step(module)
-    torch.cuda.current_stream().wait_stream(side)
-    module.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.step(module)
-    torch.manual_seed(5)
-    gradients = []
-    for _ in range(2):
-        graph.replay()
-        gradients += [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    return gradients
 
 
 def test_a_step_in_a_cuda_graph() -> None:

@@ -16,7 +16,6 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
-    OnlyLoss,
     Tile,
     TimeLimit,
     planning_options,
@@ -49,7 +48,6 @@ def compare(
     compiled: Compiled = False,
     near: Near = False,
     tile: Tile = False,
-    only_loss: OnlyLoss = False,
 ) -> None:
     """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
     with ending(as_json), waiting():
@@ -63,12 +61,7 @@ def compare(
                 compile_budgets=compile_budget or (),
                 rounds=rounds,
                 options=planning_options(
-                    no_cache,
-                    time_limit,
-                    compiled=compiled,
-                    near=near,
-                    tile=tile,
-                    only_loss=only_loss,
+                    no_cache, time_limit, compiled=compiled, near=near, tile=tile
                 ),
             )
     print(comparison.to_json() if as_json else display.printable(str(comparison)))
