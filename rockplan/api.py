@@ -36,6 +36,7 @@ from rockplan.graph_builder.lowering.lower import Lowered, lower
 from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
+from rockplan.graph_builder.tracing.source_lines import is_of_torch
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.python_state import key_value_cache
@@ -463,14 +464,10 @@ def _is_of_operators(error: BaseException | None) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or _is_of_torch(last.tb_frame.f_code.co_filename):
+    if last is None or is_of_torch(last.tb_frame.f_code.co_filename):
         return True
     is_raise = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     return type(error) is RuntimeError and not is_raise
-
-
-def _is_of_torch(filename: str) -> bool:
-    return filename.startswith(os.path.dirname(torch.__file__))
 
 
 def _shown() -> AbstractContextManager[object]:

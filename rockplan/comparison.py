@@ -311,7 +311,7 @@ def _state_after(
     run()
     return _StepOutcome(
         tuple(None if p.grad is None else p.grad.clone() for p in model.parameters()),
-        tuple(t.detach().clone() for t in changing),
+        tuple(t.detach().clone() for t in changing if t.layout is torch.strided),
     )
 
 

@@ -1544,3 +1544,96 @@ def test_checkpoints_that_change_nothing_more_are_planned(how: str, is_reentrant
         model.body.eval()
     case = Case(how, model, (torch.randn(16, 8),), {}, lambda y: y.square().mean())
     train_side_by_side(case, solve_case(case, "min"), twin(case), steps=2)
+
+
+ROWS = torch.arange(9)
+"""Of a compressed matrix with one element a row."""
+
+
+def compressed(make: Any, *block: int) -> Callable[[], torch.Tensor]:
+    return lambda: make(ROWS, ROWS[:-1], torch.ones(8, *block), (8, 8))
+
+
+SPARSE: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": lambda: torch.sparse_coo_tensor(ROWS[:-1].expand(2, 8), torch.ones(8), (8, 8)),
+    "csr": compressed(torch.sparse_csr_tensor),
+    "csc": compressed(torch.sparse_csc_tensor),
+    "bsr": compressed(torch.sparse_bsr_tensor, 1, 1),
+    "bsc": compressed(torch.sparse_bsc_tensor, 1, 1),
+    "csr by its layout": lambda: torch.sparse_compressed_tensor(
+        ROWS, ROWS[:-1], torch.ones(8), (8, 8), layout=torch.sparse_csr
+    ),
+    "csr of a dense one": lambda: torch.eye(8).to_sparse_csr(),
+}
+
+
+class Multiplies(nn.Module):
+    """By a sparse matrix: one that it makes, or that it has in a buffer and reads, or does not."""
+
+    def __init__(self, make: Callable[[], torch.Tensor], where: str) -> None:
+        super().__init__()
+        self.linear, self.make, self.where = nn.Linear(8, 8), make, where
+        if where != "made":
+            self.register_buffer("matrix", make(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.linear(x))
+        if self.where == "unread":
+            return y
+        return (self.make() if self.where == "made" else self.matrix) @ y
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("where", ["made", "read"])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_matrices_are_refused_by_their_layout(kind: str, where: str) -> None:
+    model = Multiplies(SPARSE[kind], where)
+    layout = SPARSE[kind]().layout
+    with pytest.raises(rockplan.UnsupportedModel, match=rf"layout {layout}.*use dense") as said:
+        rockplan.solve(model, torch.randn(8, 8), "min")
+    assert f"{__file__}:" in str(said.value)
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "bsr"])
+def test_sparse_buffers_that_nobody_reads_do_not_matter(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Multiplies(SPARSE[kind], "unread"), torch.randn(8, 8)
+    planned: Any = rockplan.solve(model, x, "min", options=rockplan.Options(check=True))
+    assert planned.matrix is model.matrix
+    assert torch.equal(planned(x), model(x))
+    assert len(planned.plans) == 1
+    blocks = nn.Sequential(*(Multiplies(SPARSE[kind], "unread") for _ in range(3)))
+    expected = blocks(x)
+    rockplan.solve_blocks(blocks, x, "100%")
+    assert torch.equal(blocks(x), expected)
+    if kind == "coo":  # modules with others cannot be copied
+        assert "equal bit for bit" in str(rockplan.compare(model, x, ["min"]))
+
+
+_OF_A_LIBRARY = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x)
+        if h.sum() > 0:
+            h = -h
+        return h
+"""
+
+
+@pytest.mark.parametrize("rest", ["vision/models.py", "_geometric/nn.py", "diffeq.py", "/nn/x.py"])
+def test_packages_that_are_named_like_pytorch_are_no_part_of_it(rest: str) -> None:
+    """Torchvision lies beside torch: its lines are named, as those of any package."""
+    names: dict[str, Any] = {"__name__": "torch_named"}
+    name = torch.__path__[0] + rest
+    exec(compile(_OF_A_LIBRARY, name, "exec"), names)
+    with pytest.raises(rockplan.ValueDependentControlFlow) as caught:
+        rockplan.solve(names["Model"](), torch.randn(4, 8), "min")
+    is_own = rest.startswith("/")
+    assert (f"{name}:11" in str(caught.value)) is not is_own
+    assert ("function of PyTorch torch_named" in str(caught.value)) is is_own

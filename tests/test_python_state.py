@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
+import sympy.core.random
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,7 +31,7 @@ from benchmarks.python_state_cases import (
     result_case,
     state,
 )
-from rockplan.python_state.holders import kinds_of
+from rockplan.python_state.holders import SLOTS, kinds_of
 
 ANOTHER_SIZE, EVALUATION_FIRST, WITHOUT_GRADIENTS = 2, 3, 4
 """Steps of the training loop, by number (`python_state_cases.STEPS`)."""
@@ -379,3 +381,149 @@ def test_what_a_library_registers_at_an_import_in_the_forward_is_kept(
     assert torch.equal(net.linear.weight.grad, gradient)
     for name in ("lazily_registered", "lazily_registered.functions"):
         del sys.modules[name]
+
+
+# --- Slots, and what libraries keep for themselves ------------------------------------------------
+
+
+class Number:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: Any = 2.0) -> None:
+        Number.scale.__set__(self, scale)  # type: ignore[attr-defined]
+
+
+class ByProperty(Number):
+    """Overrides a slot by what makes something new at each access, and cannot be set."""
+
+    @property
+    def scale(self) -> Any:
+        return [3.0, len("x")][0] * torch.ones(1).item()
+
+
+class ByAttribute(Number):
+    scale = 4.0
+
+
+class BySlot(Number):
+    """Has two slots of one name."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.scale = 5.0
+
+
+class Mangled:
+    __slots__ = ("__held", "empty")
+
+    def __init__(self) -> None:
+        self.__held = 6.0
+
+    @property
+    def scale(self) -> float:
+        return self.__held
+
+
+class Refuses(Number):
+    """Lets nobody set anything by name, as frozen classes do."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+NUMBERS = (Number, ByProperty, ByAttribute, BySlot, Mangled, Refuses)
+
+
+class Scaled(nn.Module):
+    def __init__(self, number: Any) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.linear(x)) * self.number.scale
+        return y
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_slots_are_read_and_written_by_themselves(kind: type) -> None:
+    """Whatever classes that are derived from theirs make of their names."""
+    x, number = torch.randn(3, 4), kind()
+    model = Scaled(number)
+    planned = rockplan.solve(model, x, "min", options=OPTIONS)
+    assert torch.equal(planned(x), model(x))
+    if kind in (Number, BySlot):
+        number.scale = 7.0
+    elif kind is ByAttribute:
+        ByAttribute.scale = 8.0
+    assert torch.equal(planned(x), model(x))
+    ByAttribute.scale = 4.0
+    elements = SLOTS.elements(number)
+    assert len(elements) == (2 if kind is BySlot else 1)
+    SLOTS.write(number, [(key, 9.0) for key, _ in elements])
+    assert [value for _, value in SLOTS.elements(number)] == [9.0] * len(elements)
+    SLOTS.write(number, [])
+    assert SLOTS.elements(number) == []
+
+
+_DRAWING = """
+import random
+import numpy
+
+python, arrays = random.Random(0), numpy.random.default_rng(0)
+
+def is_even(number):
+    '''Tries numbers, as sympy does; what it finds does not depend on which.'''
+    tried = python.randrange(100), int(arrays.integers(100))
+    return all((2 * t + number) % 2 == 0 for t in tried)
+
+def scale():
+    return 1 + python.random()
+"""
+
+
+@pytest.fixture
+def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A library with generators of its own."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "drawing_for_itself.py").write_text(_DRAWING)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("drawing_for_itself")
+    del sys.modules["drawing_for_itself"]
+
+
+@pytest.mark.parametrize("of_a_library", [False, True])
+def test_what_a_library_draws_is_no_draw_of_the_forward_where_it_makes_no_difference(
+    drawing: Any, of_a_library: bool
+) -> None:
+    class Trying(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.linear(x)
+            if of_a_library:
+                import drawing_for_itself  # type: ignore[import-not-found]
+
+                return y * 2 if drawing_for_itself.is_even(x.shape[0]) else y
+            n = sympy.Symbol("n")
+            return y * int(sympy.simplify((n**2 - 1) / (n - 1)).subs(n, x.shape[0]))
+
+    model, x = Trying(None), torch.randn(4, 4)
+    state = drawing.python.getstate(), sympy.core.random.rng.getstate()
+    planned = rockplan.solve(model, x, "min", options=OPTIONS)
+    assert (drawing.python.getstate(), sympy.core.random.rng.getstate()) == state
+    assert torch.equal(planned(x), model(x))
+    assert len(planned.plans) == 1
+
+
+def test_what_a_forward_draws_by_a_library_is_refused(drawing: Any) -> None:
+    class Drawing(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import drawing_for_itself
+
+            return self.linear(x) * drawing_for_itself.scale()  # type: ignore[no-any-return]
+
+    state = drawing.python.getstate()
+    with pytest.raises(rockplan.UnsupportedModel, match="draws from python"):
+        rockplan.solve(Drawing(None), torch.randn(3, 4), "min", options=OPTIONS)
+    assert drawing.python.getstate() == state

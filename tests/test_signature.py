@@ -582,3 +582,108 @@ def test_arguments_without_a_hash(
     for what in (first, second, first):
         both(planned, eager, lambda m, what=what: mean_square(m(SAMPLE, what)).backward(), "part")
     assert len(made) == 1 + others
+
+
+class OfBuffers(nn.Module):
+    """Reads boolean and integer buffers, as vector quantizers do that are filled at first."""
+
+    def __init__(self, read: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.read = read
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("is_filled", torch.tensor(False))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("sizes", torch.tensor([4, 12]))
+        self.register_buffer("mask", torch.arange(16) % 3 == 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.tanh(self.read(self, self.first(x))))
+        return y
+
+
+def counted(module: Any, y: torch.Tensor) -> torch.Tensor:
+    """A warmup, which ends once."""
+    y = y * 2 if module.steps < 100 else y
+    module.steps += 1
+    return y
+
+
+READ_OF_BUFFERS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str, Any]] = {
+    "a flag": (lambda m, y: torch.sin(y) if m.is_filled else y, "is_filled", True),
+    "a number": (lambda m, y: y * int(m.steps), "steps", 3),
+    "a list": (lambda m, y: torch.cat(y.split(m.sizes.tolist(), 1)[::-1], 1), "sizes", [6, 10]),
+    "an array": (lambda m, y: y[:, : m.sizes.numpy()[0]].repeat(1, 4), "sizes", [4, 2]),
+    "a selection": (lambda m, y: y + y[:, m.mask].sum(1, keepdim=True), "mask", [True] * 16),
+    "all of it": (lambda m, y: y.square() if m.mask.all() else y, "mask", [True] * 16),
+    "a count of calls": (counted, "steps", 200),
+}
+
+
+@pytest.mark.parametrize("kind", READ_OF_BUFFERS)
+def test_boolean_and_integer_buffers_that_python_reads(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared at each call, as plain attributes are."""
+    read, name, other = READ_OF_BUFFERS[kind]
+    torch.manual_seed(0)
+    model = OfBuffers(read)
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, SAMPLE, "min")
+
+    def train(module: nn.Module) -> Any:
+        result = module(SAMPLE)
+        mean_square(result).backward()
+        return result
+
+    for step in range(2):
+        both(planned, eager, train, f"{kind}, {step}")
+    assert len(made) == 1
+    for module in (planned, eager):
+        module.get_buffer(name).copy_(torch.tensor(other))
+    for step in range(2, 4):
+        both(planned, eager, train, f"{kind}, {step}")
+    assert len(made) == 2
+
+
+def filled_at_first(module: Any, y: torch.Tensor) -> torch.Tensor:
+    if not module.is_filled:
+        y = y * 2
+        module.is_filled.fill_(True)
+    return y
+
+
+def count_first(module: Any, y: torch.Tensor) -> torch.Tensor:
+    module.steps += 1
+    return y * int(module.steps)
+
+
+def count_last(module: Any, y: torch.Tensor) -> torch.Tensor:
+    y = y * int(module.steps)
+    module.steps += 1
+    return y
+
+
+def of_an_activation(module: Any, y: torch.Tensor) -> torch.Tensor:
+    y = y * int(module.steps)
+    module.steps.copy_((y > 0).sum())
+    return y
+
+
+@pytest.mark.parametrize(
+    "read", [filled_at_first, count_first, count_last, of_an_activation], ids=lambda f: f.__name__
+)
+def test_buffers_that_the_forward_changes_and_python_reads(read: Any) -> None:
+    """Refused, unless the next call reads the same; after the first call a flag stays."""
+    torch.manual_seed(0)
+    model = OfBuffers(read)
+    model.steps.fill_(2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(rockplan.CaptureError, match="the buffer '(is_filled|steps)'"):
+        rockplan.solve(model, SAMPLE, "min")
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in before.items())
+    if read is filled_at_first:  # what the refusal advises
+        model(SAMPLE)
+        eager = copy.deepcopy(model)
+        planned = rockplan.solve(model, SAMPLE, "min")
+        both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "run once")

@@ -34,7 +34,7 @@ from rockplan.codegen.program import PlannedProgram
 from rockplan.python_state import trees
 from rockplan.python_state.answers import answer_of
 from rockplan.python_state.contents import described, is_same
-from rockplan.values.interface import ABSENT, Question
+from rockplan.values.interface import ABSENT, Guard, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,19 @@ class BoundProgram:
             signature_holds(self.signature)
             and self.sharing.holds(self.residents(leaves))
             and not any(map(has_hooks, self.unhooked))
-            and _guards_hold(self.program, leaves)
+            and all(is_same(value, guard.expected) for guard, value in self.read(leaves))
             and self._answers_hold(leaves)
         )
+
+    def read(self, leaves: Sequence[Any]) -> Iterator[tuple[Guard, object]]:
+        """Each value that Python reads in the forward, as it is now."""
+        program, interface = self.program, self.program.interface
+        if interface.guards:
+            buffers = self.tensors[len(interface.parameters) :]
+            for check, guard in zip(
+                program.executable.functions.guards, interface.guards, strict=True
+            ):
+                yield guard, check(leaves, program.constants, buffers)
 
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:
         """True if tensors would say of themselves what they did."""
@@ -100,7 +110,7 @@ class BoundProgram:
         for asked in interface.questions:
             if not self._is_answered(asked, leaves):
                 reasons.append(Difference(f"`{asked.attribute}` of the {asked.role} {asked.key!r}"))
-        return (*reasons, *_read_differences(self.program, leaves))
+        return (*reasons, *_read_differences(self, leaves))
 
 
 _SHARED = (
@@ -109,14 +119,14 @@ _SHARED = (
 )
 
 
-def _read_differences(program: PlannedProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
+def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
     """Of values of tensors that Python reads in the forward."""
-    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
-    for check, guard in checks:
-        value = check(leaves, program.constants)
+    names = dict(enumerate(name for name, _ in bound.program.call.leaves))
+    buffers = [f"the buffer '{name}'" for name, _ in bound.program.interface.buffers]
+    for guard, value in bound.read(leaves):
         if not is_same(value, guard.expected):
-            names = dict(enumerate(name for name, _ in program.call.leaves))
-            of = ", ".join(names[i] for _, i in guard.inputs if i in names)
+            read = [*(names[i] for _, i in guard.inputs if i in names)]
+            of = ", ".join([*read, *(buffers[i] for _, i in guard.buffers)])
             where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
             texts = f": {_short(value)}, planned {_short(guard.expected)}"
             yield Difference(
@@ -130,12 +140,6 @@ def _read_differences(program: PlannedProgram, leaves: Sequence[Any]) -> Iterato
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _guards_hold(program: PlannedProgram, leaves: Sequence[Any]) -> bool:
-    checks = zip(program.executable.functions.guards, program.interface.guards, strict=True)
-    # NaN is what it was, too.
-    return all(is_same(check(leaves, program.constants), guard.expected) for check, guard in checks)
 
 
 def bind(

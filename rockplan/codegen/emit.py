@@ -458,15 +458,16 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Text of `guard_<number>(leaves, constants)`, and its operators."""
+    """Text of `guard_<number>(leaves, constants, buffers)`, and its operators."""
     names = _Names()
 
     def name(value: int) -> str:
         return names.of(value, f"v{value}")
 
-    lines = [f"def guard_{number}(leaves, constants):"]
+    lines = [f"def guard_{number}(leaves, constants, buffers):"]
     lines += [f"{_INDENT}{name(v)} = leaves[{i}]" for v, i in guard.inputs]
     lines += [f"{_INDENT}{name(v)} = constants[{i}]" for v, i in guard.constants]
+    lines += [f"{_INDENT}{name(v)} = buffers[{i}]" for v, i in guard.buffers]
     for call in guard.calls:
         targets = ["_" if r is None else name(r) for r in call.results]
         expression = _expression(call, name, names.operator)

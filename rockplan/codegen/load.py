@@ -33,11 +33,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 @dataclass(frozen=True, slots=True)
 class Functions:
     """forward(frame) -> output tensors; backward[k](frame) -> gradients of slice k;
-    guards[i](leaves, constants) -> the value that must equal `expected` of guard i."""
+    guards[i](leaves, constants, buffers) -> the value that must equal `expected` of guard i."""
 
     forward: SliceFunction
     backward: tuple[SliceFunction, ...]
-    guards: tuple[Callable[[Any, Any], object], ...]
+    guards: tuple[Callable[[Any, Any, Any], object], ...]
 
 
 def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] = ()) -> Functions:

@@ -32,7 +32,7 @@ from torch import nn
 
 from rockplan.python_state import key_value_cache
 from rockplan.python_state.classes import once_for_each_class
-from rockplan.python_state.holders import is_small, slots
+from rockplan.python_state.holders import is_small, slots, slots_held
 
 # Values that do not change. Classes compare by identity, as they should.
 _PLAIN = (
@@ -347,7 +347,8 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
         raise _Unknown
     pairs = list(attributes.items()) if isinstance(attributes, dict) else []
     if named:
-        pairs += [(name, getattr(value, name)) for name in named if hasattr(value, name)]
+        held = slots_held(value)
+        pairs += [(key if isinstance(key, str) else repr(key), inside) for key, inside in held]
     if key_value_cache.is_configuration(type(value)):
         return [(name, v) for name, v in pairs if name != key_value_cache.SWITCH]
     return pairs

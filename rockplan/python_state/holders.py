@@ -65,7 +65,7 @@ def _key(owner: str, key: Any) -> str:
 
 
 def _attribute(owner: str, key: Any) -> str:
-    return f"{owner}.{key}"
+    return f"{owner}.{key if isinstance(key, str) else key.__name__}"
 
 
 def _itself(owner: str, key: Any) -> str:
@@ -150,18 +150,26 @@ def _write_cell(owner: types.CellType, elements: list[Element]) -> None:
         del owner.cell_contents
 
 
-def _slots_held(owner: Any) -> list[Element]:
-    names = slots(_kind(owner))
-    return [(name, getattr(owner, name)) for name in names if hasattr(owner, name)]
+def slots_held(owner: Any) -> list[Element]:
+    """What is in the slots of an object."""
+    held = ((key, _slot(slot, owner)) for key, slot in slots(_kind(owner)).items())
+    return [(key, value) for key, value in held if value is not _NOTHING]
+
+
+def _slot(slot: types.MemberDescriptorType, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:  # it is empty
+        return _NOTHING
 
 
 def _write_slots(owner: Any, elements: list[Element]) -> None:
     wanted = dict(elements)
-    for name in slots(_kind(owner)):
-        if name in wanted:
-            object.__setattr__(owner, name, wanted[name])
-        elif hasattr(owner, name):
-            object.__delattr__(owner, name)
+    for key, slot in slots(_kind(owner)).items():
+        if key in wanted:
+            slot.__set__(owner, wanted[key])
+        elif _slot(slot, owner) is not _NOTHING:
+            slot.__delete__(owner)
 
 
 def _class(owner: type) -> list[Element]:
@@ -308,7 +316,7 @@ DEQUE = Kind(_deque, _write_deque, _key, "all")
 SET = Kind(_set, _write_set, _itself, "all")
 ARRAY = Kind(_array, _write_array, _key, "item")
 CELL = Kind(_cell, _write_cell, _itself)
-SLOTS = Kind(_slots_held, _write_slots, _attribute, "attribute")
+SLOTS = Kind(slots_held, _write_slots, _attribute, "attribute")
 CLASS = Kind(_class, _write_class, _attribute, "attribute")
 NAMESPACE = Kind(_namespace, _write_namespace, _variable, "attribute")
 WAITING = Kind(_waiting, _write_waiting, _itself)
@@ -453,14 +461,17 @@ def _kind(value: object) -> Any:
 
 
 @once_for_each_class
-def slots(kind: type) -> tuple[str, ...]:
-    """Names of the slots that classes of Python declare."""
-    return tuple(
-        name
-        for base in kind.__mro__
-        for name, slot in vars(base).items()
-        if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base)
-    )
+def slots(kind: type) -> dict[Any, types.MemberDescriptorType]:
+    """The slots that classes of Python declare: by name, or by themselves where something else
+    has that name in a class that is derived from theirs."""
+    found: dict[Any, types.MemberDescriptorType] = {}
+    taken: set[str] = set()
+    for base in kind.__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base):
+                found[slot if name in taken else name] = slot
+        taken |= vars(base).keys()
+    return found
 
 
 def same_elements(one: list[Element], other: list[Element]) -> bool:

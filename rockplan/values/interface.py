@@ -121,11 +121,11 @@ class Assignment:
 @dataclass(frozen=True, slots=True)
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
-    integer inputs and constants, and every later call of the planned module must find `expected`
-    again.
+    integer inputs and buffers and from constants, and every later call of the planned module must
+    find `expected` again.
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
-    constants: (value, position among the constants).
+    constants, buffers: (value, position among these).
     """
 
     calls: tuple[Call, ...]
@@ -135,6 +135,7 @@ class Guard:
     constants: tuple[tuple[int, int], ...]
     module: str
     source: str
+    buffers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import UnsupportedModel
-from rockplan.graph_builder.tracing import eager_paths, essence, own_gradients
+from rockplan.graph_builder.tracing import eager_paths, essence, host_random, own_gradients
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -205,6 +205,7 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
     with (
         eager_paths.without_modes(),
         snapshot.restored(),
+        host_random.restored(snapshot.reached),
         stand_ins.without_history(),
         recorder.without_history(),
     ):
@@ -221,6 +222,7 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
                 tables = _made_tables(recording, exchanged.forward, first, before)
             if tables:
                 return tables
+            recording.reader.refuse_another_call(recorder)
             ask_places(recorder, exchanged.questions)
             values = without_places(recorder, exchanged.questions)
             assignments = _assignments(recording, exchanged.forward, first, is_as_begun)
@@ -316,7 +318,8 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         questions.name(stand_ins.of(tensor), called, role, key)
     autograd = own_gradients.kept({called: stand_ins.of(t) for called, t in given.values()})
     recorder.begin_forward()
-    recording.reader.start({v: (i, real_leaves[i]) for i, v in inputs}, parameters, buffers)
+    given_inputs = {v: (i, real_leaves[i]) for i, v in inputs}
+    recording.reader.start(given_inputs, parameters, buffers, [t for _, t in names[1]])
     forward = ForwardCall(
         module=call.module,
         forward=call.forward,
@@ -381,7 +384,7 @@ def _assignments(
     written = written_constants(recording.recorder)
     if first.changes:
         refuse_cached_changes(snapshot, first.changes)
-    if first.changes or written:
+    if first.changes or written or first.drawn:
         another = recording.another_recorder()
         recording.stand_ins.make_known(another)
         with as_in_eager(another, recording.reader):
@@ -423,7 +426,12 @@ def _refuse_other_variants(recorder: Recorder) -> None:
 def _tensor_names(
     module: nn.Module,
 ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-    return list(module.named_parameters()), list(module.named_buffers())
+    """Of parameters and buffers; not of sparse buffers, which are refused where they are read."""
+    buffers = [(n, t) for n, t in module.named_buffers() if t.is_nested or t.layout is _DENSE]
+    return list(module.named_parameters()), buffers
+
+
+_DENSE = torch.strided
 
 
 _Given = dict[tuple[str, str | int], tuple[str, torch.Tensor]]

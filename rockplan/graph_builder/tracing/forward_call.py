@@ -49,21 +49,28 @@ _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-pla
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
     """One run of the forward. done: calls, constants and result, equal to those of another run
-    that does the same; changes: of the plain data that Python holds."""
+    that does the same; changes: of the plain data that Python holds; drawn: generators of
+    libraries that were drawn from."""
 
     outputs: list[Any]
     spec: trees.TreeSpec
     done: tuple[Any, ...]
     changes: Changes
+    drawn: tuple[host_random.Drawn, ...] = ()
 
     @classmethod
     def of(
-        cls, recorder: Recorder, outputs: list[Any], spec: trees.TreeSpec, changes: Changes
+        cls,
+        recorder: Recorder,
+        outputs: list[Any],
+        spec: trees.TreeSpec,
+        changes: Changes,
+        drawn: Sequence[host_random.Drawn],
     ) -> ForwardRun:
         result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
         constants = [id(tensor) for _, tensor in recorder.constants]
         done = (list(recorder.calls), constants, result, spec)
-        return cls(outputs, spec, done, changes)
+        return cls(outputs, spec, done, changes, tuple(drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class ForwardCall:
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
         paths = _module_paths(self.module, recorder)
-        with recorder, paths, host_random.refused(self.snapshot.reached, refuse):
+        with recorder, paths, host_random.refused(self.snapshot.reached, refuse) as drawn:
             result = _call_module(self, args, kwargs)
         recorder.refuse_if_refused()
         self.reader.refuse_writes()
@@ -92,7 +99,7 @@ class ForwardCall:
         known = functools.partial(known_output, recorder)
         outputs = [*map(known, range(len(leaves)), leaves)]
         refuse_unwritten(recorder, outputs)
-        return ForwardRun.of(recorder, outputs, spec, self.snapshot.changes())
+        return ForwardRun.of(recorder, outputs, spec, self.snapshot.changes(), drawn)
 
     def reached(self) -> Reached:
         """What can be reached now."""

@@ -2,18 +2,21 @@
 
 takes: what a forward that is about to be recorded can reach. guarantees: a forward that draws from
 one of them is refused, since a planned step would repeat the draw for ever; all are left as they
-were.
+were. What a library draws from a generator of its own (sympy, which tries numbers) may make no
+difference: only another run tells.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy
 
+from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
 from rockplan.python_state.holders import Element
@@ -50,51 +53,71 @@ class _NotAdvanced:
 
 
 @contextlib.contextmanager
-def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Refuse draws meanwhile. found: what the forward can reach; refuse: raises with the place in
-    the model."""
+def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[list[Drawn]]:
+    """Refuse draws meanwhile. refuse: raises with the place in the model. On exit the list has the
+    generators of libraries that were drawn from, which go on from there (`restored`)."""
+    drawn: list[Drawn] = []
     _refuse_given(reached)
     generators = _generators(reached)
-    states = [_state(g) for _, g in generators]
+    states = [_state(g.generator) for g in generators]
     exchanged = [*_iterators(reached)]
     for held, elements in exchanged:
         held.kind.write(held.owner, [(k, _still(v, refuse)) for k, v in elements])
     try:
-        yield
+        yield drawn
+    except BaseException:
+        _put_back(_moved(generators, states))
+        raise
     finally:
         for held, elements in exchanged:
             held.kind.write(held.owner, elements)
-        moved = _put_back(generators, states)
-    for place, generator in moved:
-        raise NAMED["generator of Python"].error(
-            module_path=place.module or "",
-            path=place.module or "(root)",
-            place=place.text,
-            kind=type(generator).__name__,
-        )
+    moved = _moved(generators, states)
+    of_users = [one for one in moved if one[0].place.is_users]
+    _put_back(of_users)
+    for one, _ in of_users:
+        raise refusal(one)
+    drawn += (one for one, _ in moved)
+
+
+def refusal(drawn: Drawn) -> RockplanError:
+    """Of a forward that draws from it."""
+    place = drawn.place
+    return NAMED["generator of Python"].error(
+        module_path=place.module or "",
+        path=place.module or "(root)",
+        place=place.text,
+        kind=type(drawn.generator).__name__,
+    )
 
 
 @contextlib.contextmanager
 def restored(reached: Reached) -> Iterator[None]:
     """Generators are on exit where they were."""
     generators = _generators(reached)
-    states = [_state(g) for _, g in generators]
+    states = [_state(g.generator) for g in generators]
     try:
         yield
     finally:
-        _put_back(generators, states)
+        _put_back(_moved(generators, states))
 
 
-_Generators = list[tuple[Place, Any]]
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A generator, and where it is."""
+
+    place: Place
+    generator: Any
 
 
-def _put_back(generators: _Generators, states: Sequence[Any]) -> _Generators:
-    """Those that were moved from `states`, to which they are put back."""
+def _moved(generators: Sequence[Drawn], states: Sequence[Any]) -> list[tuple[Drawn, Any]]:
+    """Those that are not in these states any more, with these."""
     pairs = zip(generators, states, strict=True)
-    moved = [(one, state) for one, state in pairs if not is_same(_state(one[1]), state)]
-    for (_, generator), state in moved:
-        _set_state(generator, state)
-    return [one for one, _ in moved]
+    return [(g, state) for g, state in pairs if not is_same(_state(g.generator), state)]
+
+
+def _put_back(moved: Iterable[tuple[Drawn, Any]]) -> None:
+    for drawn, state in moved:
+        _set_state(drawn.generator, state)
 
 
 def _refuse_given(reached: Reached) -> None:
@@ -104,11 +127,13 @@ def _refuse_given(reached: Reached) -> None:
             raise NAMED["iterator as an argument"].error(place=place.text, kind=kind)
 
 
-def _generators(state: Reached) -> _Generators:
+def _generators(state: Reached) -> list[Drawn]:
     """Those that the forward can reach, and the two that everybody draws from."""
-    everybodys = ((Place(name), method.__self__) for name, method in _EVERYBODYS.items())
-    reached = ((place, value) for place, value in state.objects if isinstance(value, _RANDOM))
-    return [*{id(g): (place, g) for place, g in (*everybodys, *reached)}.values()]
+    found = [Drawn(place, value) for place, value in state.objects if isinstance(value, _RANDOM)]
+    found += [
+        Drawn(Place(name, is_guarded=True), method.__self__) for name, method in _EVERYBODYS.items()
+    ]
+    return [*{id(drawn.generator): drawn for drawn in found}.values()]
 
 
 def _iterators(reached: Reached) -> Iterator[tuple[Held, list[Element]]]:

@@ -300,6 +300,9 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             with self:
                 return func.py_kernels[_DENSE](*args, **kwargs)
+        if kwargs.get("layout") not in (None, torch.strided):  # some fail with fake tensors
+            what = {"tensor": "what the forward makes", "layout": kwargs["layout"]}
+            raise NAMED["layout"].at(module, source, **what)
         if kwargs.get("generator") is not None:
             raise NAMED["generator"].at(module, source, operator=func)
         args, kwargs, given = self._known(args, kwargs)

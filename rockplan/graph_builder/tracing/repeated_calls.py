@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rockplan.graph_builder.tracing import host_random
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, as_in_eager
 from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
@@ -26,13 +27,15 @@ def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
 
 
 def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRun) -> None:
-    """Raise where the first call leaves data that makes the second another one. Data that is only
-    left there, or set before it is read, makes no difference."""
+    """Raise where the first call leaves data that makes the second another one, or has drawn what
+    does. Data that is only left there, or set before it is read, makes no difference."""
     if first.done == second.done:
         return
     for change in first.changes:
         place = snapshot.place_of(change)
         raise _noticed("another next call", place)
+    for drawn in first.drawn:
+        raise host_random.refusal(drawn)
 
 
 def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:

@@ -6,6 +6,7 @@ takes: the frames of Python that run. returns: what a message says of them.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 
@@ -13,13 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-_TORCH_FOLDER = torch.__path__[0]
+_TORCH_FOLDER = os.path.join(torch.__path__[0], "")
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
-_TENSOR_FILES = f"{_TORCH_FOLDER}/_tensor"
+_TENSOR_FILES = f"{_TORCH_FOLDER}_tensor"
 _NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
 # The models in it are read as a user's; what calls the command line is nobody's model.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
-_COMMANDS = f"{_OWN_FOLDER}cli.py"
+_COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
 
 
 def torch_function() -> str:
@@ -29,7 +30,7 @@ def torch_function() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         is_own = name.startswith(_OWN_FOLDER) and name != _EXAMPLES
-        if not (is_own or name.startswith(_TORCH_FOLDER)):
+        if not (is_own or is_of_torch(name)):
             break
         called = frame.f_code.co_name
         is_method = name.startswith(_TENSOR_FILES)
@@ -39,13 +40,18 @@ def torch_function() -> str:
     return ""
 
 
+def is_of_torch(name: str) -> bool:
+    """Is a file one of PyTorch's own? (Not of torchvision.)"""
+    return name.startswith(_TORCH_FOLDER)
+
+
 def user_source() -> str:
     """'file.py:12' of the innermost frame outside torch, rockplan and what context managers are
     made with."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name == _COMMANDS:
+        if name.startswith(_COMMANDS):
             break
         if is_of_users(name):
             return f"{name}:{frame.f_lineno}"

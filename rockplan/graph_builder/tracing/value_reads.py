@@ -7,6 +7,7 @@ before the call is refused, with what it depends on.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from rockplan.graph_builder.tracing import evaluate, value_shapes
 from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
+from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
 
-_DISTRIBUTIONS = torch.distributions.__path__[0]
+_DISTRIBUTIONS = os.path.join(torch.distributions.__path__[0], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class ValueReader:
     def __init__(self) -> None:
         self._known: dict[int, torch.Tensor] = {}
         self._positions: dict[int, int] = {}
-        self._integer_inputs: frozenset[int] = frozenset()
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffer_positions: dict[int, int] = {}
         self.inputs: frozenset[int] = frozenset()
         self._names: dict[int, str] = {}
         self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
@@ -57,14 +60,18 @@ class ValueReader:
         self,
         inputs: dict[int, tuple[int, torch.Tensor]],
         parameters: Iterable[tuple[str, int]],
-        buffers: Iterable[tuple[str, int]],
+        buffers: Sequence[tuple[str, int]],
+        real_buffers: Sequence[torch.Tensor],
     ) -> None:
         """inputs: value -> (leaf position, real tensor); parameters, buffers: (name, value)."""
         for value, (position, tensor) in inputs.items():
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            if _is_integer(tensor):
                 self._known[value] = tensor
                 self._positions[value] = position
-        self._integer_inputs = frozenset(self._known)
+        for position, ((_, value), tensor) in enumerate(zip(buffers, real_buffers, strict=True)):
+            if _is_integer(tensor):
+                self._buffers[value] = tensor
+                self._buffer_positions[value] = position
         self.inputs = frozenset(inputs)
         self._names = {v: f"leaf {i} of the arguments" for v, (i, _) in inputs.items()}
         self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
@@ -147,7 +154,7 @@ class ValueReader:
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
-        unknown = leaves - (known & (self._integer_inputs | constants.keys()))
+        unknown = leaves - (known & (self._known.keys() | self._buffers.keys() | constants.keys()))
         if not unknown and all(c.is_repeatable for c in calls):
             return None
         return [self._names[v] for v in sorted(unknown) if v in self._names]
@@ -155,7 +162,7 @@ class ValueReader:
     def _run(
         self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
     ) -> dict[int, torch.Tensor]:
-        known = {**self._known, **dict(recorder.constants)}
+        known = {**self._known, **self._buffers, **dict(recorder.constants)}
         return evaluate.run([c.call for c in calls], _copies(known, leaves))
 
     def shaped(
@@ -197,11 +204,41 @@ class ValueReader:
     ) -> None:
         if not leaves:
             return
-        inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._integer_inputs))
+        inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
-        guard = Guard(calls, read, expected, inputs, used, module, source)
+        of_buffers = self._buffer_positions
+        buffers = tuple((v, of_buffers[v]) for v in sorted(leaves & of_buffers.keys()))
+        guard = Guard(calls, read, expected, inputs, used, module, source, buffers)
         if guard not in recorder.guards:
             recorder.guards.append(guard)
+
+    def refuse_another_call(self, recorder: Recorder) -> None:
+        """Raise where the run changes a buffer of which Python has read a value, and the next call
+        would not read the same."""
+        changed = {recorder.values[v].storage for c in recorder.calls for v in c.writes}
+        for guard in recorder.guards:
+            written = [v for v, _ in guard.buffers if recorder.values[v].storage in changed]
+            if written and not self._is_read_again(recorder, guard, written):
+                raise NAMED["another next call"].error(
+                    module_path=guard.module,
+                    of=f"in module '{guard.module or '(root)'}' at {guard.source}",
+                    place=self._names[written[0]],
+                )
+
+    def _is_read_again(self, recorder: Recorder, guard: Guard, written: Sequence[int]) -> bool:
+        """Does the next call read what `guard` expects of the buffers `written`, which this one
+        changes?"""
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, written)
+        known = self._known.keys() | self._buffers.keys() | dict(recorder.constants).keys()
+        if leaves - known or not all(c.is_repeatable for c in calls):
+            return False
+        changed = self._run(recorder, calls, leaves | frozenset(written))
+        others = [v for v, _ in (*guard.inputs, *guard.constants, *guard.buffers)]
+        environment = self._run(recorder, (), frozenset(others))
+        environment |= {v: changed[v] for v in written}
+        return is_same(
+            evaluate.execute(guard.read, evaluate.run(guard.calls, environment)), guard.expected
+        )
 
     def refuse_writes(self) -> None:
         """Raise where the forward has written to what Python was told: the array of a tensor has
@@ -280,6 +317,12 @@ _OF_ARRAYS = (
     "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
     "(torch.library.custom_op with register_fake and register_autograd)"
 )
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
