@@ -22,9 +22,9 @@ from benchmarks.models import Case
 from benchmarks.timing import mebibytes
 from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.fusion import in_place, inductor, kernels
-from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
+from rockplan.options import Options
 from rockplan.side_by_side import machine
 from rockplan.values.graph import Kernel
 
@@ -59,8 +59,8 @@ def rows(name: str, device: str) -> Iterator[str]:
     case = make()
     case.model.to(dtype)
     case = case.to(device)
-    run = fused(capture(case.model, case.args, case.kwargs), keeps_roundings=False)
-    graph = lower(run, rng_state_bytes=0).graph
+    run = capture(case.model, case.args, case.kwargs)
+    graph = lower(run, rng_state_bytes=0, options=Options(compile=True)).graph
     ways, found = in_place.tried(graph)
     accepted = sum(isinstance(made, Kernel) for made in found.values())
     yield f"| {name} | {accepted} of {len(found)} | | | |"

@@ -16,8 +16,7 @@ import rockplan
 from benchmarks.models import Case, llama
 from benchmarks.zoo import FOR_CUDA
 from rockplan.graph_builder.fusion import in_place
-from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import interleaved_seconds
@@ -64,8 +63,8 @@ def test_most_kernels_of_a_transformer_write_in_place() -> None:
     case = llama(2, 256, 8, 4, vocabulary=1000, batch=4, length=256)
     case.model.bfloat16()
     case = case.to("cuda")
-    run = fused(capture(case.model, case.args, case.kwargs), keeps_roundings=False)
-    ways, found = in_place.tried(lower(run, 0).graph)
+    run = capture(case.model, case.args, case.kwargs)
+    ways, found = in_place.tried(lower(run, 0, COMPILED).graph)
     made = {way: kernel for way, kernel in found.items() if isinstance(kernel, Kernel)}
     assert 3 * len(made) >= 2 * len(found), found
     assert any(len(kernel.over) == 2 for kernel in made.values())

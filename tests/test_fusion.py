@@ -1015,6 +1015,23 @@ def test_a_compiler_that_is_interrupted_leaves_the_module(monkeypatch: pytest.Mo
     assert type(case.model.layers) is nn.ModuleList and case.model.training
 
 
+def test_kernels_are_measured_as_code_calls_them(
+    interpreted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the operator, which takes 8 us more."""
+
+    def refusing(kernel: Kernel) -> Callable[..., Any]:
+        def run(*arguments: torch.Tensor) -> Any:
+            raise AssertionError("by the operator")
+
+        return run
+
+    monkeypatch.setattr(kernels, "_implementation", refusing)
+    case = stack(1, width=24, rows=40)  # kernels of no other test
+    plan = rockplan.plan(case.model, case.args, "100%", options=COMPILED)
+    assert interpreted and "estimated" not in plan.profile_source
+
+
 CALLERS: dict[str, Any] = {
     "max_autotune": True,
     "max_autotune_pointwise": True,

@@ -40,6 +40,7 @@ from rockplan.values.graph import (
     Kernel,
     TensorSpec,
     Value,
+    ValueRef,
     is_kernel,
     without_takes,
 )
@@ -274,6 +275,16 @@ def test_so_many_kernels_are_compiled_once_more(
     assert len(written(graph)) == 2
     taking = [sizes[n.index] for n in graph.nodes if n.takes and is_kernel(n.calls[0].op)]
     assert max(taking) == max(sizes[n.index] for n in graph.nodes if is_kernel(n.calls[0].op))
+
+
+def test_a_result_of_another_shape_is_written_over_a_view_of_the_operand(
+    interpreted: list[str],
+) -> None:
+    """Two loops of other shapes are two kernels of Triton, and a tensor more."""
+    kernel = kernel_of(lambda x: functional.gelu(x.reshape(8, 2, 16)) * 2, (16, 16))
+    *_, looked_at, copied = in_place.KnownKernel(kernel).at_the_end(((0, 0),)).calls
+    assert looked_at.op == "aten.view.default" and looked_at.args == (ValueRef(0), (8, 2, 16))
+    assert copied.op == "aten.copy_.default" and copied.args[0] == ValueRef(*looked_at.results)
 
 
 def test_a_softmax_is_written_over_its_scores_in_two_steps(interpreted: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rockplan
 from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, PlanFormatError
+from rockplan.graph_builder.costs import call_time
 from rockplan.graph_builder.costs.call_key import call_key
 from rockplan.graph_builder.costs.estimate import roofline
-from rockplan.graph_builder.costs.execution import inputs_of
+from rockplan.graph_builder.costs.execution import Execution, inputs_of
 from rockplan.graph_builder.costs.price import measure, price
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.digests import profile_digest
@@ -28,6 +30,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles.simulate import simulate
+from rockplan.side_by_side import interleaved_seconds, machine
 from rockplan.values import progress
 from rockplan.values.graph import (
     Call,
@@ -820,3 +823,37 @@ def test_roofline_sizes_are_the_measured_ones() -> None:
     estimated = price(lowered.graph, roofline(lowered.graph, 1e9, 1e11))
     assert [d.size_bytes for d in estimated.data] == [d.size_bytes for d in measured.data]
     assert all(n.time_ns > 0 for n in estimated.nodes)
+
+
+@pytest.mark.parametrize(("device_ns", "host_ns"), [(10_000, 3_000_000), (50_000_000, 0)])
+def test_a_call_on_cuda_takes_what_the_device_or_the_host_does(
+    device_ns: int, host_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever is more: the host is hidden while caches are evicted, and not in a step."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+        def synchronize(self) -> None:
+            time.sleep(2e-3)  # waiting is no part of the host's time
+
+        def elapsed_time(self, other: Any) -> float:
+            return device_ns / 1e6
+
+    def call(arguments: list[Any]) -> None:
+        time.sleep(host_ns / 1e9)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    execution = Execution(torch.ops.aten.add.Tensor, [], {}, call)
+    found_ns = call_time._cuda_time_ns(execution)
+    assert found_ns == device_ns if device_ns > host_ns else found_ns >= host_ns
+
+
+def test_steps_on_the_cpu_are_timed_there_though_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    times = interleaved_seconds({"sum": lambda: sum(range(1000))}, 2, device="cpu")
+    assert len(times["sum"]) == 2 and "thread(s)" in machine("cpu")
