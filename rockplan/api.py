@@ -588,11 +588,28 @@ def _adapted(
 
 
 def _advise(program: PlannedProgram, options: Options) -> None:
-    """Log what a plan that runs operations again could have, if the caller let it go."""
+    """Log what the promise is for, where a loss may be made of several leaves of the result; and
+    what a plan that runs operations again could have, if the caller let it go."""
     plan = program.plan
+    if options.differentiated is None and (starts := _uncertain(program)):
+        _LOGGER.info(
+            "the peak that is promised is for a backward pass from leaves %s of the result; where "
+            "a step starts from others, Options(differentiated=(...)) says so before training",
+            starts,
+        )
     let_go = releasable(plan.graph, program.interface, options.released)
     if let_go and plan.overhead > 0 and let_go.size_bytes >= WORTH * plan.budget_bytes:
         _LOGGER.warning("%s", let_go.advice(options.released))
+
+
+def _uncertain(program: PlannedProgram) -> tuple[int, ...]:
+    """What backward is taken to start from, where that is a scalar beside other leaves, or where
+    others could be meant; none where nothing else could."""
+    values, outputs = program.plan.graph.values, program.interface.outputs
+    starts = tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None)
+    own = [(i, leaf) for i, leaf in enumerate(outputs) if leaf.requires_grad and leaf.first == i]
+    scalars = [i for i, leaf in own if leaf.value is not None and not values[leaf.value].spec.shape]
+    return starts if scalars and len(own) > 1 else ()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from rockplan.api import arguments, solve
 from rockplan.budget import Budget, parse_budget
@@ -29,7 +28,9 @@ from rockplan.codegen.planned_module import plan_of, unplanned
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+from rockplan.graph_builder.tracing.outputs import likely_starts
 from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.python_state import trees
 from rockplan.reports.pictures import Series
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
 from rockplan.untouched import untouched
@@ -120,9 +121,9 @@ def compare(
 
     Arguments as for `solve`; of a planned module, its original is compared. budgets: one, or
     several, each of which has a row. loss: of the result,
-    whose own memory is measured too; None: backward starts from the scalars of the result that
-    require a gradient, or if there are none from all tensors that do, with the same random
-    gradients for all variants. compile_budgets: ratios for torch.compile with
+    whose own memory is measured too; None: backward starts from what a plan takes a step to start
+    from (the loss; where there is none, from all tensors), with the same random gradients for all
+    variants. compile_budgets: ratios for torch.compile with
     `activation_memory_budget`, which needs its compilers. rounds: how often each variant is timed.
     Raises InvalidInput; what fails within a variant is in its row.
     """
@@ -132,7 +133,7 @@ def compare(
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
     wanted = _readable(budgets, model)
     names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
-    step = functools.partial(step_of, args=args, kwargs=kwargs, loss=loss, incoming=[])
+    step = functools.partial(step_of, args=args, kwargs=kwargs, loss=loss, incoming={})
     written = _written(model, args, kwargs, loss)
     with untouched(model, args, kwargs, loss, written) as held:
         rows: dict[str, Row] = {}
@@ -197,7 +198,7 @@ def measured_timelines(
 
     def followed(name: str, module: nn.Module) -> MeasuredTimeline:
         report(f"following the memory of {name}")
-        step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming=[])
+        step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming={})
         with untouched(model, args, kwargs, None, written):
             return measured_timeline(step, device=device_of(model))
 
@@ -263,30 +264,21 @@ def step_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Loss | None,
-    incoming: list[torch.Tensor],
+    incoming: dict[int, torch.Tensor],
 ) -> None:
-    """Forward and backward. Without a loss backward starts from the scalars of the result that
-    require a gradient, else from all tensors that do, with gradients that are made in the first
-    step and kept, so that the peak is that of the module alone."""
+    """Forward and backward. Without a loss backward starts from what a plan takes a step to start
+    from (`likely_starts`), with gradients that are made in the first step and kept, by the position
+    of their leaf, so that the peak is that of the module alone."""
     result = module(*args, **kwargs)
     if loss is not None:
         loss(result).backward()  # type: ignore[no-untyped-call]
         return
-    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    active = [t for t in leaves if t.requires_grad]
-    roots = [t for t in active if t.dim() == 0] or active
-    del result, leaves, active
-    if not incoming:
-        incoming += [torch.rand_like(t).to(t.dtype) for t in roots]
-    torch.autograd.backward(roots, incoming)
-
-
-@dataclass(frozen=True, slots=True)
-class _StepOutcome:
-    """What a step left behind."""
-
-    gradients: tuple[torch.Tensor | None, ...]
-    buffers: tuple[torch.Tensor, ...]
+    leaves, spec = trees.tree_flatten(result)
+    for position in () if incoming else likely_starts(leaves, spec):
+        incoming[position] = torch.rand_like(leaves[position]).to(leaves[position].dtype)
+    roots = [leaves[position] for position in incoming]
+    del result, leaves
+    torch.autograd.backward(roots, [*incoming.values()])
 
 
 def _written(
@@ -296,8 +288,16 @@ def _written(
     encoders. Of a step that fails, which its row says, nothing is known."""
     with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
         copied = wrap.sharing_copy(model)
-        step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming=[])
+        step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming={})
     return watched.written
+
+
+@dataclass(frozen=True, slots=True)
+class _StepOutcome:
+    """What a step left behind."""
+
+    gradients: tuple[torch.Tensor | None, ...]
+    buffers: tuple[torch.Tensor, ...]
 
 
 def _state_after(

@@ -39,10 +39,11 @@ class Options:
     once (`solve` itself raises then; a backward pass that is planned again takes the smallest
     plan).
     differentiated: leaves of the result that backward starts from, by position among all leaves;
-    None: a scalar that requires a gradient and is called `loss`, or else such scalars that are no
-    part of another one, or if they do not reach whatever the other leaves reach, all that do. A
-    backward that starts elsewhere is planned again when it comes; name all leaves that are ever
-    differentiated where different steps use different ones.
+    None: a scalar that is called `loss` and reaches all that any leaf reaches; or else, where there
+    are scalars, what is not on the way to one of them (of logits and their loss the loss, of an
+    energy and forces both); or else all that require a gradient. A backward that starts elsewhere
+    is planned again when it comes; name all leaves that are ever differentiated where different
+    steps use different ones.
     released: leaves of the result, by position, that the caller lets go before backward, such as
     logits where the loss is all that is used: their memory is free then. What the caller holds all
     the same comes on top of the predicted peak. A leaf that backward starts from is always held.

@@ -345,7 +345,7 @@ class _Job:
             [block.module for block in captured.values()],
             options,
             [kinds[block.kind].incoming_bytes for block in captured.values()],
-            functools.partial(self._step, []),
+            functools.partial(self._step, {}),
             (self.args, self.kwargs, self.loss),
             self.written,
             device_of(self.model),
@@ -353,11 +353,11 @@ class _Job:
         _refuse_unreached([*captured], moments)
         return moments
 
-    def _step(self, incoming: list[torch.Tensor]) -> None:
+    def _step(self, incoming: dict[int, torch.Tensor]) -> None:
         """One step of the sample. incoming: the gradients that its results get, if they are there.
         Those of scalars are made by each backward pass; others are the caller's, and stay."""
         step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=incoming)
-        if all(t.dim() == 0 for t in incoming):
+        if all(gradient.dim() == 0 for gradient in incoming.values()):
             incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:

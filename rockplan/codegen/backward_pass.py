@@ -120,6 +120,8 @@ class SavedForBackward:
         return running, frame
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
+        # What the forward kept is of no use: another forward runs.
+        self._is_used, self._frame = True, Frame(self.residents)
         is_own = pattern == self._executable.pattern
         running = (self._executable if is_own else self._replan(pattern)).again()
         if not _counts(running).keys() <= _counts(planned).keys():

@@ -130,8 +130,8 @@ def capture(
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
     forward: what to call instead of `module.forward`.
-    incoming: what the backward pass starts from; None: a loss (`_likely`) that reaches whatever
-    the other outputs reach, otherwise every output that requires a gradient.
+    incoming: what the backward pass starts from; None: what a step may well start from
+    (`likely_starts`).
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     eager_paths.refuse_compiling()

@@ -65,7 +65,7 @@ def backward_starts(
         raise NAMED["nothing to differentiate"].error()
     if isinstance(incoming, Precedent):
         incoming = _as_before(incoming, outputs, candidates)
-    wanted = dict.fromkeys(_likely(outputs, spec, candidates)) if incoming is None else incoming
+    wanted = dict.fromkeys(likely_starts(outputs, spec)) if incoming is None else incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
             f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
@@ -107,26 +107,27 @@ def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, .
     return tuple(strides)
 
 
-def _likely(
-    outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]
-) -> Sequence[int]:
-    """Of the outputs that require a gradient, those that a step most likely starts from.
+def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ...]:
+    """Of the outputs that require a gradient, those that a step may well start from.
 
-    The fewest of these that reach all that any output reaches (what they miss may be a part of a
-    loss that the caller makes of other outputs too): the one that is named `loss`, as trainers take
-    it; the scalars that are no part of another one (of a loss, the losses that it is the sum of);
-    all scalars; everything.
-    """
-    scalars = [i for i in candidates if outputs[i].ndim == 0]
-    sources = sources_of(outputs)
-    parts = {part for i in scalars for part in sources[i]}
+    The one that is named `loss`, as trainers take it, if it reaches all that any output reaches.
+    Else, where there are scalars, all that are not on the way to one of these: of a loss and its
+    logits, or the losses that it is the sum of, the loss; of an energy and its forces both, since a
+    loss may be made of both. Without scalars, everything."""
+    candidates = [
+        i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
+    ]
     named = _position_of_loss(outputs, spec)
     whole = leaves_reached(outputs[i] for i in candidates)
-    chosen = [i for i in scalars if i == named], [i for i in scalars if i not in parts], scalars
-    for places in chosen:
-        if places and whole <= leaves_reached(outputs[i] for i in places):
-            return places
-    return candidates
+    if (
+        named in candidates
+        and outputs[named].ndim == 0
+        and whole <= leaves_reached([outputs[named]])
+    ):
+        return (named,)
+    sources, firsts = sources_of(outputs), first_places(outputs)
+    on_the_way = {part for i in candidates if outputs[i].ndim == 0 for part in sources[i]}
+    return tuple(i for i in candidates if firsts[i] not in on_the_way)
 
 
 def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:
