@@ -35,8 +35,7 @@ from benchmarks import models
 from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds, mebibytes, where
 from rockplan.checkpointing.wrap import per_block, sharing_copy
-from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 
@@ -105,7 +104,7 @@ def rows_of(name: str, rounds: int) -> list[Row]:
     }
     with empty_cache():
         begin = time.perf_counter()
-        lower(fused(capture(case.model, case.args, case.kwargs), keeps_roundings=False), 0)
+        lower(capture(case.model, case.args, case.kwargs), 0, Options(compile=True))
         seconds = time.perf_counter() - begin
     for is_compiled in (False, True):
         for asked, budget in budgets.items():

@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.models import Case
 from rockplan.graph_builder.fusion import inductor, kernels
-from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
+from rockplan.options import Options
 from rockplan.values.graph import CDGraph, Kernel
 
 
@@ -106,7 +106,7 @@ def _code_to(code: dict[str, str], op: str) -> Iterator[None]:
 def graph_of(case: Case) -> CDGraph:
     """The graph of a step of compiled kernels, without prices: nothing is timed."""
     found = capture(case.model, case.args, case.kwargs)
-    return lower(fused(found, keeps_roundings=False), 0)
+    return lower(found, 0, Options(compile=True))
 
 
 def made_up(kernel: Kernel, seed: int, device: str | None = None) -> list[torch.Tensor]:

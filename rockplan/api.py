@@ -28,12 +28,10 @@ from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
 from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
 from rockplan.free_memory import in_bytes
-from rockplan.graph_builder.costs.layouts import check_layouts
 from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import graph_digest
-from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import Lowered, lower
-from rockplan.graph_builder.tiling.tile import tiled
+from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
@@ -345,10 +343,14 @@ class CapturedCall:
     """One kind of call of a module, without prices. hooked: names of parameters that have hooks;
     in_parts: the same with the head in parts, where that is asked for and there is one."""
 
-    captured: Capture
     lowered: Lowered
     hooked: frozenset[str]
     in_parts: CapturedCall | None = None
+
+    @property
+    def run(self) -> Capture:
+        """What the graph was made of."""
+        return self.lowered.run
 
     @property
     def ways(self) -> tuple[CapturedCall, ...]:
@@ -381,32 +383,24 @@ def captured_call(
     forward = planned_modules.original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
     with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        captured = capture(module, args, kwargs, forward, incoming)
+        run = capture(module, args, kwargs, forward, incoming, options.only_loss)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
-        state_bytes = rng_replay.state_bytes(_device(module, captured))
-        head = _head(captured, options) if options.tile else None
-        in_parts = None if head is None else _lowered(head, state_bytes, hooked, options)
-        return replace(_lowered(captured, state_bytes, hooked, options), in_parts=in_parts)
+        state_bytes = rng_replay.state_bytes(_device(module, run))
+        in_parts = _in_parts(run, state_bytes, hooked, options) if options.tile else None
+        whole = lower(run, state_bytes, replace(options, tile=False))
+        return CapturedCall(whole, hooked, in_parts)
 
 
-def _head(captured: Capture, options: Options) -> Capture | None:
-    """The run with its head in parts; where that cannot be, a line on the logger says why."""
-    made = tiled(captured, None if options.tile is True else options.tile)
-    if isinstance(made, str):
-        _LOGGER.warning("nothing is tiled: %s", made)
+def _in_parts(
+    run: Capture, state_bytes: int, hooked: frozenset[str], options: Options
+) -> CapturedCall | None:
+    """The call with its head in parts; where that cannot be, a line on the logger says why."""
+    try:
+        return CapturedCall(lower(run, state_bytes, options), hooked)
+    except HeadStaysWhole as reason:
+        _LOGGER.warning("nothing is tiled: %s", reason)
         return None
-    return made
-
-
-def _lowered(
-    captured: Capture, state_bytes: int, hooked: frozenset[str], options: Options
-) -> CapturedCall:
-    if options.compile:
-        captured = fused(captured, keeps_roundings=options.compile == "near")
-    lowered = lower(captured, state_bytes, options.released)
-    check_layouts(lowered.graph, lowered.samples)
-    return CapturedCall(captured, lowered, hooked)
 
 
 def _prepared(module: nn.Module, call: SizedCall, options: Options) -> tuple[Problem, ...]:
@@ -569,7 +563,7 @@ def _new_program(
 ) -> PlannedProgram:
     with _advised(source.lowered, options):
         made = _planned(_problems(source, options), budget, options, is_backward)
-    way = next(w for w in source.ways if w.captured.tiles.parts == made.graph.tiles)
+    way = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles)
     return built_program(module, made, way, args, kwargs, options)
 
 
@@ -577,7 +571,7 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
     """The plans of a planned module for calls whose gradients have the same hooks, and whose head
     is whole, or in parts, as this one's."""
     plans = (p.plan for p in planned_modules.programs_of(module) if p.hooked == source.hooked)
-    return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.captured.tiles.parts))
+    return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
 
 
 def _adapted(
@@ -694,18 +688,18 @@ def built_program(
     options: Options,
 ) -> PlannedProgram:
     report("writing the code")
-    constants = tuple(t for _, t in source.captured.constants)
+    constants = tuple(t for _, t in source.run.constants)
     program = build_program(
         made,
         source.lowered.interface,
         constants,
-        source.captured.output_spec,
+        source.run.output_spec,
         source.hooked,
         described_call(planned_modules.original_forward(module), args, kwargs),
     )
     if not options.check:
         return program
-    dtypes = frozenset(dtype_of(value.spec) for value in source.captured.values)
+    dtypes = frozenset(dtype_of(value.spec) for value in source.run.values)
     return _checked(module, program, args, kwargs, dtypes)
 
 

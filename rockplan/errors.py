@@ -175,6 +175,11 @@ class IllegalSchedule(RockplanError):
     """A schedule breaks a rule of `verify`. Always a bug in rockplan, never in the model."""
 
 
+class IllegalForm(RockplanError):
+    """A recorded run or a graph breaks a rule of its table (`graph_builder.run_rules`,
+    `oracles.graph_rules`). Always a bug in rockplan, never in the model."""
+
+
 class SolverError(RockplanError):
     """The solver returned something that is neither a solution nor a proof of infeasibility."""
 
@@ -185,6 +190,10 @@ class StalePlan(RockplanError, RuntimeError):
 
 class BackwardError(RockplanError, RuntimeError):
     """The backward pass was asked for something the plan does not hold."""
+
+
+class ResultNotMade(RockplanError, RuntimeError):
+    """A leaf of a result was read that a plan with `Options(only_loss=True)` does not make."""
 
 
 class PlanFormatError(RockplanError, ValueError):

@@ -47,6 +47,11 @@ class Options:
     released: leaves of the result, by position, that the caller lets go before backward, such as
     logits where the loss is all that is used: their memory is free then. What the caller holds all
     the same comes on top of the predicted peak. A leaf that backward starts from is always held.
+    only_loss: of the result of a planned call the caller uses the loss alone, as trainers do: what
+    the result calls `loss`, or its only scalar that requires a gradient, or what `differentiated`
+    names. Other scalars are there, too. Larger leaves that the call would compute (logits) are
+    not made: a tensor without memory stands for each, which may be cast, moved and detached, and
+    raises ResultNotMade where it is read. Evaluation (eval mode, no_grad) returns all.
     time_limit_s: how long to plan at most, after the model is captured and measured; the best plan
     so far is returned, and its status says that time was short. The search counts its effort and
     mostly ends long before: the clock is a last stop. Of what is left when they begin, the
@@ -70,9 +75,10 @@ class Options:
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
     `rockplan.oracles.constraints`).
-    without: names of stages of the search that do not run (`rockplan.search.pipeline`), for
-    experiments: what each is worth is in benchmarks/results/ablation.md. A search with fewer
-    stages has a smallest budget of its own.
+    without: names of stages of the search (`rockplan.search.pipeline`) and of passes that make the
+    graph (`rockplan.graph_builder.pipeline`) that do not run, for experiments: what each stage is
+    worth is in benchmarks/results/ablation.md. A search with fewer stages has a smallest budget of
+    its own.
     on_refused: of `solve_blocks`, what happens where a block cannot be planned: 'error' raises what
     says why, 'leave' leaves it as it is and says so.
     compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,
@@ -97,6 +103,7 @@ class Options:
     keep: Sequence[str] = ()
     recompute: Sequence[str] = ()
     released: tuple[int, ...] = ()
+    only_loss: bool = False
     on_infeasible: Literal["error", "smallest", "original"] = "error"
     without: Sequence[str] = ()
     on_refused: Literal["error", "leave"] = "error"
@@ -115,6 +122,8 @@ class Options:
             positions = _positions("differentiated", self.differentiated)
             object.__setattr__(self, "differentiated", positions)
         object.__setattr__(self, "released", _positions("released", self.released))
+        if type(self.only_loss) is not bool:
+            raise InvalidInput(f"only_loss is {self.only_loss!r}; choose False or True")
         if self.compile not in (False, True, "near"):
             raise InvalidInput(f"compile is {self.compile!r}; choose False, True or 'near'")
         if type(self.tile) is not bool and not (type(self.tile) is int and self.tile >= 2):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 # First of all: lets torchvision be imported beside a CPU build of torch.
 import benchmarks  # noqa: F401
 from rockplan.errors import MissingLibrary
+from rockplan.graph_builder import pipeline
 from rockplan.graph_builder.costs import call_time
 from rockplan.graph_builder.fusion import inductor
 
@@ -23,6 +24,9 @@ settings.load_profile("untimed")
 # No test asks how exactly operators were timed: each runs as few times as the product allows, a
 # third of what it takes to plan a small module otherwise.
 call_time._TIME_BOX_NS = 0
+
+# What each pass makes is held against the rules of its form.
+pipeline.CHECKED.set(True)
 
 
 @pytest.fixture(scope="session", autouse=True)

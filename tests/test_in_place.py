@@ -26,7 +26,7 @@ from benchmarks.random_networks import network
 from benchmarks.zoo_cases import loss_of
 from rockplan.graph_builder.fusion import in_place, kernels
 from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import Capture, capture
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate, taken_over

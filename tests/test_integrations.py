@@ -14,11 +14,11 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import rockplan
 from rockplan.values.plan import recomputations
-from tests.training import QUICK
+from tests.training import QUICK, Tokens, make_gpt2
 
 BATCH = 64
 
@@ -114,30 +114,6 @@ def test_plain_loop(tmp_path: Path) -> None:
 
 
 # transformers.Trainer
-
-
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of 48 tokens, also a target; what the model does not take is not passed on."""
-
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.ids = torch.randint(0, 64, (length, 48), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index], "extra": self.ids[index]}
-
-
-def make_gpt2() -> nn.Module:
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=48, use_cache=False,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config).train()
 
 
 def planned_gpt2() -> nn.Module:

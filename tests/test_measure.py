@@ -25,9 +25,10 @@ from rockplan.graph_builder.costs.execution import Execution, inputs_of
 from rockplan.graph_builder.costs.price import measure, price
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.digests import profile_digest
-from rockplan.graph_builder.lowering.lower import Lowered, lower
+from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.partition import partition
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles.simulate import simulate
 from rockplan.side_by_side import interleaved_seconds, machine

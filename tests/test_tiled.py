@@ -23,7 +23,7 @@ from rockplan.budget import Budget
 from rockplan.cli.main import app
 from rockplan.errors import InvalidInput, PlanMismatch
 from rockplan.graph_builder.costs.estimate import roofline
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.graph_builder.tracing import evaluate
 from rockplan.graph_builder.tracing.capture import Capture, capture

@@ -6,8 +6,10 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 import rockplan
 from benchmarks.models import Case
@@ -96,3 +98,27 @@ def assert_same_state(planned: nn.Module, eager: nn.Module, when: str) -> None:
 def twin(case: Case) -> nn.Module:
     """A copy of the model of `case`, to be trained eagerly."""
     return copy.deepcopy(case.model)
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of 48 tokens, also a target; what the model does not take is not passed on."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(0, 64, (length, 48), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index], "extra": self.ids[index]}
+
+
+def make_gpt2() -> nn.Module:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=48, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()

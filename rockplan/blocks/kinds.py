@@ -126,8 +126,8 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
     forward = original_forward(block.module)
     return replace(
         program,
-        constants=tuple(t for _, t in source.captured.constants),
-        output_spec=source.captured.output_spec,
+        constants=tuple(t for _, t in source.run.constants),
+        output_spec=source.run.output_spec,
         call=described_call(forward, block.args, block.kwargs),
     )
 

@@ -445,7 +445,7 @@ def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> No
 def _check_options(options: Options) -> None:
     """Raises InvalidInput for what means nothing for blocks."""
     check_options(options)
-    for name in ("differentiated", "released", "keep", "recompute", "tile"):
+    for name in ("differentiated", "released", "only_loss", "keep", "recompute", "tile"):
         if getattr(options, name):
             raise InvalidInput(
                 f"Options({name}=...) says something of one module, and means nothing for the "

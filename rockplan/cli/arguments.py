@@ -60,6 +60,13 @@ Tile = Annotated[
         help="Plan the head (logits and loss) in parts of its rows as well, and take the better.",
     ),
 ]
+OnlyLoss = Annotated[
+    bool,
+    typer.Option(
+        "--only-loss",
+        help="Plan for steps that use the loss of the result alone: logits are not returned.",
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
 TimeLimit = Annotated[
     float | None,
@@ -93,6 +100,7 @@ def planning_options(
     near: bool = False,
     sizes: list[str] | None = None,
     tile: bool = False,
+    only_loss: bool = False,
 ) -> Options:
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
@@ -102,6 +110,7 @@ def planning_options(
         compile="near" if near else compiled,
         sizes=_size_ranges(sizes or ()),
         tile=tile,
+        only_loss=only_loss,
     )
     return options if time_limit is None else replace(options, time_limit_s=time_limit)
 
@@ -127,6 +136,7 @@ def is_plan_file(source: str, for_model: bool) -> bool:
         return False
     if for_model:
         raise InvalidInput(
-            "--budget, --code, --compile and --kernels are for a MODEL, not for a plan file"
+            "--budget, --code, --compile, --kernels, --passes and --tile are for a MODEL, not for "
+            "a plan file"
         )
     return True

@@ -16,6 +16,7 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
+    OnlyLoss,
     Tile,
     TimeLimit,
     planning_options,
@@ -48,6 +49,7 @@ def compare(
     compiled: Compiled = False,
     near: Near = False,
     tile: Tile = False,
+    only_loss: OnlyLoss = False,
 ) -> None:
     """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
     with ending(as_json), waiting():
@@ -61,7 +63,12 @@ def compare(
                 compile_budgets=compile_budget or (),
                 rounds=rounds,
                 options=planning_options(
-                    no_cache, time_limit, compiled=compiled, near=near, tile=tile
+                    no_cache,
+                    time_limit,
+                    compiled=compiled,
+                    near=near,
+                    tile=tile,
+                    only_loss=only_loss,
                 ),
             )
     print(comparison.to_json() if as_json else display.printable(str(comparison)))

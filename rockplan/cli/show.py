@@ -1,12 +1,15 @@
-"""`rockplan show`: a plan, its explanation, its kernels, or the code that it runs as."""
+"""`rockplan show`: a plan, its explanation, its kernels, the code that it runs as, or what the
+passes before the search made of a model."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 import rockplan
+from rockplan.api import arguments, captured_call
 from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
@@ -16,6 +19,7 @@ from rockplan.cli.arguments import (
     Near,
     NoCache,
     Source,
+    Tile,
     is_plan_file,
     planning_options,
     under_autocast,
@@ -26,6 +30,7 @@ from rockplan.errors import InvalidInput
 from rockplan.options import Options
 from rockplan.reports.listing import kernel_calls, kernel_listing
 from rockplan.reports.progress_bars import waiting
+from rockplan.reports.search_trace import passes_trace
 from rockplan.values.plan import Plan
 
 EXAMPLE = "Example: rockplan show rockplan.examples:mlp -b min --code"
@@ -43,19 +48,28 @@ def show(
         bool,
         typer.Option("--kernels", help="Compiled kernels of a MODEL, each with its operators."),
     ] = False,
+    passes: Annotated[
+        bool,
+        typer.Option("--passes", help="Passes from a MODEL to its graph; needs no budget."),
+    ] = False,
     compiled: Compiled = False,
     near: Near = False,
+    tile: Tile = False,
     as_json: Json = False,
     autocast: Autocast = None,
     no_cache: NoCache = False,
 ) -> None:
     """Print a plan: what is kept, what is recomputed, at what cost."""
     with ending(as_json), waiting():
-        for_model = budget is not None or code or kernels or compiled or near
+        for_model = budget is not None or code or kernels or passes or compiled or near or tile
         if is_plan_file(source, for_model=for_model):
             plans, text = rockplan.read_plans(source), ""
         else:
-            options = planning_options(no_cache, None, compiled=compiled or kernels, near=near)
+            compiled = compiled or kernels
+            options = planning_options(no_cache, None, compiled=compiled, near=near, tile=tile)
+            if passes:
+                _show_passes(source, autocast, options, as_json)
+                return
             plans, text = _planned(source, budget, code, autocast, options)
         explanations = [rockplan.explain(p) for p in plans] if explain else []
     if as_json:
@@ -70,6 +84,19 @@ def show(
         if kernels:
             shown.append(kernel_listing(plans[0].graph, plans[0].schedule))
         print(display.printable("\n\n".join(shown)))
+
+
+def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
+    subject = make_subject(model)
+    args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
+    with under_autocast(subject, autocast):
+        call = captured_call(subject.model, args, kwargs, options)
+    traces = [way.lowered.trace for way in call.ways]
+    if as_json:
+        rows = [[asdict(one) for one in trace] for trace in traces]
+        display.print_json({"source": model, "passes": rows})
+    else:
+        print("\n\n".join(map(passes_trace, traces)))
 
 
 def _kernel_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
+    OnlyLoss,
     Sizes,
     Tile,
     TimeLimit,
@@ -28,7 +29,7 @@ from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
 from rockplan.reports.progress_bars import waiting
-from rockplan.reports.search_trace import search_trace
+from rockplan.reports.search_trace import passes_trace, search_trace
 from rockplan.store.plan_file import write_whole
 from rockplan.values.curve import Curve
 from rockplan.values.plan import Plan
@@ -67,7 +68,9 @@ def solve(
     ] = False,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="What each stage of the search found, proved and took."),
+        typer.Option(
+            "--trace", help="What each pass and each stage of the search left, proved and took."
+        ),
     ] = False,
     as_json: Json = False,
     autocast: Autocast = None,
@@ -77,13 +80,16 @@ def solve(
     near: Near = False,
     size: Sizes = None,
     tile: Tile = False,
+    only_loss: OnlyLoss = False,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
         _check_save("--save", save, budget or [])
         _check_save("--export", export, budget or [])
         subject = make_subject(model)
-        options = planning_options(no_cache, time_limit, check, compiled, near, size, tile)
+        options = planning_options(
+            no_cache, time_limit, check, compiled, near, size, tile, only_loss
+        )
         with under_autocast(subject, autocast):
             if size:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
@@ -99,6 +105,7 @@ def solve(
     if trace and not as_json:
         for asked, plan in pairs:
             if isinstance(plan, Plan):
+                print(f"\npasses\n{passes_trace(plan.passes)}")
                 print(f"\nsearch for {asked}\n{search_trace(plan)}")
     errors = [plan for plan in plans if isinstance(plan, InfeasibleBudget)]
     for error in errors:

@@ -31,10 +31,11 @@ from rockplan.codegen.guards import (
 )
 from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import PlannedProgram
+from rockplan.codegen.unmade import stand_in
 from rockplan.python_state import trees
 from rockplan.python_state.answers import answer_of
 from rockplan.python_state.contents import described, is_same
-from rockplan.values.interface import ABSENT, Guard, Question
+from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,10 @@ def run(bound: BoundProgram, leaves: Sequence[Any], replan: Replan) -> Any:
     with without_default_device():
         tensors = autograd.call(program.executable, bound.residents(leaves), replan)
     of = dict(zip(program.interface.results, tensors, strict=True))
-    leaves = [
-        leaf.literal if leaf.value is None else of[leaf.first] for leaf in program.interface.outputs
-    ]
+    outputs = program.interface.outputs
+    leaves = [_literal(o.literal) if o.value is None else of[o.first] for o in outputs]
     return trees.tree_unflatten(leaves, program.output_spec)
+
+
+def _literal(literal: object) -> object:
+    return stand_in(literal) if isinstance(literal, Unmade) else literal

@@ -1,13 +1,27 @@
-"""The trace of a search: what each stage found, proved and took.
+"""Traces: what each pass to the graph and each stage of the search left, proved and took.
 
-takes: a Plan. returns: text, a line a stage.
+takes: a Plan, or the passes of one. returns: text, a line a pass or a stage.
 """
 
 from __future__ import annotations
 
-from rockplan.values.plan import Plan, format_bytes
+from collections.abc import Sequence
 
+from rockplan.values.columns import aligned
+from rockplan.values.plan import PassTrace, Plan, format_bytes
+
+PASSES_HEADING = ("pass", "forward", "backward", "seconds")
 HEADING = ("stage", "overhead", "proven", "peak", "seconds")
+
+
+def passes_trace(passes: Sequence[PassTrace]) -> str:
+    """Calls of the run after each pass, from `lower` on nodes of the graph, by phase; a dash where
+    the pass had nothing to do."""
+    rows = [PASSES_HEADING]
+    for one in passes:
+        counts = (str(one.forward), str(one.backward)) if one.is_changed else ("-", "-")
+        rows.append((one.name, *counts, f"{one.seconds:.3f}"))
+    return _table(rows)
 
 
 def search_trace(plan: Plan) -> str:
@@ -27,15 +41,12 @@ def search_trace(plan: Plan) -> str:
                 f"{stage.seconds:.2f}",
             )
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(HEADING))]
-    return "\n".join(_line(row, widths) for row in rows)
+    return _table(rows)
 
 
 def _overhead(time_ns: int, once_ns: int) -> str:
     return f"{100 * (time_ns / once_ns - 1):+.2f} %"
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    first, *others = row
-    cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-    return "  ".join(cells)
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(aligned(rows, numbers=range(1, len(rows[0]))))

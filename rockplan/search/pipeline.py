@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder import pipeline as passes
 from rockplan.search import stages
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
@@ -81,6 +82,7 @@ LEAST_PEAK = (
 """To the schedule with the least peak."""
 
 NAMES = tuple(dict.fromkeys(stage.name for stage in (*STAGES, *LEAST_PEAK)))
+"""Of the stages."""
 
 
 @paused_collection()
@@ -138,9 +140,10 @@ def _purpose(stage: Stage) -> str:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises InvalidInput for a stage that there is not."""
-    unknown = sorted(set(names) - set(NAMES))
+    """Raises InvalidInput for a name that is neither one of a stage nor one of a pass."""
+    unknown = sorted(set(names) - {*NAMES, *passes.NAMES})
     if unknown:
         raise InvalidInput(
-            f"without names {', '.join(map(repr, unknown))}; the stages are {', '.join(NAMES)}"
+            f"without names {', '.join(map(repr, unknown))}; the stages are {', '.join(NAMES)}, "
+            f"the passes {', '.join(passes.NAMES)}"
         )

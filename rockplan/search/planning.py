@@ -137,7 +137,7 @@ def _without_waits(
         key, lambda p: p.graph_digest == key["graph"] and is_outline_of(p.graph, graph)
     )
     if known is not None and not (budget.is_minimum and least.is_below(known.peak_bytes)):
-        return replace(known, graph=graph)
+        return replace(known, graph=graph, passes=problem.passes)
     made = plan_anew(problem, budget, options, least)
     cache.put_plan(key, made)
     if budget.is_minimum:
@@ -285,6 +285,7 @@ def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) 
         profile_source=profile_source(problem.profile),
         torch_version=str(torch.__version__),
         compiled=_compiled(problem.graph),
+        passes=problem.passes,
     )
 
 

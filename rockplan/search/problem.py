@@ -18,6 +18,7 @@ from rockplan.store.cache import Cache, default_folder
 from rockplan.values.block import Block
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.plan import PassTrace
 from rockplan.values.profile import Profile
 from rockplan.values.progress import report
 from rockplan.values.schedule import Waits, keep_all
@@ -30,7 +31,7 @@ class Problem:
     graph: with the prices of `profile`; constrained: the same under the constraints of the
     options and with room for the caller's loss, of which `blocks` are the blocks. The digests are
     those of graph and profile. unplanned: every node once, as eager does. waits: gradients of
-    parameters that have hooks.
+    parameters that have hooks. passes: those that made the graph.
     """
 
     graph: CDGraph
@@ -41,6 +42,7 @@ class Problem:
     profile_digest: str
     unplanned: Simulation
     waits: Waits = ()
+    passes: tuple[PassTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def measured(
     """The problem of a captured graph under costs that are measured here, or were. known: of
     another graph, some calls of which it has."""
     made = problem_of(lowered.graph, _profile(lowered, cache_of(options), known), options)
-    return replace(made, waits=waits)
+    return replace(made, waits=waits, passes=lowered.trace)
 
 
 def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rockplan.values.graph import Call
+from rockplan.values.graph import Call, TensorSpec
 
 Incoming = Mapping[int, tuple[int, ...] | None]
 """Leaf of the result that backward starts from -> strides of its incoming gradient, None: those
@@ -57,8 +57,17 @@ def foreign_hooks(*registries: Mapping[int, Any]) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Unmade:
+    """A leaf of the result that no call makes, since the caller reads the loss alone. name: its
+    path in the result, as Python writes it."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
 class OutputLeaf:
-    """One leaf of the module's result: a tensor (`value`) or a literal.
+    """One leaf of the module's result: a tensor (`value`) or a literal, which may be `Unmade`.
 
     first: position of the first leaf that is the same tensor, which is one tensor outside, too; its
     own if none before it is. made_from: positions of the other leaves that it is computed from: a

@@ -62,6 +62,18 @@ class StageTrace:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class PassTrace:
+    """What a pass from a module to its graph left: calls of the run, or nodes of the graph, of the
+    forward and of the backward phase; is_changed: it returned another value than it was given."""
+
+    name: str
+    forward: int
+    backward: int
+    seconds: float
+    is_changed: bool
+
+
 COMPILED = ("yes", "near")
 """What `Plan.compiled` says of a plan of compiled kernels."""
 
@@ -82,7 +94,7 @@ class Plan:
     'near' where these round as eager does.
     origin: where a plan that was read from a file was made, '' for one that was made here.
     trace: of the stages of the search, none where the plan comes from the cache or a file, or was
-    replayed.
+    replayed. passes: those that made the graph, none where the plan comes from a file.
     """
 
     graph: CDGraph
@@ -103,6 +115,7 @@ class Plan:
     compiled: str = ""
     origin: str = ""
     trace: tuple[StageTrace, ...] = field(default=(), compare=False, repr=False)
+    passes: tuple[PassTrace, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def overhead(self) -> float:

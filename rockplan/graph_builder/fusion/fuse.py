@@ -17,10 +17,9 @@ from rockplan.graph_builder.fusion.kinds import Fused, fused_group
 from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of
 from rockplan.graph_builder.fusion.stored import stored
 from rockplan.graph_builder.lowering import gradient_sums
-from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.graph_builder.tracing.recorder import RecordedCall
-from rockplan.values.graph import Call, ValueRef, refs
+from rockplan.values.graph import Call, Phase, ValueRef, refs
 from rockplan.values.progress import report
 
 _LOGGER = logging.getLogger("rockplan")
@@ -38,9 +37,8 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     table = inductor.decompositions()
     opaque: set[int] = set()
     said: set[str] = set()
-    changed = with_versions(capture, everywhere=True)
     while True:
-        proposal = proposed(changed, keeps_roundings, table, frozenset(opaque))
+        proposal = proposed(capture, keeps_roundings, table, frozenset(opaque))
         failed = kernels.made({f.kernel.op: f.kernel for f in proposal.fused}.values())
         if not failed:
             return proposal.rewritten() if proposal.fused else capture
@@ -50,7 +48,7 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
             if one.kernel.op not in failed:
                 continue
             if one.kernel.op not in said:
-                _say(changed, one, failed[one.kernel.op])
+                _say(capture, one, failed[one.kernel.op])
                 said.add(one.kernel.op)
             opaque.update(one.owners)
 
@@ -153,10 +151,12 @@ class _KernelRun:
             if gradient is not None:
                 self._derive(gradient)
         named = {one.kernel.op: one.kernel for one in self._proposal.fused}
+        # Views of results are derived last, whatever phase makes these.
+        in_phases = sorted(self._calls, key=lambda call: call.phase is Phase.BACKWARD)
         return replace(
             recorded,
             values=flow.parts.values,
-            calls=tuple(self._calls),
+            calls=tuple(in_phases),
             kernels=tuple(named.values()),
         )
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 import networkx
 
 from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.lowering.gradient_sums import contributions
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.operators.facts import unread_arguments
 from rockplan.graph_builder.tracing.capture import Capture
@@ -43,12 +44,13 @@ class AtomicUnits:
     units: tuple[tuple[int, ...], ...]
 
 
-def divided(capture: Capture, gradients: Iterable[int]) -> AtomicUnits:
-    """The units of `capture`. gradients: the values that backward hands over."""
+def divided(capture: Capture) -> AtomicUnits:
+    """The units of `capture`."""
     storages = _classify(capture)
     views = _views(capture, storages)
     roots = [o.value for o in capture.outputs if o.value is not None]
-    roots += [*gradients, *(copy for _, copy in capture.copies)]
+    roots += [gradient for _, several in contributions(capture) for gradient in several]
+    roots += [copy for _, copy in capture.copies]
     live = _live_calls(capture, storages, views, roots)
     return AtomicUnits(storages, views, _units(capture, storages, live))
 

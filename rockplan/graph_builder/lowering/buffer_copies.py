@@ -1,6 +1,6 @@
 """Copies: buffers as they were before the call, so that its forward can run again.
 
-takes: Capture and its units. returns: a Capture that makes the copies. guarantees: all else stays
+takes: Capture. returns: a Capture that makes the copies. guarantees: all else stays
 as it is; copies take at most `SHARE` of what the forward pass makes, or `LEAST_BYTES`.
 
 A second backward pass, or one from other outputs or strides than planned, runs the forward again
@@ -23,6 +23,7 @@ from torch._prims_common import make_contiguous_strides_for
 from rockplan.graph_builder.lowering.atomic_units import (
     AtomicUnits,
     Storages,
+    divided,
     reads_mutated,
     touched_outside,
 )
@@ -34,9 +35,13 @@ SHARE = 1 / 64
 LEAST_BYTES = 1 << 16
 
 
-def with_copies(capture: Capture, parts: AtomicUnits) -> Capture:
+def with_copies(capture: Capture) -> Capture:
     """`capture` with copies of the buffers that need them; itself where there are none, where they
     would take too much, or where the forward changes something else together with them."""
+    owned = {capture.values[v].storage for _, v in capture.buffers}
+    if owned.isdisjoint(capture.values[v].storage for c in capture.calls for v in c.writes):
+        return capture
+    parts = divided(capture)
     buffers = _copied(capture, parts)
     copied_bytes = 2 * sum(capture.values[b].storage_bytes for b in buffers)
     most_bytes = max(LEAST_BYTES, SHARE * _forward_bytes(capture, parts.storages))

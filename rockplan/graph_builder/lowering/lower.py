@@ -1,6 +1,7 @@
 """Lower: a recorded run -> CDGraph of storages and of the units that make them.
 
-takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller).
+takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller), before the passes
+from graph to graph (`graph_builder.pipeline`).
 guarantees: views and in-place results are members of one storage; a node that reads what the run
 itself mutates outside (buffers, inputs), or mutates it, runs once (docs/model.md).
 """
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.fusion.in_place import with_kernels_in_place
 from rockplan.graph_builder.lowering.atomic_units import (
     AtomicUnits,
     Storages,
@@ -23,12 +23,8 @@ from rockplan.graph_builder.lowering.atomic_units import (
     mutates_outside,
     reads_mutated,
 )
-from rockplan.graph_builder.lowering.backward_order import reordered
-from rockplan.graph_builder.lowering.buffer_copies import with_copies
-from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.gradient_sums import Gradients, contributions
 from rockplan.graph_builder.lowering.kept_alive import keep_what_acts, summed_in_place
-from rockplan.graph_builder.lowering.reinplace import with_takeovers
 from rockplan.graph_builder.operators.facts import without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.tracing.capture import Capture
@@ -44,6 +40,7 @@ from rockplan.values.graph import (
     stem,
 )
 from rockplan.values.interface import Interface
+from rockplan.values.plan import PassTrace
 
 # PyTorch's caching allocator rounds every request up to this.
 _CUDA_BLOCK_BYTES = 512
@@ -55,29 +52,24 @@ _CALLER_SCALARS = 2
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """graph: unpriced, with values and calls; interface: in the graph's numbering;
-    samples: value of the graph -> real tensor, for measuring."""
+    samples: value of the graph -> real tensor, for measuring; run: what the graph was made of;
+    trace: of the passes that made it."""
 
     graph: CDGraph
     interface: Interface
     samples: dict[int, torch.Tensor]
+    run: Capture
+    trace: tuple[PassTrace, ...] = ()
 
 
-def lower(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
+def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
     """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device.
 
     released: leaves of the result that the caller does not hold in the backward phase. Raises
     InvalidInput for one that is no tensor of the forward's.
     """
-    capture = with_versions(capture)
     gradients = contributions(capture)
-    handed = [g for _, several in gradients for g in several]
-    parts = divided(capture, handed)
-    copying = with_copies(capture, parts)
-    if copying is not capture:
-        capture, parts = copying, divided(copying, handed)
-    lowered = _assemble(capture, parts, gradients, rng_state_bytes, released)
-    taking = with_kernels_in_place(with_takeovers(lowered.graph))
-    return replace(lowered, graph=reordered(taking))
+    return _assemble(capture, divided(capture), gradients, rng_state_bytes, released)
 
 
 def _is_same_value(call: Call) -> bool:
@@ -224,7 +216,7 @@ def _assemble(
     )
     of = numbering.value_of
     samples = {of[v]: t for v, t in capture.samples.items() if v in of}
-    return Lowered(graph, interface, samples)
+    return Lowered(graph, interface, samples, capture)
 
 
 def _interface(

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.costs.execution import flat_results
 from rockplan.graph_builder.costs.specs import dtype_of
-from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tiling.region import Region, regions_of
 from rockplan.graph_builder.tiling.rules import MEANS, NLL, PRODUCT, Groups, Rows, RowWise, in_part
@@ -46,9 +45,8 @@ MOST_PARTS = 32
 
 def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
     """`capture` with its head in parts, or why it has none. parts: how many; None: by size."""
-    changed = with_versions(capture, everywhere=True)
     reason = ""
-    for region in regions_of(changed):
+    for region in regions_of(capture):
         made = region if isinstance(region, str) else _written(region, parts)
         if not isinstance(made, str):
             return made
@@ -173,13 +171,21 @@ class _TiledRun:
         """Positions of a phase, and whether they are views: without those of what is there in
         parts only, and what nothing needs."""
         live = frozenset(self._run.live)
+        made = range(len(self._recorded.calls))
+        dead = self._run.storages(
+            v
+            for p in made
+            if p not in live and not self._run.is_view(p)
+            for v in self._run.made_by(p)
+        )
+        without = self._in_parts | dead
         for position, recorded in enumerate(self._recorded.calls):
             if recorded.phase is not phase:
                 continue
             is_view = self._run.is_view(position)
             if not is_view and position in live:
                 yield position, False
-            elif is_view and not self._run.storages(recorded.reads) & self._in_parts:
+            elif is_view and not self._run.storages(recorded.reads) & without:
                 yield position, True
 
     # -- one call --------------------------------------------------------------------------

@@ -32,7 +32,11 @@ from rockplan.graph_builder.tracing.forward_call import (
     refuse_here,
 )
 from rockplan.graph_builder.tracing.opaque_calls import UnknownCall
-from rockplan.graph_builder.tracing.outputs import backward_starts, output_leaves
+from rockplan.graph_builder.tracing.outputs import (
+    backward_starts,
+    output_leaves,
+    without_unread,
+)
 from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import (
     RecordedCall,
@@ -49,6 +53,7 @@ from rockplan.graph_builder.tracing.repeated_calls import (
     refuse_fresh_constants,
     written_constants,
 )
+from rockplan.graph_builder.tracing.run_text import run_text
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
 from rockplan.graph_builder.tracing.stored_state import (
     Tables,
@@ -119,6 +124,10 @@ class Capture:
     kernels: tuple[Kernel, ...] = ()
     tiles: Tiles = NO_TILES
 
+    def __str__(self) -> str:
+        """A Python-like line a call."""
+        return run_text(self)
+
 
 def capture(
     module: nn.Module,
@@ -126,17 +135,19 @@ def capture(
     kwargs: dict[str, Any],
     forward: Callable[..., Any] | None = None,
     incoming: Incoming | Precedent | None = None,
+    only_loss: bool = False,
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
     forward: what to call instead of `module.forward`.
     incoming: what the backward pass starts from; None: what a step may well start from
-    (`likely_starts`).
+    (`likely_starts`), with only_loss the loss. only_loss: of the result nothing but scalars and
+    what backward starts from is needed.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     eager_paths.refuse_compiling()
     refuse(When.MODULE, module)
-    call = _Sample(module, forward or module.forward, args, kwargs, incoming)
+    call = _Sample(module, forward or module.forward, args, kwargs, incoming, only_loss)
     before: UnknownCall | None = None
     while isinstance(recorded := _without_leftovers(call), UnknownCall):
         recorded.find_out(before)
@@ -177,6 +188,7 @@ class _Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     incoming: Incoming | Precedent | None
+    only_loss: bool
 
 
 def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
@@ -214,7 +226,7 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
         with as_in_eager(recorder, recording.reader), recording.fake_mode, answers:
             snapshot.begin()
             first = exchanged.forward.run(recorder)
-            backward = _with_backward(recording, exchanged, first)
+            first, backward = _with_backward(recording, exchanged, first)
             is_as_begun = snapshot.is_as_begun()
             if before is None and is_as_begun:
                 tables = no_tables(snapshot, recorder, recording.reader, stand_ins.real)
@@ -334,21 +346,25 @@ def _exchanged(recording: _Recording) -> _Exchanged:
 
 def _with_backward(
     recording: _Recording, exchanged: _Exchanged, first: ForwardRun
-) -> RecordedBackward:
-    """Record the backward pass; refuse what the two passes have done that a plan would not."""
-    recorder, module = recording.recorder, recording.call.module
+) -> tuple[ForwardRun, RecordedBackward]:
+    """Record the backward pass; refuse what the two passes have done that a plan would not. The
+    forward is returned with the results that calls make."""
+    recorder, call = recording.recorder, recording.call
     own_gradients.refuse_changes(exchanged.autograd)
     own_gradients.refuse_history(recorder.constants_with_history())
-    starts = backward_starts(first.outputs, first.spec, recording.call.incoming)
+    starts = backward_starts(first.outputs, first.spec, call.incoming, call.only_loss)
+    if call.only_loss:
+        made = without_unread(recorder, first.outputs, first.spec, starts)
+        first = replace(first, outputs=made)
     refuse_gradients(recorder, [first.outputs[i] for i in starts])
     targets = [t for t in recording.stand_ins.fakes if t.requires_grad]
-    backward = recorded_backward(module, recorder, first.outputs, starts, targets)
+    backward = recorded_backward(call.module, recorder, first.outputs, starts, targets)
     own_gradients.refuse_changes(exchanged.autograd)
     own_gradients.refuse_switch(recording.snapshot.switched_tensor())
     own_gradients.refuse_none(backward.gradients)
     exchanged.questions.refuse_set(first.outputs)
-    _refuse_new_submodules(module, exchanged.submodules)
-    return backward
+    _refuse_new_submodules(call.module, exchanged.submodules)
+    return first, backward
 
 
 def _made_tables(

@@ -7,7 +7,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
-from rockplan.values.interface import Incoming, OutputLeaf, Precedent
+from rockplan.values.interface import Incoming, OutputLeaf, Precedent, Unmade
 
 # FullyShardedDataParallel keeps the parameters of a module in one.
 WITHOUT_FLAT_PARAMETERS = (
@@ -55,9 +55,13 @@ def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
 
 
 def backward_starts(
-    outputs: Sequence[Any], spec: trees.TreeSpec, incoming: Incoming | Precedent | None
+    outputs: Sequence[Any],
+    spec: trees.TreeSpec,
+    incoming: Incoming | Precedent | None,
+    only_loss: bool = False,
 ) -> dict[int, tuple[int, ...]]:
-    """Position of each output that the backward pass starts from -> strides of its gradient."""
+    """Position of each output that the backward pass starts from -> strides of its gradient.
+    only_loss: the caller uses nothing but a loss."""
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
@@ -65,7 +69,10 @@ def backward_starts(
         raise NAMED["nothing to differentiate"].error()
     if isinstance(incoming, Precedent):
         incoming = _as_before(incoming, outputs, candidates)
-    wanted = dict.fromkeys(likely_starts(outputs, spec)) if incoming is None else incoming
+    if incoming is None:
+        likely = _loss(outputs, spec, candidates) if only_loss else likely_starts(outputs, spec)
+        incoming = dict.fromkeys(likely)
+    wanted = incoming
     if not wanted or not set(wanted) <= set(candidates):
         raise InvalidInput(
             f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
@@ -128,6 +135,50 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
     sources, firsts = sources_of(outputs), first_places(outputs)
     on_the_way = {part for i in candidates if outputs[i].ndim == 0 for part in sources[i]}
     return tuple(i for i in candidates if firsts[i] not in on_the_way)
+
+
+def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]) -> Sequence[int]:
+    """Of the outputs that require a gradient, the one that is named `loss`, or else the only scalar
+    that is no part of another one. Raises InvalidInput where none is, or several are."""
+    named = _position_of_loss(outputs, spec)
+    if named is not None and named in candidates:
+        return [named]
+    scalars = [i for i in candidates if outputs[i].ndim == 0]
+    sources = sources_of(outputs)
+    parts = {part for i in scalars for part in sources[i]}
+    losses = [i for i in scalars if i not in parts]
+    if len(losses) == 1:
+        return losses
+    if losses:
+        raise InvalidInput(
+            f"the leaves {tuple(losses)} of the result are scalars that require a gradient, and "
+            "none is called `loss`; with only_loss say which one is: "
+            f"Options(only_loss=True, differentiated=({losses[0]},))"
+        )
+    raise InvalidInput(
+        "with only_loss the result of a step in training has a loss, a scalar that requires a "
+        "gradient, and there is none in this one. Pass what it is computed from (`labels`), or "
+        "plan without only_loss"
+    )
+
+
+def without_unread(
+    recorder: Recorder, outputs: Sequence[Any], spec: trees.TreeSpec, starts: Collection[int]
+) -> list[Any]:
+    """`outputs`, where the caller uses what backward starts from: of what is no scalar, and has
+    memory of its own, it gets `Unmade`."""
+    given = recorder.leaf_storages | {recorder.values[v].storage for v, _ in recorder.constants}
+    names = [name for name, _ in trees.named_leaves(trees.tree_unflatten(outputs, spec))]
+
+    def known(position: int, output: Any) -> Any:
+        is_scalar = not isinstance(output, torch.Tensor) or output.ndim == 0
+        if is_scalar or position in starts:
+            return output
+        value = recorder.values[recorder.value(output)]
+        is_given = value.storage in given
+        return output if is_given else Unmade(names[position], value.spec)
+
+    return [known(position, output) for position, output in enumerate(outputs)]
 
 
 def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:

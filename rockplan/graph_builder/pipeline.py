@@ -1,0 +1,166 @@
+"""The pipeline of the front half: a recorded run -> a graph, as two tuples of passes.
+
+takes: a Capture, Options. returns: Lowered, with what each pass left and took. guarantees: what a
+schedule of the graph computes is what the run computes, bit for bit but for what `Options.tile` and
+`Options.compile` say.
+
+Taking a line out of a tuple takes a mechanism out of the product; `Options(without=("name",))` does
+so for one call. Each pass takes a value and returns a new one; between two of them the tables of
+`run_rules` and `graph_rules` say whether the value is legal, where `CHECKED` is on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TypeVar
+
+from rockplan.graph_builder import run_rules
+from rockplan.graph_builder.costs.layouts import check_layouts
+from rockplan.graph_builder.fusion.fuse import fused
+from rockplan.graph_builder.fusion.in_place import with_kernels_in_place
+from rockplan.graph_builder.lowering.backward_order import reordered
+from rockplan.graph_builder.lowering.buffer_copies import with_copies
+from rockplan.graph_builder.lowering.functionalize import with_versions
+from rockplan.graph_builder.lowering.lower import Lowered, assembled
+from rockplan.graph_builder.lowering.reinplace import with_takeovers
+from rockplan.graph_builder.tiling.tile import tiled
+from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.oracles import graph_rules
+from rockplan.values.graph import CDGraph, Phase
+from rockplan.values.plan import PassTrace
+
+_Form = TypeVar("_Form", Capture, CDGraph)
+
+CHECKED: ContextVar[bool] = ContextVar("rockplan checked passes", default=False)
+"""Whether what every pass leaves is held against the tables of rules: on in tests."""
+
+
+class HeadStaysWhole(Exception):
+    """Says why no head of the run can be in parts."""
+
+
+# -- passes from a run to a run ----------------------------------------------------------------
+
+
+def functionalize(run: Capture, options: Options) -> Capture:
+    """Replace changes in place by operators that make a new storage: those that could not run
+    together with what they change; all that can, where heads in parts or kernels are wanted."""
+    return with_versions(run, everywhere=bool(options.tile or options.compile))
+
+
+def tile(run: Capture, options: Options) -> Capture:
+    """Write the head of the model and its loss once for each part of its rows.
+
+    Raises HeadStaysWhole."""
+    if not options.tile:
+        return run
+    made = tiled(run, None if options.tile is True else options.tile)
+    if isinstance(made, str):
+        raise HeadStaysWhole(made)
+    return made
+
+
+def fuse(run: Capture, options: Options) -> Capture:
+    """Replace operators by calls of compiled kernels."""
+    if not options.compile:
+        return run
+    return fused(run, keeps_roundings=options.compile == "near")
+
+
+def copy_buffers(run: Capture, options: Options) -> Capture:
+    """Copy the buffers that the forward reads and changes, so that it can run again."""
+    return with_copies(run)
+
+
+# -- passes from a graph to a graph ------------------------------------------------------------
+
+
+def reinplace(graph: CDGraph, options: Options) -> CDGraph:
+    """Allow results to take over the storages of operands that die."""
+    return with_takeovers(graph)
+
+
+def kernels_in_place(graph: CDGraph, options: Options) -> CDGraph:
+    """Compile kernels that write their results over operands that die."""
+    return with_kernels_in_place(graph) if graph.kernels else graph
+
+
+def reorder(graph: CDGraph, options: Options) -> CDGraph:
+    """Put backward nodes in an order that needs less memory than eager's."""
+    return reordered(graph)
+
+
+RunPass = Callable[[Capture, Options], Capture]
+GraphPass = Callable[[CDGraph, Options], CDGraph]
+
+RUN_PASSES: tuple[RunPass, ...] = (
+    functionalize,
+    tile,
+    fuse,
+    copy_buffers,
+)
+
+GRAPH_PASSES: tuple[GraphPass, ...] = (
+    reinplace,
+    kernels_in_place,
+    reorder,
+)
+
+
+def _named(*passes: Callable[..., object]) -> tuple[str, ...]:
+    """What `Options.without` calls passes."""
+    return tuple(one.__name__.replace("_", "-") for one in passes)
+
+
+NAMES = _named(*RUN_PASSES, *GRAPH_PASSES)
+
+
+def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS) -> Lowered:
+    """The graph of a recorded run, after all passes.
+
+    rng_state_bytes: size of one saved generator state on the device. Raises HeadStaysWhole where
+    `options.tile` finds no head, InvalidInput for options that do not fit the run, UnsupportedModel
+    for what no graph can say.
+    """
+    run, before = _passed(RUN_PASSES, run, options)
+    since = time.perf_counter()
+    lowered = assembled(run, rng_state_bytes, options.released)
+    built = _checked(lowered.graph, "lower", time.perf_counter() - since)
+    graph, after = _passed(GRAPH_PASSES, lowered.graph, options)
+    check_layouts(graph, lowered.samples)
+    return replace(lowered, graph=graph, trace=(*before, built, *after))
+
+
+def _passed(
+    passes: Sequence[Callable[[_Form, Options], _Form]], form: _Form, options: Options
+) -> tuple[_Form, list[PassTrace]]:
+    """`form` after all passes that the options do not leave out, with what each of them took."""
+    traces: list[PassTrace] = []
+    for one, name in zip(passes, _named(*passes), strict=True):
+        if name in options.without:
+            continue
+        since = time.perf_counter()
+        made = one(form, options)
+        seconds = time.perf_counter() - since
+        is_changed = made is not form
+        traces.append(_checked(made, name, seconds, is_changed))
+        form = made
+    return form, traces
+
+
+def _checked(
+    made: Capture | CDGraph, name: str, seconds: float, is_changed: bool = True
+) -> PassTrace:
+    """The trace of a pass, whose result is held against the table of its form."""
+    if CHECKED.get() and is_changed:
+        if isinstance(made, Capture):
+            run_rules.check(made, f"after {name}")
+        else:
+            graph_rules.check(made, f"after {name}")
+    steps = made.calls if isinstance(made, Capture) else made.nodes
+    forward = sum(step.phase is Phase.FORWARD for step in steps)
+    return PassTrace(name, forward, len(steps) - forward, seconds, is_changed)

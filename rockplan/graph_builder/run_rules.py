@@ -1,0 +1,134 @@
+"""What is legal of a recorded run: a table of rules, each with what breaks it.
+
+takes: a Capture. raises IllegalForm. `graph_builder.pipeline` asks after each pass, where
+`CHECKED` is on; `oracles.graph_rules` is the same for graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rockplan.errors import IllegalForm
+from rockplan.graph_builder.costs.specs import needed_bytes
+from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.values.graph import Phase, is_kernel, refs
+
+Rule = Callable[[Capture], Iterator[str]]
+"""Yields what breaks it; its docstring says what holds."""
+
+
+def check(run: Capture, when: str) -> None:
+    """Raise IllegalForm with the first rule that the run breaks. when: what made it."""
+    for rule in RULES:
+        for broken in rule(run):
+            raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")
+
+
+def values_are_there(run: Capture) -> Iterator[str]:
+    """A call names values of the run."""
+    known = range(len(run.values))
+    for position, recorded in enumerate(run.calls):
+        named = (*recorded.reads, *recorded.writes, *_results(run, position))
+        for value in named:
+            if value not in known:
+                yield f"call {position} names value {value} of {len(known)}"
+
+
+def reads_are_arguments(run: Capture) -> Iterator[str]:
+    """A call reads what its arguments name, and writes to what it reads."""
+    for position, recorded in enumerate(run.calls):
+        named = {ref.index for ref in refs(recorded.call)}
+        if named != {*recorded.reads}:
+            yield f"call {position}, {recorded.call.op}, reads {recorded.reads} of {sorted(named)}"
+        if not named >= {*recorded.writes}:
+            yield f"call {position}, {recorded.call.op}, writes to {recorded.writes}"
+
+
+def made_before_read(run: Capture) -> Iterator[str]:
+    """Nothing is read before it is made."""
+    made = set(_given(run))
+    for position, recorded in enumerate(run.calls):
+        for value in recorded.reads:
+            if value not in made:
+                yield f"call {position}, {recorded.call.op}, reads value {value}"
+        made.update(_results(run, position))
+    for role, value in _wanted(run):
+        if value not in made:
+            yield f"the {role} {value} is never made"
+
+
+def made_once(run: Capture) -> Iterator[str]:
+    """A value is made by one call, or given by the caller."""
+    made = set(_given(run))
+    for position, recorded in enumerate(run.calls):
+        for value in {*_results(run, position)} - {*recorded.reads}:
+            if value in made:
+                yield f"call {position}, {recorded.call.op}, makes value {value} again"
+            made.add(value)
+
+
+def views_read_what_they_share(run: Capture) -> Iterator[str]:
+    """A result in a storage that is there already is a view of what its call reads."""
+    there = {run.values[v].storage for v in _given(run)}
+    for position, recorded in enumerate(run.calls):
+        read = {run.values[v].storage for v in recorded.reads}
+        results = {run.values[v].storage for v in _results(run, position)}
+        for storage in (results & there) - read:
+            yield f"call {position}, {recorded.call.op}, has a result in storage {storage}"
+        there |= results
+
+
+def values_fit_their_storage(run: Capture) -> Iterator[str]:
+    """A value lies within its storage, whose size all of its values agree on."""
+    sizes: dict[int, int] = {}
+    for index, value in enumerate(run.values):
+        known_bytes = sizes.setdefault(value.storage, value.storage_bytes)
+        if value.storage_bytes != known_bytes:
+            yield f"storage {value.storage} has {known_bytes} and {value.storage_bytes} bytes"
+        if value.spec.device == "cpu" and needed_bytes(value.spec) > value.storage_bytes:
+            yield f"value {index}, {value.spec}, is in a storage of {value.storage_bytes} bytes"
+
+
+def forward_comes_first(run: Capture) -> Iterator[str]:
+    """Calls of the forward phase come before those of the backward phase."""
+    is_backward = [recorded.phase is Phase.BACKWARD for recorded in run.calls]
+    if is_backward != sorted(is_backward):
+        yield f"call {is_backward.index(True)} is one of the backward phase"
+
+
+def kernels_are_known(run: Capture) -> Iterator[str]:
+    """A kernel that is called is one of the run's."""
+    known = {kernel.op for kernel in run.kernels}
+    for position, recorded in enumerate(run.calls):
+        if is_kernel(recorded.call.op) and known and recorded.call.op not in known:
+            yield f"call {position} is of {recorded.call.op}"
+
+
+RULES: tuple[Rule, ...] = (
+    values_are_there,
+    reads_are_arguments,
+    made_before_read,
+    made_once,
+    views_read_what_they_share,
+    values_fit_their_storage,
+    forward_comes_first,
+    kernels_are_known,
+)
+
+
+def _results(run: Capture, position: int) -> tuple[int, ...]:
+    return tuple(r for r in run.calls[position].call.results if r is not None)
+
+
+def _given(run: Capture) -> Iterator[int]:
+    """Values that the caller has before the run, or that come in between its phases."""
+    for named in (run.parameters, run.buffers, run.inputs):
+        yield from (value for _, value in named)
+    yield from (value for value, _ in run.constants)
+    yield from (o.tangent for o in run.outputs if o.tangent is not None)
+
+
+def _wanted(run: Capture) -> Iterator[tuple[str, int]]:
+    yield from (("output", o.value) for o in run.outputs if o.value is not None)
+    yield from (("gradient", g) for _, g in run.gradients if g is not None)
+    yield from (("copy", copy) for _, copy in run.copies)

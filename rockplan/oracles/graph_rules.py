@@ -1,0 +1,135 @@
+"""What is legal of a graph: a table of rules, each with what breaks it.
+
+takes: a CDGraph. raises IllegalForm. `graph_builder.pipeline` asks after each pass, where
+`CHECKED` is on; `verify` says what is legal of a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rockplan.errors import IllegalForm
+from rockplan.values.graph import CDGraph, DataKind, Phase, is_kernel, value_refs
+
+Rule = Callable[[CDGraph], Iterator[str]]
+"""Yields what breaks it; its docstring says what holds."""
+
+
+def check(graph: CDGraph, when: str) -> None:
+    """Raise IllegalForm with the first rule that the graph breaks. when: what made it."""
+    for rule in RULES:
+        for broken in rule(graph):
+            raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")
+
+
+def numbered_by_place(graph: CDGraph) -> Iterator[str]:
+    """Nodes, storages and values are numbered by their places."""
+    of_kinds = {
+        "node": [node.index for node in graph.nodes],
+        "storage": [data.index for data in graph.data],
+        "value": [value.index for value in graph.values],
+    }
+    for kind, indices in of_kinds.items():
+        if indices != [*range(len(indices))]:
+            yield f"{kind} numbers are {indices}"
+
+
+def forward_comes_first(graph: CDGraph) -> Iterator[str]:
+    """Nodes of the forward phase come before those of the backward phase."""
+    is_backward = [node.phase is Phase.BACKWARD for node in graph.nodes]
+    if is_backward != sorted(is_backward):
+        yield f"node {is_backward.index(True)} is one of the backward phase"
+
+
+def one_maker(graph: CDGraph) -> Iterator[str]:
+    """A storage has one node that makes it, in the phase of its kind; what the caller owns has
+    none."""
+    maker: dict[int, int] = {}
+    own = {Phase.FORWARD: DataKind.ACTIVATION, Phase.BACKWARD: DataKind.GRADIENT}
+    for node in graph.nodes:
+        for data in node.writes:
+            if data in maker:
+                yield f"nodes {maker[data]} and {node.index} make {graph.data[data].name}"
+            if graph.data[data].kind is not own[node.phase]:
+                yield f"node {node.index} makes the {graph.data[data].kind.value} {data}"
+            maker[data] = node.index
+
+
+def made_before_read(graph: CDGraph) -> Iterator[str]:
+    """Nothing is read before it is made."""
+    made = {d.index for d in graph.data if d.kind.resident or d.kind is DataKind.TANGENT}
+    for node in graph.nodes:
+        for data in node.reads:
+            if data not in made:
+                yield f"node {node.index}, {node.name}, reads {graph.data[data].name}"
+        made.update(node.writes)
+
+
+def values_are_in_storages(graph: CDGraph) -> Iterator[str]:
+    """A value is in a storage of the graph, and a view in one of what it is a view of."""
+    for value in graph.values:
+        if value.data not in range(len(graph.data)):
+            yield f"value {value.index} is in storage {value.data}"
+        elif value.view is not None:
+            named = value_refs((value.view.args, [a for _, a in value.view.kwargs]))
+            if value.data not in {graph.values[ref.index].data for ref in named}:
+                yield f"{value.name} is a view of none in {graph.data[value.data].name}"
+
+
+def roles_are_of_storages(graph: CDGraph) -> Iterator[str]:
+    """Outputs, what is held, handed over or dropped are storages that are not resident."""
+    roles = {"output": graph.outputs, "held": graph.held, "handed": graph.handed}
+    for role, storages in (roles | {"dropped": graph.dropped}).items():
+        for data in storages:
+            if data not in range(len(graph.data)) or graph.data[data].kind.resident:
+                yield f"{role} storage {data}"
+
+
+def takeovers_are_of_the_node(graph: CDGraph) -> Iterator[str]:
+    """What a node may take over it reads, and what it writes there it makes."""
+    for node in graph.nodes:
+        for takeover in node.takes:
+            if not ({*takeover.operands} <= {*node.reads}):
+                yield f"node {node.index}, {node.name}, takes {takeover.operands}"
+            if not ({*takeover.results} <= {*node.writes}):
+                yield f"node {node.index}, {node.name}, writes {takeover.results}"
+
+
+def kernels_are_known(graph: CDGraph) -> Iterator[str]:
+    """A kernel that is called is one of the graph's."""
+    known = {kernel.op for kernel in graph.kernels}
+    for node in graph.nodes:
+        calls = (*node.calls, *(t.call for t in node.takes if t.call is not None))
+        for call in calls:
+            if is_kernel(call.op) and known and call.op not in known:
+                yield f"node {node.index} calls {call.op}"
+
+
+def sizes_are_sums_of_bytes(graph: CDGraph) -> Iterator[str]:
+    """Sizes, workspaces and times are not negative."""
+    for data in graph.data:
+        if data.size_bytes < 0:
+            yield f"{data.name} has {data.size_bytes} bytes"
+    for node in graph.nodes:
+        if node.workspace_bytes < 0 or node.time_ns < 0:
+            yield f"{node.name} has {node.workspace_bytes} bytes of workspace, {node.time_ns} ns"
+
+
+def eager_order_is_an_order(graph: CDGraph) -> Iterator[str]:
+    """Eager's order names each node once."""
+    if graph.eager_order and sorted(graph.eager_order) != [*range(len(graph.nodes))]:
+        yield f"it is {graph.eager_order}"
+
+
+RULES: tuple[Rule, ...] = (
+    numbered_by_place,
+    forward_comes_first,
+    one_maker,
+    made_before_read,
+    values_are_in_storages,
+    roles_are_of_storages,
+    takeovers_are_of_the_node,
+    kernels_are_known,
+    sizes_are_sums_of_bytes,
+    eager_order_is_an_order,
+)
