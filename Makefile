@@ -24,7 +24,7 @@ CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= torch==2.11.0
 STAND_IN := build/stand_in
 
-.PHONY: demo test matrix wheels cuda lint clean always
+.PHONY: demo test matrix libraries wheels cuda lint clean always
 
 demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
@@ -61,6 +61,18 @@ $(CUDA_VENV)/ready:
 	$(CUDA_VENV)/bin/pip install --quiet --editable .
 	touch $@
 
+# The releases of benchmarks/libraries.txt, which are all that they need, beside the pinned build.
+libraries: .venv-libraries/ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-libraries/bin/python -m benchmarks.libraries
+
+.venv-libraries/ready: pyproject.toml benchmarks/libraries.txt
+	$(PYTHON) -m venv .venv-libraries
+	.venv-libraries/bin/pip install --quiet --upgrade pip
+	.venv-libraries/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)" torchvision
+	.venv-libraries/bin/pip install --quiet --no-deps --requirement benchmarks/libraries.txt
+	.venv-libraries/bin/pip install --quiet --editable . pytest
+	touch $@
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +86,4 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-cuda $(VERSIONS:%=.venv-%) build dist *.egg-info
+	rm -rf $(VENV) .venv-cuda .venv-libraries $(VERSIONS:%=.venv-%) build dist *.egg-info

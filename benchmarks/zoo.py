@@ -339,7 +339,7 @@ def without_folders(text: str) -> str:
 
 
 def make_case(name: str) -> Any:
-    from benchmarks import zoo_cases
+    from benchmarks import library_cases, zoo_cases
 
     source = name.split("/")[0]
     seed_everything(seed_of(name))
@@ -347,6 +347,7 @@ def make_case(name: str) -> Any:
         "transformers": zoo_cases.transformers_case,
         "module": zoo_cases.module_case,
         "timm": zoo_cases.timm_case,
+        "library": library_cases.library_case,
     }
     return factories[source](name)
 
@@ -531,7 +532,12 @@ def case_names(sources: list[str]) -> list[str]:
 
 
 def sweep(
-    names: list[str], path: Path, jobs: int, start: Callable[[], Worker], deadline: float
+    names: list[str],
+    path: Path,
+    jobs: int,
+    start: Callable[[], Worker],
+    deadline: float = float("inf"),
+    cases_of_a_worker: int = CASES_OF_A_WORKER,
 ) -> None:
     """Examine `names` in `jobs` processes, appending each result to `path`; begin none after
     `deadline` (of time.monotonic)."""
@@ -552,7 +558,8 @@ def sweep(
             )
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for one in [pool.submit(_examine_all, waiting, start, keep, deadline) for _ in range(jobs)]:
+        each = (waiting, start, keep, deadline, cases_of_a_worker)
+        for one in [pool.submit(_examine_all, *each) for _ in range(jobs)]:
             one.result()
 
 
@@ -561,11 +568,12 @@ def _examine_all(
     start: Callable[[], Worker],
     keep: Callable[[dict[str, Any]], None],
     deadline: float,
+    cases_of_a_worker: int,
 ) -> None:
     """Take names from `waiting` until none is left; a worker that is lost is replaced."""
     while waiting and time.monotonic() < deadline:
         worker = start()
-        for _ in range(CASES_OF_A_WORKER):
+        for _ in range(cases_of_a_worker):
             if time.monotonic() >= deadline:
                 break
             try:
@@ -587,7 +595,14 @@ def package_commit() -> str:
         found = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
         return found.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "rockplan", "benchmarks/zoo_cases.py")
+    changed = git(
+        "status",
+        "--porcelain",
+        "--",
+        "rockplan",
+        "benchmarks/zoo_cases.py",
+        "benchmarks/library_cases",
+    )
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 

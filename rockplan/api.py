@@ -37,6 +37,7 @@ from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
+from rockplan.parts import named_in_refusals
 from rockplan.python_state import key_value_cache
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
@@ -83,7 +84,7 @@ def solve(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
     model = planned_modules.unplanned(model)
-    with outside_of_initialization():
+    with named_in_refusals(model), outside_of_initialization():
         first, *others = _calls(model, args, kwargs, options)
         with first.named_in_errors():
             program = _program(
@@ -148,7 +149,7 @@ def plan(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
     call = largest_call(model, args, kwargs, options)
-    with call.named_in_errors():
+    with named_in_refusals(model), call.named_in_errors():
         with outside_of_initialization():
             source = captured_call(model, call.args, call.kwargs, options)
             problems = _problems(source, options)
@@ -227,7 +228,7 @@ def load(
         _stored_program, plans=read_plans(path), budget=None, options=options
     )
     model = planned_modules.unplanned(model)
-    with outside_of_initialization():
+    with named_in_refusals(model), outside_of_initialization():
         first, *others = _calls(model, args, kwargs, options)
         with first.named_in_errors():
             program = make_program(model, first.args, first.kwargs, None)
@@ -404,7 +405,7 @@ def _in_parts(
 
 
 def _prepared(module: nn.Module, call: SizedCall, options: Options) -> tuple[Problem, ...]:
-    with outside_of_initialization(), call.named_in_errors():
+    with named_in_refusals(module), outside_of_initialization(), call.named_in_errors():
         return _problems(captured_call(module, call.args, call.kwargs, options), options)
 
 

@@ -11,7 +11,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -182,25 +182,35 @@ def test_the_nearest_kind_is_compared() -> None:
     assert "other: not passed, planned 12x8" in message or "x: 12x8, planned 4x8" in message
 
 
-def steps(planned: Any, counts: list[int]) -> None:
+def steps(planned: Any, counts: Iterable[int]) -> None:
     for count in counts:
         loss(planned(x=rows(count))).backward()
 
 
-def test_from_the_third_kind_on_planning_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_planning_in_training_is_said(caplog: pytest.LogCaptureFixture) -> None:
     planned = planned_net()
     with caplog.at_level(logging.INFO, logger="rockplan"):
-        steps(planned, [4, 5])
         assert caplog.messages == []
-        steps(planned, [6, 5, 6, 4])
+        steps(planned, [4, 5])
         (message,) = caplog.messages
-        for words in ("Net", "3rd", "x: 6x8, planned 5x8", " s. ", "pad_to_multiple_of"):
+        for words in ("Net", "2nd", "x: 5x8, planned 4x8", " s. ", "pad_to_multiple_of"):
             assert words in message
+        steps(planned, [6, 5, 6, 4])
         loss(planned(x=rows(6), other=rows(2))).backward()
-        assert "4th" in caplog.messages[1] and "other: 2x8, planned without" in caplog.messages[1]
-        assert "sample" in caplog.messages[1]
+        assert "4th" in caplog.messages[2] and "other: 2x8, planned without" in caplog.messages[2]
+        assert "sample" in caplog.messages[2]
     assert "\n" not in "".join(caplog.messages)
     assert all(record.levelno >= logging.WARNING for record in caplog.records)
+
+
+def test_what_helps_with_ever_new_sizes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_net()
+    with caplog.at_level(logging.WARNING, logger="rockplan"):
+        steps(planned, range(5, 17))
+    helps = "Options(sizes=...)", "on_mismatch='original'", "pad them"
+    assert [all(words in said for words in helps) for said in caplog.messages] == [False] * 6 + [
+        True
+    ]
 
 
 class Terminal(io.StringIO):

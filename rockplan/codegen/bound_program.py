@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.codegen import autograd
+from rockplan.codegen import autograd, rng_replay
 from rockplan.codegen.backward_pass import Replan
 from rockplan.codegen.differences import (
     DescribedCall,
@@ -75,7 +75,10 @@ class BoundProgram:
             for check, guard in zip(
                 program.executable.functions.guards, interface.guards, strict=True
             ):
-                yield guard, check(leaves, program.constants, buffers)
+                # What is drawn for it is given back.
+                with rng_replay.restarted(rng_replay.starts(["cpu"] if guard.draws else [])):
+                    value = check(leaves, program.constants, buffers)
+                yield guard, value
 
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:
         """True if tensors would say of themselves what they did."""
@@ -130,8 +133,11 @@ def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Di
             of = ", ".join([*read, *(buffers[i] for _, i in guard.buffers)])
             where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
             texts = f": {_short(value)}, planned {_short(guard.expected)}"
+            what = (
+                "a random draw" if guard.draws else f"values {f'of {of} ' if of else ''}".rstrip()
+            )
             yield Difference(
-                f"values {f'of {of} ' if of else ''}that the forward reads {where}"
+                f"{what} that the forward reads {where}"
                 # Of a comparison the result says nothing.
                 f"{'' if isinstance(guard.expected, bool) else texts}",
                 is_value=True,

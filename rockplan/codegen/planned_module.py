@@ -352,29 +352,43 @@ def _made(
     incoming: Incoming | Precedent | None,
     changes: Differences,
 ) -> PlannedProgram:
-    """A program for one more kind of call, which takes time that the training waits for: from the
-    third one on that is said, with what would keep it from happening again."""
+    """A program for one more kind of call, which takes time that the training waits for: that is
+    said, with what would keep it from happening again."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     started = time.monotonic()
     with state.watch.aside():
         program = state.make_program(planned, args, kwargs, incoming)
     state.count += 1
-    if state.count >= _SAID:
-        LOG.warning(
-            "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
-            state.original.__qualname__,
-            ordinal(state.count),
-            changes,
-            time.monotonic() - started,
-            changes.advice or "Each such kind is planned for once",
-        )
+    advice = changes.advice or "Each such kind is planned for once"
+    if state.count == _EVER_NEW:
+        advice = _FOR_EVER_NEW
+    # A block is one of many, whose first calls of another kind come at the same step.
+    is_early = state.is_in_place and state.count < _SAID_OF_BLOCKS
+    LOG.log(
+        logging.INFO if is_early or state.count > _EVER_NEW else logging.WARNING,
+        "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
+        state.original.__qualname__,
+        ordinal(state.count),
+        changes,
+        time.monotonic() - started,
+        advice,
+    )
     return program
 
 
-_SAID = 3
-"""The plan from which on each is said: a trainer calls in another way than the sample says, and the
-last batch is smaller; more than that may go on for ever."""
+_SAID_OF_BLOCKS = 3
+
+_EVER_NEW = 8
+"""The last plan that is said of: a trainer calls in another way than the sample says, the last
+batch is smaller, there are a few lengths; more than that may go on for ever."""
+
+_FOR_EVER_NEW = (
+    "Further ones are logged at level INFO alone. If batches have ever new sizes (lengths, nodes "
+    "and edges of graphs): pad them to a few sizes; Options(sizes=...) plans the largest before "
+    "training, and others replay its plan; Options(on_mismatch='original') runs what is not "
+    "planned for as it is"
+)
 
 
 def _changes(

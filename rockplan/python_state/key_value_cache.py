@@ -10,9 +10,11 @@ switched later. What runs unplanned (evaluation, generation) does as the configu
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rockplan.python_state.classes import once_for_each_class
@@ -69,18 +71,67 @@ def switch_on(configurations: Iterable[Any]) -> None:
 
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
     """Log that the results of planned calls like this one have no cache, where eager's have."""
-    asked = kwargs.get(SWITCH) is not None
-    users = (
-        m
-        for m in module.modules()
-        if getattr(vars(m).get("config"), SWITCH, None) is True
-        and SWITCH in inspect.signature(m.forward).parameters
-    )
-    if not asked and any(True for _ in users):
+    users = [m for m in module.modules() if _asks_for_one(m)]
+    if users and kwargs.get(SWITCH) is None and not any(_has_none(m, kwargs) for m in users):
         _LOGGER.warning(
             "config.use_cache is True, and planned calls run without the key-value cache: their "
             "results hold none (past_key_values), as with gradient checkpointing in transformers"
         )
+
+
+def _asks_for_one(module: Any) -> bool:
+    is_switched_on = getattr(vars(module).get("config"), SWITCH, None) is True
+    return is_switched_on and SWITCH in inspect.signature(module.forward).parameters
+
+
+def _has_none(module: Any, kwargs: Mapping[str, Any]) -> bool:
+    try:
+        source = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return False
+    return any(re.search(says, source) and is_so(module, kwargs) for says, is_so in _WITHOUT)
+
+
+# Where a forward says this, there is no cache if that is so, whatever the configuration says.
+_WITHOUT: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], bool]], ...] = (
+    (r"self\.config\.is_decoder", lambda module, kwargs: not module.config.is_decoder),
+    (
+        r"labels is not None:\n(?:.*\n){0,5}? +use_cache = False",
+        lambda module, kwargs: kwargs.get("labels") is not None,
+    ),
+    (
+        r"use_cache if not self\.training|not self\.training and use_cache|"
+        r"use_cache and cache is None and not self\.training",
+        lambda module, kwargs: module.training,
+    ),
+)
+
+
+def without(result: Any, kwargs: Mapping[str, Any]) -> Any:
+    """`result` of a call without the cache in it that nobody has asked for by an argument (peft's
+    prefix tuning passes one in, to have learned keys and values attended to)."""
+    if kwargs.get(SWITCH) or not any(b.__name__ == "ModelOutput" for b in type(result).__mro__):
+        return result
+    kept = {name: part for name, part in result.items() if not _is_cache(part)}
+    if len(kept) == len(result):
+        return result
+    _say_dropped(type(result).__qualname__)
+    return type(result)(**kept)
+
+
+def _is_cache(value: Any) -> bool:
+    kind = type(value)
+    return "Cache" in kind.__name__ and kind.__module__.startswith("transformers.")
+
+
+@functools.cache
+def _say_dropped(kind: str) -> None:
+    """Once in a process."""
+    _LOGGER.warning(
+        "the model returns a key-value cache in its %s, though nothing asks for one (use_cache): "
+        "the results of planned calls hold none",
+        kind,
+    )
 
 
 def _configurations(module: Any) -> Iterable[Any]:

@@ -134,7 +134,8 @@ class Guard:
     find `expected` again.
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
-    constants, buffers: (value, position among these).
+    constants, buffers: (value, position among these). draws: `calls` are all the draws before the
+    read, too, from where the generator is when the module is called.
     """
 
     calls: tuple[Call, ...]
@@ -145,6 +146,7 @@ class Guard:
     module: str
     source: str
     buffers: tuple[tuple[int, int], ...] = ()
+    draws: bool = False
 
 
 @dataclass(frozen=True, slots=True)

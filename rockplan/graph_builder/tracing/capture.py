@@ -66,6 +66,7 @@ from rockplan.graph_builder.tracing.tensor_questions import Questions
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
 from rockplan.python_state.leftovers import Leftovers
+from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.graph import Kernel, ValueRef
 from rockplan.values.interface import (
@@ -379,12 +380,25 @@ def _made_tables(
         recorder,
         recording.reader,
         recording.stand_ins.real,
+        functools.partial(_reached_after_another, recording, forward),
     )
     if tables or before:
         tables.essence = essence.of(recorder, first.outputs)
     if before and before.essence != tables.essence:
         raise before.another()
     return tables
+
+
+def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reached | None:
+    """What can be reached after one more run of the forward; None where that fails."""
+    another = recording.another_recorder()
+    recording.stand_ins.make_known(another)
+    try:
+        with as_in_eager(another, recording.reader):
+            forward.run(another)
+    except Exception:  # what a forward does with stand-ins that it has kept is its own
+        return None
+    return forward.reached()
 
 
 def _assignments(

@@ -1,13 +1,15 @@
 """Values that Python reads during capture, computed on the traced prefix.
 
 A value that depends on constants only is baked in; one that depends on integer inputs is baked
-in with a Guard; one that depends on parameters, floating inputs or random draws is refused,
-because the captured graph would silently be wrong for other values.
+in with a Guard, and so is a yes or no that depends on a few numbers, given or drawn; one that
+depends on parameters or on other floating inputs or draws is refused, because the captured graph
+would silently be wrong for other values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +60,19 @@ def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, t
             if index is not None:
                 environment[index] = leaf
     return environment
+
+
+@contextlib.contextmanager
+def draws_given_back() -> Iterator[None]:
+    """The default generator of the CPU is on exit where it was. (A forward that is recorded may not
+    call what PyTorch has for this.)"""
+    with _disable_current_modes():
+        state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            torch.default_generator.set_state(state)
 
 
 def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:

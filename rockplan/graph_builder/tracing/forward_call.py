@@ -35,7 +35,7 @@ from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
 from rockplan.graph_builder.tracing.value_reads import ValueReader
-from rockplan.python_state import trees
+from rockplan.python_state import key_value_cache, trees
 from rockplan.python_state.contents import data_in
 from rockplan.python_state.reach import Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
@@ -91,7 +91,7 @@ class ForwardCall:
         refuse = functools.partial(refuse_here, recorder)
         paths = _module_paths(self.module, recorder)
         with recorder, paths, host_random.refused(self.snapshot.reached, refuse) as drawn:
-            result = _call_module(self, args, kwargs)
+            result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(result)

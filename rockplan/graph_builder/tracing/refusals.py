@@ -52,6 +52,21 @@ AS_OPERATOR = (
 )
 """What to do about a kernel."""
 
+RUN_ONCE = "run the module once on the sample, then plan it"
+"""What to do where only the first call is another one."""
+
+DECIDED = (
+    "as a Python bool or number, or as a tensor of bools or integers (each such value is a kind of "
+    "call, planned for once)"
+)
+"""How the caller passes in what the forward reads."""
+
+DRAWN = (
+    f"draw before the call, and pass in what was drawn: what the forward decides by {DECIDED}, "
+    "what it computes with as a tensor"
+)
+"""What to do about random draws of Python."""
+
 
 class When(StrEnum):
     """The stage at which it is noticed."""
@@ -377,7 +392,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.FORWARD,
         "the forward takes the next of an iterator that the module keeps (a {kind}), which a "
         "planned step would not advance",
-        "draw with torch, or before the call, and pass what was drawn in as a tensor",
+        DRAWN,
         "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     ),
     Refusal(
@@ -392,7 +407,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.FORWARD,
         "in module '{path}': the forward draws from {place} (a {kind}), which a planned step "
         "would repeat for ever",
-        "draw with torch, or before the call, and pass what was drawn in as a tensor",
+        DRAWN,
         "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     ),
     Refusal(
@@ -540,7 +555,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "kept tensor",
         When.FORWARD,
         "{who} assigns a tensor to {place}, which a planned run cannot reproduce",
-        "Return it, or keep it outside of the module",
+        f"Return it, or keep it outside of the module; if only the first call does, {RUN_ONCE}",
         "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
@@ -563,7 +578,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.NEXT_CALL,
         "{who} keeps a table in {place}, and the next call does not do the same as this one, "
         "which a planned run would repeat for ever",
-        "If only the first call is another one, run the module once on the sample, then plan it",
+        f"If only the first call is another one, {RUN_ONCE}",
         "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
@@ -602,7 +617,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "new submodule",
         When.FORWARD,
         "the forward adds the submodule '{path}', which a planned run would not do",
-        "run the module once on the sample, then plan it",
+        RUN_ONCE,
         "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
@@ -625,7 +640,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.RESULT,
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
-        "pass use_cache=False (config.use_cache = False)",
+        "pass use_cache=False (config.use_cache = False), or leave it out of what is returned",
         "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
@@ -734,8 +749,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.NEXT_CALL,
         "{of}: the forward changes {place}, and the next call does not do the same as this one, "
         "which a planned run would repeat for ever",
-        "If only the first call is another one (values set by the first batch), run the module "
-        "once on the sample, then plan it",
+        f"If only the first call is another one (values set by the first batch), {RUN_ONCE}",
         "test_bad_input.test_a_first_call_that_differs_is_refused_until_it_has_been",
     ),
     Refusal(
@@ -743,7 +757,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.NEXT_CALL,
         "{of}: the forward changes {place}, and calls {function}, whose results are cached "
         "(functools): a planned run could not tell whether the next call changes it as well",
-        "Run the module once on the sample, then plan it",
+        RUN_ONCE.capitalize(),
         "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(

@@ -78,9 +78,16 @@ def of_function() -> str:
             kind = getattr(type(context), "_forward_cls", type(context))
             name = kind.__qualname__.replace("<locals>.", "")
             path = name if kind.__module__ == "__main__" else f"{kind.__module__}.{name}"
+            how = f"rockplan.opaque({path}), before the module is planned"
+            if name != kind.__qualname__:
+                how = (
+                    "put @rockplan.opaque on the class where it is made. If the forward makes it "
+                    "anew at each call, make it once, before that, and pass what it takes from "
+                    "around it as arguments of `apply`"
+                )
             return (
                 f"; or give the autograd.Function {name} to rockplan.opaque, which runs it whole: "
-                f"rockplan.opaque({path}), before the module is planned"
+                f"{how}"
             )
         frame = frame.f_back  # type: ignore[assignment]
     return ""

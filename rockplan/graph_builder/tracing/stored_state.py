@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.recorder import Recorder
-from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.graph_builder.tracing.refusals import NAMED, RUN_ONCE
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
 from rockplan.python_state.holders import (
@@ -106,9 +106,11 @@ def tables_of(
     recorder: Recorder,
     reader: ValueReader,
     stand_ins: Mapping[int, torch.Tensor],
+    another: Callable[[], Reached | None],
 ) -> Tables:
     """Tables that the run has stored. found: what can be reached after it; stand_ins: identity of
-    a fake tensor -> what it stands for. Raises UnsupportedModel for other tensors."""
+    a fake tensor -> what it stands for; another: what can be reached after one more run, None where
+    that fails. Raises UnsupportedModel for other tensors."""
     before = {h.identity: (h, b, dict(s)) for h, b, s in _known(snapshot)}
     computed = _computed(reached)
     made = _RunTensors(recorder, reader, stand_ins)
@@ -119,7 +121,8 @@ def tables_of(
         if (owner, one.key) in computed or (owner, None) in computed:
             continue
         if owner not in before or before[owner][2].get(one.key) is not one.value:
-            made.refuse(one)
+            if made.is_no_table(one):
+                raise _refusal(one.place, _is_kept(one, made, another))
             stored.setdefault(owner, []).append(one)
     _refuse_cached(reached, made)
     new = {owner for owner in stored if owner not in before}
@@ -385,16 +388,16 @@ class _RunTensors:
         real: Callable[[torch.Tensor], torch.Tensor | None] = self.real
         return [(one.key, replaced(one.value, real)) for one in stored]
 
-    def refuse(self, entry: Found) -> None:
-        """Raise where a tensor is not made of constants alone, or where it is no table: what the
-        caller has given, a parameter or a buffer, anywhere but in the module."""
+    def is_no_table(self, entry: Found) -> bool:
+        """Is it not made of constants alone, or what the caller has given, a parameter or a buffer,
+        anywhere but in the module?"""
         ours = [t for t in tensors_in(entry.value) if self.is_ours(t)]
         is_none = any(self.real_or_none(tensor) is None for tensor in ours)
         is_weak = isinstance(entry.value, weakref.ref)
         is_given = any(id(tensor) in self.stand_ins for tensor in ours)
         is_elsewhere = is_given and entry.place.address is None
-        if entry.place.is_callers or entry.held.is_registry or is_weak or is_none or is_elsewhere:
-            raise _refusal(entry.place)
+        is_of_others = entry.place.is_callers or entry.held.is_registry
+        return is_of_others or is_weak or is_none or is_elsewhere
 
 
 def _who(place: Place) -> str:
@@ -403,10 +406,25 @@ def _who(place: Place) -> str:
     return f"in module '{place.module or '(root)'}': the forward"
 
 
-def _refusal(place: Place) -> RockplanError:
+def _is_kept(entry: Found, made: _RunTensors, another: Callable[[], Reached | None]) -> bool:
+    """Does one more call find what this one has stored, and store nothing? (What has a gradient
+    would take the first call's graph along.)"""
+    if entry.place.is_callers or any(t.requires_grad for t in tensors_in(entry.value)):
+        return False
+    reached = another()
+    if reached is None:
+        return False
+    there = {(one.held.identity, one.key): one.value for one in holding(reached, made.is_ours)}
+    return there.get((entry.held.identity, entry.key)) is entry.value
+
+
+def _refusal(place: Place, is_kept: bool = False) -> RockplanError:
+    """is_kept: by later calls, of what the first has made."""
     refusal, facts = NAMED["kept tensor"], {"who": _who(place)}
     facts["place"] = place.text if place.module is not None else str(place)
-    if place.text.removeprefix("self.").isidentifier():
+    if is_kept:
+        facts["remedy"] = f"Only the first call does: {RUN_ONCE}"
+    elif place.text.removeprefix("self.").isidentifier():
         facts["remedy"] = (
             f"Return it, or update a registered buffer in place ({place.text}.copy_(...))"
         )

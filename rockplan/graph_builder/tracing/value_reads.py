@@ -7,9 +7,9 @@ before the call is refused, with what it depends on.
 
 from __future__ import annotations
 
-import os
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,11 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.tracing import evaluate, value_shapes
 from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
-from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
 from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
 from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
-
-_DISTRIBUTIONS = os.path.join(torch.distributions.__path__[0], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,7 @@ class ValueReader:
         self._positions: dict[int, int] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._buffer_positions: dict[int, int] = {}
+        self._numbers: dict[int, torch.Tensor] = {}
         self.inputs: frozenset[int] = frozenset()
         self._names: dict[int, str] = {}
         self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
@@ -68,12 +67,15 @@ class ValueReader:
             if _is_integer(tensor):
                 self._known[value] = tensor
                 self._positions[value] = position
+            elif tensor.ndim <= 1 and tensor.numel() <= _FEW and not tensor.requires_grad:
+                self._numbers[value] = tensor
+                self._positions[value] = position
         for position, ((_, value), tensor) in enumerate(zip(buffers, real_buffers, strict=True)):
             if _is_integer(tensor):
                 self._buffers[value] = tensor
                 self._buffer_positions[value] = position
         self.inputs = frozenset(inputs)
-        self._names = {v: f"leaf {i} of the arguments" for v, (i, _) in inputs.items()}
+        self._names = {v: f"{_ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()}
         self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
         self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
 
@@ -83,15 +85,42 @@ class ValueReader:
         """What an operator gives that tells Python of values."""
         wanted = [ref.index for ref in value_refs(call.args)]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        more = ""
         if not leaves and any(c.random for c in calls):
-            certain = _certain_comparison(calls, call)
-            if certain is not None:
-                return certain
-        environment = self._environment(recorder, calls, leaves, module, source)
+            outcomes = _outcomes(calls, call)
+            if len(set(outcomes)) == 1:
+                return outcomes[0]
+            drawn = self._drawn(recorder, call, module, source)
+            if drawn is not None:
+                return drawn
+            more = _ALL_BUT_ONE if len(set(outcomes[1:])) == 1 else ""
+        numbers = self._numbers.keys() if _is_question(recorder, call) else frozenset[int]()
+        environment = self._environment(recorder, calls, leaves, module, source, more, numbers)
         expected = evaluate.execute(call, environment)
         plain = tuple(c.call for c in calls)
         self._guard(recorder, plain, call, expected, leaves, module, source)
         return expected
+
+    def _drawn(self, recorder: Recorder, call: Call, module: str, source: str) -> bool | None:
+        """A yes or no by draws, where there are few before it: these are drawn before each later
+        call as well, and given back. None: it is another read."""
+        draws = [c for c in recorder.calls if c.random]
+        is_forward = recorder.phase is Phase.FORWARD
+        if not (is_forward and _is_question(recorder, call) and len(draws) <= _FEW_DRAWS):
+            return None
+        wanted = [ref.index for ref in value_refs(call.args)]
+        wanted += [r for c in draws for r in c.call.results if r is not None]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        specs = [recorder.values[r].spec for c in calls for r in c.call.results if r is not None]
+        is_small = all(s.device == "cpu" and math.prod(s.shape) <= _FEW for s in specs)
+        others = [c for c in calls if not c.random]
+        if not is_small or self._unknown(recorder, others, leaves) is not None:
+            return None
+        with evaluate.draws_given_back():
+            expected = evaluate.execute(call, self._run(recorder, calls, leaves))
+        plain = tuple(c.call for c in calls)
+        self._guard(recorder, plain, call, expected, leaves, module, source, draws=True)
+        return bool(expected)
 
     def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
         """A real copy of `tensor`, all of which Python is told. Later calls must find the same
@@ -137,24 +166,31 @@ class ValueReader:
         module: str,
         source: str,
         more: str = "",
+        numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
         """Every value that `calls` make from `leaves`, for real; refused where these are not the
-        same in every call, or cannot be compared before it. more: what to do, beside the usual."""
-        unknown = self._unknown(recorder, calls, leaves)
+        same in every call, or cannot be compared before it. more: what to do, beside the usual;
+        numbers: floating-point inputs of which it is compared."""
+        unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
             recorder.refuse(_value_read_error(calls, unknown, is_backward, module, source, more))
         return self._run(recorder, calls, leaves)
 
     def _unknown(
-        self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
+        self,
+        recorder: Recorder,
+        calls: Sequence[RecordedCall],
+        leaves: frozenset[int],
+        numbers: Set[int] = frozenset(),
     ) -> list[str] | None:
         """Names of what among `leaves` is not the same in every call, and cannot be compared before
         it; None: nothing is, nor is anything drawn, or got from outside."""
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
-        unknown = leaves - (known & (self._known.keys() | self._buffers.keys() | constants.keys()))
+        compared = self._known.keys() | self._buffers.keys() | numbers | constants.keys()
+        unknown = leaves - (known & compared)
         if not unknown and all(c.is_repeatable for c in calls):
             return None
         return [self._names[v] for v in sorted(unknown) if v in self._names]
@@ -162,7 +198,7 @@ class ValueReader:
     def _run(
         self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
     ) -> dict[int, torch.Tensor]:
-        known = {**self._known, **self._buffers, **dict(recorder.constants)}
+        known = {**self._known, **self._numbers, **self._buffers, **dict(recorder.constants)}
         return evaluate.run([c.call for c in calls], _copies(known, leaves))
 
     def shaped(
@@ -201,14 +237,15 @@ class ValueReader:
         leaves: frozenset[int],
         module: str,
         source: str,
+        draws: bool = False,
     ) -> None:
-        if not leaves:
+        if not leaves and not draws:
             return
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
         of_buffers = self._buffer_positions
         buffers = tuple((v, of_buffers[v]) for v in sorted(leaves & of_buffers.keys()))
-        guard = Guard(calls, read, expected, inputs, used, module, source, buffers)
+        guard = Guard(calls, read, expected, inputs, used, module, source, buffers, draws)
         if guard not in recorder.guards:
             recorder.guards.append(guard)
 
@@ -273,20 +310,44 @@ class ValueReader:
         }
 
 
-def _certain_comparison(calls: Sequence[RecordedCall], read: Call) -> bool | None:
-    """The outcome of `torch.rand([]) < p` where it is the same for every draw (a layer drop of
-    zero), else None: a comparison is monotone, so both ends of [0, 1) decide."""
+_FEW = 1024
+"""Elements of a floating-point input of which a yes or no can be asked anew before each call."""
+
+
+_FEW_DRAWS = 8
+"""So many decide which operations run; where more do (a layer drop), there is a kind of call for
+nearly each call."""
+
+
+def _is_question(recorder: Recorder, read: Call) -> bool:
+    """Is what Python is told a yes or no?"""
+    dtypes = {recorder.values[ref.index].spec.dtype for ref in value_refs(read.args)}
+    return read.op == "aten.equal.default" or dtypes == {"torch.bool"}
+
+
+_DRAWS = (0.0, 2.0**-24, 1.0 - 2.0**-24)
+"""The ends of what torch.rand draws, and the draw next to 0."""
+
+_ALL_BUT_ONE = (
+    ". The outcome is the same for all draws but 0 itself: a share below 0 (`module_dropout=-1.0` "
+    "of peft) is never dropped, and planned"
+)
+
+
+def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
+    """Of a comparison of `torch.rand([])` with a number, for each of `_DRAWS`: it is monotone, so
+    these decide whether it is the same for every draw (a layer drop of zero). Empty: it is none."""
     draw, *rest = (c.call for c in calls)
     if draw.op != "aten.rand.default" or not all(row_of(c.op).monotone for c in rest):
-        return None
+        return ()
     drawn = draw.results[0]
     assert drawn is not None
-    outcomes = set()
-    for end in (0.0, 1.0 - 2.0**-24):
+    outcomes: list[bool] = []
+    for end in _DRAWS:
         with _disable_current_modes():
             value = torch.tensor(end)
-        outcomes.add(bool(evaluate.execute(read, evaluate.run(rest, {drawn: value}))))
-    return outcomes.pop() if len(outcomes) == 1 else None
+        outcomes.append(bool(evaluate.execute(read, evaluate.run(rest, {drawn: value}))))
+    return tuple(outcomes)
 
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
@@ -305,11 +366,20 @@ def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int,
 # many are named.
 _CHANGED = "a value that the forward has changed in place"
 _BUFFER = "the buffer"
+_ARGUMENT = "leaf "
 _NAMED = 3
-# Functions of PyTorch that read values -> what to do, where that is not `OUTSIDE`.
+# What functions that read values are called by begins like this -> what to do, where that is
+# something else than usual.
 _REMEDIES = {
     "torch.nn.modules.batchnorm._BatchNorm.forward": (
         "With momentum=None it divides by the number of batches so far: give it a momentum"
+    ),
+    "torch.distributions.": (
+        "torch.distributions checks its arguments like this: pass it validate_args=False"
+    ),
+    "torchdiffeq._impl.solvers.AdaptiveStepsizeODESolver.": (
+        "A method with adaptive steps asks how large its error is: take one with fixed steps "
+        "(method='rk4')"
     ),
 }
 # Where an array is asked for.
@@ -347,16 +417,16 @@ def _value_read_error(
         what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
     function = torch_function()
     who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
-    remedy = "Keep the decision on the tensor (torch.where), or move it out of the module"
+    remedy = NAMED["value"].remedy
     if function:
-        remedy = _REMEDIES.get(function, OUTSIDE)
-    remedy += _plain_table(names)
+        remedy = OUTSIDE
+    remedy += _of_the_callers(names)
     what = _of_outside(calls) or what
     if any(c.random for c in calls):
-        remedy += "; where layers are dropped at random, set the share of them (layerdrop) to 0"
-    if _is_called_by(_DISTRIBUTIONS):
-        remedy = "torch.distributions checks its arguments like this: pass it validate_args=False"
-    remedy = f"{remedy}{further}{of_function()}{of_experts()}"
+        remedy += (
+            f"; or {DRAWN}; where layers are dropped at random, set their share to 0 (layerdrop)"
+        )
+    remedy = f"{_known_remedy() or remedy}{further}{of_function()}{of_experts()}"
     return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
 
 
@@ -383,7 +453,7 @@ def _shape_error(
         remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
     what = f"the values of {_listed(names)}" if names else "the values of its input"
     what = _of_outside(calls) or what
-    remedy = f"{remedy}{_plain_table(names)}{of_function()}{of_experts()}"
+    remedy = f"{remedy}{_of_the_callers(names)}{of_function()}{of_experts()}"
     return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
 
 
@@ -392,18 +462,26 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _plain_table(names: Sequence[str]) -> str:
-    """What to do where everything depends on buffers."""
-    if not names or not all(name.startswith(_BUFFER) for name in names):
-        return ""
-    return (
-        "; a table that stays as it is can be a plain attribute of the module in place of a "
-        "buffer: its values are compared at every call"
-    )
+def _of_the_callers(names: Sequence[str]) -> str:
+    """What to do where everything depends on buffers, or on arguments."""
+    remedy = ""
+    if names and all(name.startswith(_ARGUMENT) for name in names):
+        remedy = f"; or decide before the call, and pass in what was decided {DECIDED}"
+    if names and all(name.startswith((_ARGUMENT, _BUFFER)) for name in names):
+        remedy += (
+            "; a table that stays as it is can be a plain attribute of the module in place of "
+            "that: its values are compared at every call"
+        )
+    return remedy
 
 
-def _is_called_by(folder: str) -> bool:
+def _known_remedy() -> str:
+    """Of the innermost function that runs now and has one."""
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(folder):
+    while frame is not None:
+        called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+        for prefix, remedy in _REMEDIES.items():
+            if called.startswith(prefix):
+                return remedy
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return ""

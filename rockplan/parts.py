@@ -1,0 +1,89 @@
+"""Parts: what of a model that is refused as a whole can be planned, each part by itself.
+
+takes: a module, and the error that refuses it. returns: the call of `solve_blocks` that plans the
+parts. guarantees: none of them holds the place that is refused, nor is of a class that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
+from rockplan.graph_builder.tracing.refusals import When, refuse
+
+_PATTERNS = 4
+"""So many are written out."""
+
+
+@contextlib.contextmanager
+def named_in_refusals(model: nn.Module) -> Iterator[None]:
+    """An error that refuses `model` says which parts can be planned."""
+    try:
+        yield
+    except (ForwardRaises, NothingToDifferentiate):
+        raise
+    except CaptureError as error:
+        with contextlib.suppress(CaptureError):
+            refuse(When.MODULE, model)  # what is refused so is refused for each part
+            error.args = (f"{error}{_advice(model, error.module_path or '')}",)
+        raise
+
+
+def _advice(model: nn.Module, refused: str) -> str:
+    """'' where nothing is to be planned."""
+    parts = _parts(model, refused)
+    if not parts:
+        return ""
+    patterns = _patterns(model, parts)
+    which = f"blocks={patterns[0]!r}, " if len(patterns) == 1 else f"blocks={patterns}, "
+    if len(patterns) > _PATTERNS:
+        which = ""
+    return (
+        f". To plan parts of it: rockplan.solve_blocks(model, sample, budget, {which}"
+        "options=rockplan.Options(on_refused='leave')), which leaves the rest to Python"
+    )
+
+
+def _parts(model: nn.Module, refused: str) -> list[str]:
+    """The blocks that repeat; where there are none, the largest submodules beside the place that
+    is refused."""
+    kinds = {type(m) for path, m in model.named_modules() if path and _is_in(refused, path)}
+
+    def is_left(path: str) -> bool:
+        return type(model.get_submodule(path)) not in kinds
+
+    return [*filter(is_left, repeated_blocks(model))] or [*_beside(model, refused)]
+
+
+def _beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
+    """The outermost submodules with submodules and parameters of their own beside `refused`."""
+    for name, child in model.get_submodule(path).named_children():
+        inner = f"{path}.{name}" if path else name
+        has_parts = any(True for _ in child.children()) and any(True for _ in child.parameters())
+        is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if has_parts and is_called and not _is_in(refused, inner):
+            yield inner
+        elif has_parts:
+            yield from _beside(model, refused, inner)
+
+
+def _is_in(path: str, outer: str) -> bool:
+    return f"{path}.".startswith(f"{outer}.")
+
+
+def _patterns(model: nn.Module, parts: Iterable[str]) -> list[str]:
+    """`parts` with '*' for numbers, where that means nothing else."""
+    named: dict[str, list[str]] = {}
+    for path, _ in model.named_modules():
+        named.setdefault(re.sub(r"\b\d+\b", "*", path), []).append(path)
+    wanted = set(parts)
+    patterns: list[str] = []
+    for pattern, paths in named.items():
+        chosen = [path for path in paths if path in wanted]
+        patterns += [pattern] if len(chosen) == len(paths) else chosen
+    return patterns

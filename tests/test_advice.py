@@ -1,0 +1,457 @@
+"""Advice of refusals is followed literally: what it says is planned, and equal to eager."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import rockplan
+from rockplan.python_state import key_value_cache
+from tests.training import assert_same_state, assert_same_tensor
+
+OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """A forward of two layers and what is given."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.given = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.given(self, *args, **kwargs)
+
+
+def assert_planned(model: nn.Module, *calls: Any) -> Any:
+    """Trained beside eager by each of `calls` from one seed: same bits, same generator."""
+    eager = copy.deepcopy(model)
+    first = calls[0] if isinstance(calls[0], dict) else tuple(calls[0])
+    planned = rockplan.solve(model, first, "100%", options=OPTIONS)
+    for step, call in enumerate(calls):
+        ends = []
+        for module in (planned, eager):
+            torch.manual_seed(step)
+            result = module(**call) if isinstance(call, dict) else module(*call)
+            loss = getattr(result, "loss", result)
+            loss.square().mean().backward()
+            ends.append((loss.detach(), torch.get_rng_state()))
+        assert_same_tensor(ends[0][0], ends[1][0], "result")
+        assert torch.equal(ends[0][1], ends[1][1])
+        assert_same_state(planned, eager, f"step {step}")
+    return planned
+
+
+def refusal(model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(rockplan.CaptureError) as caught:
+        rockplan.solve(model, args, "100%", sample_kwargs=kwargs, options=OPTIONS)
+    return str(caught.value)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A refused model with its call; what is said; the advice followed, with calls."""
+
+    refused: Callable[[], tuple[Any, ...]]
+    says: str
+    followed: Callable[[], tuple[Any, ...]]
+
+
+def twice(self: Any, x: Tensor, is_twice: Any) -> Tensor:
+    return self.b(self.a(x) * 2 if is_twice else self.a(x))
+
+
+def by_python(self: Any, x: Tensor) -> Tensor:
+    return twice(self, x, random.random() < 0.5)
+
+
+def by_numpy(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(x) + torch.as_tensor(numpy.random.rand(8), dtype=torch.float32))
+
+
+def by_many_draws(self: Any, x: Tensor) -> Tensor:
+    for _ in range(12):
+        x = twice(self, x, torch.rand([]) < 0.5)
+    return x
+
+
+def by_few_draws(self: Any, x: Tensor) -> Tensor:
+    x = twice(self, x, torch.rand(1) < 0.5)
+    return nn.functional.dropout(twice(self, x, torch.rand([]) > 0.3))
+
+
+def by_value(self: Any, x: Tensor, scale: Tensor) -> Tensor:
+    return self.b(self.a(x) * float(scale))
+
+
+def by_number(self: Any, x: Tensor, scale: float) -> Tensor:
+    return self.b(self.a(x) * scale)
+
+
+def kept(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "normalized"):
+        self.normalized = (x / x.sum()).detach()
+    return self.b(self.a(x)) * self.normalized
+
+
+def kept_buffer(self: Any, x: Tensor) -> Tensor:
+    if "bias" not in self._buffers:
+        self.register_buffer("bias", torch.outer(torch.arange(4.0), torch.arange(8.0)))
+    return self.b(self.a(x)) + self.bias
+
+
+def kept_each_time(self: Any, x: Tensor) -> Tensor:
+    self.hidden = self.a(x)
+    return self.b(self.hidden)
+
+
+def returned(self: Any, x: Tensor) -> Tensor:
+    return self.b(self.a(x))
+
+
+def validated(self: Any, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(self.a(x), self.b(x).exp()).rsample()
+
+
+def not_validated(self: Any, x: Tensor) -> Tensor:
+    args = (self.a(x), self.b(x).exp())
+    return torch.distributions.Normal(*args, validate_args=False).rsample()
+
+
+def kernel(scale: float) -> Any:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.from_numpy(x.detach().numpy() * scale)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return torch.from_numpy(gradient.numpy() * scale)
+
+    return Scaled
+
+
+DECLARED = rockplan.opaque(kernel(3.0))
+
+
+def made_once(net: Net) -> Net:
+    net(X)
+    return net
+
+
+B = torch.tensor
+ADVICE = {
+    "draw of Python that decides": Advice(
+        lambda: (Net(by_python), X),
+        "draw before the call",
+        lambda: (Net(twice), (X, True), (X, False), (X, True)),
+    ),
+    "passed in as a tensor of bools": Advice(
+        lambda: (Net(by_python), X),
+        "a tensor of bools or integers",
+        lambda: (Net(twice), (X, B(True)), (X, B(False)), (X, B(1))),
+    ),
+    "draw of numpy that is computed with": Advice(
+        lambda: (Net(by_numpy), X),
+        "what it computes with as a tensor",
+        lambda: (Net(lambda self, x, drawn: self.b(self.a(x) + drawn)), (X, X[0]), (X, X[1])),
+    ),
+    "draws that are read": Advice(
+        lambda: (Net(by_many_draws), X),
+        "draw before the call",
+        lambda: (Net(twice), (X, False), (X, True)),
+    ),
+    "number in a tensor": Advice(
+        lambda: (Net(by_value), X, B(2.0)),
+        "as a Python bool or number",
+        lambda: (Net(by_number), (X, 2.0), (X, 3.0)),
+    ),
+    "stored by the first call alone": Advice(
+        lambda: (Net(kept), X),
+        "Only the first call does: run the module once on the sample",
+        lambda: (made_once(Net(kept)), (X,), (X + 1,)),
+    ),
+    "buffer of the first call": Advice(
+        lambda: (Net(kept_buffer), X),
+        "Only the first call does: run the module once on the sample",
+        lambda: (made_once(Net(kept_buffer)), (X,), (X + 1,)),
+    ),
+    "stored by each call": Advice(
+        lambda: (Net(kept_each_time), X), "Return it", lambda: (Net(returned), (X,), (X + 1,))
+    ),
+    "distribution": Advice(
+        lambda: (Net(validated), X),
+        "validate_args=False",
+        lambda: (Net(not_validated), (X,), (X + 1,)),
+    ),
+    "class made in the forward": Advice(
+        lambda: (Net(lambda self, x: self.b(kernel(3.0).apply(self.a(x)))), X),
+        "put @rockplan.opaque on the class where it is made",
+        lambda: (Net(lambda self, x: self.b(DECLARED.apply(self.a(x)))), (X,), (X + 1,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_is_followed_literally(name: str) -> None:
+    advice = ADVICE[name]
+    assert advice.says in refusal(*advice.refused())
+    model, *calls = advice.followed()
+    assert_planned(model, *calls)
+
+
+def test_what_each_call_stores_is_not_said_to_be_of_the_first() -> None:
+    said = refusal(Net(kept_each_time), X)
+    assert "once" not in said and "self.hidden" in said
+
+
+# Yes or no of a few numbers, given or drawn
+
+
+@pytest.mark.parametrize("given", [B(0.2), torch.linspace(0, 1, 5)], ids=["number", "times"])
+def test_a_question_about_a_few_numbers_makes_a_kind_of_call(given: Tensor) -> None:
+    def grows(self: Any, x: Tensor, times: Tensor) -> Tensor:
+        return twice(self, x, (times < 0.5).any()) * times.sum()
+
+    other = given + 1
+    planned = assert_planned(Net(grows), (X, given), (X, other), (X, given * 0.5), (X, other + 1))
+    assert len(planned.plans) == 2
+
+
+def test_a_batch_is_not_asked_before_each_call() -> None:
+    said = refusal(Net(lambda self, x: twice(self, x, x.sum() > 0)), X)
+    assert "leaf 0 of the arguments" in said and "decide before the call" in said
+
+
+def test_few_draws_that_are_read_make_kinds_of_call() -> None:
+    planned = assert_planned(Net(by_few_draws), *[(X,)] * 12)
+    assert 2 <= len(planned.plans) <= 4
+
+
+def test_draws_after_a_large_dropout_are_refused() -> None:
+    def dropped(self: Any, x: Tensor) -> Tensor:
+        return twice(self, nn.functional.dropout(self.a(x)), torch.rand([]) < 0.5)
+
+    assert_planned(Net(dropped), *[(X,)] * 4)
+    assert "a random draw" in refusal(Net(dropped), torch.randn(256, 8))
+
+
+# Adapters of peft
+
+LLAMA = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+TARGETS = ["q_proj", "v_proj"]
+
+
+def adapted(config: peft.PeftConfig) -> Any:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, use_cache=False))
+    return peft.get_peft_model(model, config).train()  # type: ignore[arg-type]
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS, module_dropout=0.0),
+    "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=TARGETS, module_dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rockplan"):
+        assert_planned(adapted(ADAPTERS[name]()), batch(), batch(), batch())
+
+
+def test_many_adapters_that_drop_layers_by_draws() -> None:
+    def model(share: float) -> Any:
+        config = peft.LoHaConfig(r=2, target_modules="all-linear", module_dropout=share)
+        settings = LLAMA | {"num_hidden_layers": 2}
+        torch.manual_seed(0)
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, use_cache=False))
+        return peft.get_peft_model(llama, config).train()  # type: ignore[arg-type]
+
+    assert "module_dropout=-1.0" in refusal(model(0.0), **batch())
+    assert_planned(model(-1.0), batch(), batch())
+
+
+def test_a_cache_that_is_asked_for_is_refused() -> None:
+    said = refusal(adapted(ADAPTERS["prefix"]()), **batch(), use_cache=True)
+    assert "use_cache=False" in said
+
+
+BERT = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+BART = {
+    "vocab_size": 50,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+}
+WITH_A_SWITCH: dict[str, Callable[[], nn.Module]] = {
+    "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT)),
+    "body of BERT": lambda: transformers.BertModel(transformers.BertConfig(**BERT)),
+    "BERT as a decoder": lambda: transformers.BertLMHeadModel(
+        transformers.BertConfig(**BERT, is_decoder=True)
+    ),
+    "RoBERTa": lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**BERT)),
+    "Llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**LLAMA)),
+    "BART": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**BART)),
+    "Mamba": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_SWITCH)
+def test_a_cache_is_said_to_be_missing_where_eager_has_one(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = WITH_A_SWITCH[name]().train()
+    ids = batch()["input_ids"]
+    labels = {"labels": ids} if not name.startswith("body") and name != "Llama" else {}
+    with torch.no_grad():
+        result = model(input_ids=ids, **labels)
+    has_one = any("Cache" in type(part).__name__ for part in result.values())
+    with caplog.at_level(logging.WARNING, "rockplan"):
+        key_value_cache.say(model, {"input_ids": ids, **labels})
+    said = [record for record in caplog.records if record.name == "rockplan"]
+    assert bool(said) == has_one == (name in ("BERT as a decoder", "Llama"))
+
+
+# Parts
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x).relu())
+
+
+class Chosen(nn.Module):
+    """What none can plan: the rows that are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.score = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x[self.score(x)[:, 0] > 0].sum() + x.sum()
+
+
+class Detector(nn.Module):
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, Chosen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+class Dropping(nn.Module):
+    """LayerDrop in the loop over the layers, as of wav2vec2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(x)
+            if torch.rand([]) > 0.01:
+                x = layer(x)
+        return x.sum()
+
+
+class Recurrent(nn.Module):
+    """A block that cannot be planned among blocks that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Layer(), Layer(), Halting(), Halting()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class Halting(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.abs().max() > 1:
+            x = x / 2
+        return super().forward(x)
+
+
+REFUSED_IN_PART = {
+    "layers beside the head": (
+        lambda: Detector(nn.Sequential(*(Layer() for _ in range(2)))),
+        "blocks='backbone.*'",
+    ),
+    "one body beside the head": (lambda: Detector(Layer()), "blocks=['backbone', 'head.first']"),
+    "layers that are dropped": (Dropping, "blocks='layers.*'"),
+    "blocks of another class": (Recurrent, "blocks=['blocks.0', 'blocks.1']"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_PART)
+def test_a_refusal_names_the_parts_that_can_be_planned(name: str) -> None:
+    make, blocks = REFUSED_IN_PART[name]
+    torch.manual_seed(0)
+    model = make()
+    eager = copy.deepcopy(model)
+    said = refusal(model, X)
+    call = f"rockplan.solve_blocks(model, sample, budget, {blocks}, options="
+    assert call in said
+    # The layers are not to be left out while this plans.
+    torch.manual_seed(0)
+    named = {"model": model, "sample": X, "budget": "100%", "rockplan": rockplan}
+    assert eval(f"rockplan.{said.split('rockplan.')[-2]}rockplan.{_end(said)}", named) is model
+    assert rockplan.blocks_of(model).blocks
+    for module in (model, eager):
+        torch.manual_seed(1)
+        module(X).backward()
+    assert_same_state(model, eager, "one step")
+
+
+def _end(said: str) -> str:
+    return said.split("rockplan.")[-1].split(", which leaves")[0]
+
+
+def test_nothing_is_named_where_nothing_is_to_be_planned() -> None:
+    assert "solve_blocks" not in refusal(Net(lambda self, x: self.a(x)[self.b(x) > 0]), X)
