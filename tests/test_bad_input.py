@@ -1118,7 +1118,7 @@ class DropsLayers(nn.Module):
 
 def test_random_decisions_are_refused_unless_they_are_certain() -> None:
     with pytest.raises(rockplan.ValueDependentControlFlow, match="random draw.*layerdrop"):
-        rockplan.solve(DropsLayers(0.1), SAMPLE, "100%")
+        rockplan.solve(nn.Sequential(*(DropsLayers(0.1) for _ in range(9))), SAMPLE, "100%")
     model = DropsLayers(0.0)
     planned = rockplan.solve(model, SAMPLE, "100%")
     torch.manual_seed(0)

@@ -113,8 +113,10 @@ class ValueReader:
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
         specs = [recorder.values[r].spec for c in calls for r in c.call.results if r is not None]
         is_small = all(s.device == "cpu" and math.prod(s.shape) <= _FEW for s in specs)
+        written = {recorder.values[v].storage for c in calls for v in c.writes}
+        is_kept = all(recorder.values[v].storage not in written for v in leaves)
         others = [c for c in calls if not c.random]
-        if not is_small or self._unknown(recorder, others, leaves) is not None:
+        if not (is_small and is_kept) or self._unknown(recorder, others, leaves) is not None:
             return None
         with evaluate.draws_given_back():
             expected = evaluate.execute(call, self._run(recorder, calls, leaves))
