@@ -49,6 +49,8 @@ def assert_same_tensor(a: torch.Tensor | None, b: torch.Tensor | None, what: str
     if a is not None and b is not None:
         assert a.dtype == b.dtype and a.shape == b.shape, what
         assert a.requires_grad == b.requires_grad, what
+        assert a.layout == b.layout, what
+        a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
         same = (a == b) | ((a != a) & (b != b))
         assert torch.equal(same, torch.ones_like(same)), (
             f"{what}: differs in {int((~same).sum())} of {a.numel()}"
