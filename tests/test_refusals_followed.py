@@ -1,0 +1,373 @@
+"""Each row of the refusals: a model that is refused by it, and the same with its remedy followed,
+which is planned and equal to eager."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+import rockplan
+from rockplan.graph_builder.tracing.refusals import NAMED
+from tests.test_advice import Net, assert_planned, made_once
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
+Forward = Callable[..., Any]
+
+
+def net(forward: Forward, *args: Any) -> tuple[Any, ...]:
+    return Net(forward), args or (X,)
+
+
+def with_state(forward: Forward, **state: Any) -> tuple[Any, ...]:
+    model = Net(forward)
+    for name, value in state.items():
+        setattr(model, name, value)
+    return model, (X,)
+
+
+def with_buffer(forward: Forward) -> tuple[Any, ...]:
+    model = Net(forward)
+    model.register_buffer("kept", torch.zeros(4, 8))
+    return model, (X,)
+
+
+def after_one_call(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    return made_once(made[0]), made[1]
+
+
+def plain(self: Any, x: Tensor, *more: Any) -> Tensor:
+    return self.b(self.a(x).relu())
+
+
+def plus(self: Any, x: Tensor, drawn: Tensor) -> Tensor:
+    return self.b(self.a(x) + drawn)
+
+
+def by_generator(self: Any, x: Tensor, generator: Any) -> Tensor:
+    return self.b(self.a(x) + torch.rand(8, generator=generator))
+
+
+def packed(self: Any, x: Any) -> Tensor:
+    unpacked, _ = nn.utils.rnn.pad_packed_sequence(x)
+    return self.b(self.a(unpacked))
+
+
+def seeded(self: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return self.b(self.a(x) + torch.rand(8))
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h.register_hook(lambda gradient: gradient * 2)
+    return self.b(h)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def by_grid(is_cast: bool) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        theta = self.a(x).float()[:2, :6].reshape(2, 2, 3)
+        cast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+        with cast(), cast(enabled=is_cast):
+            return functional.affine_grid(theta, [2, 1, 3, 3], align_corners=False)
+
+    return forward
+
+
+def entropy(**settings: Any) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return functional.cross_entropy(plain(self, x), torch.arange(4), **settings)
+
+    return forward
+
+
+def array_written(is_copied: bool) -> Forward:
+    def forward(self: Any, x: Tensor, ids: Tensor) -> Tensor:
+        array = ids.numpy().copy() if is_copied else ids.numpy()
+        array[0] = 1
+        return self.b(self.a(x) * float(array.sum()))
+
+    return forward
+
+
+def data_assigned(self: Any, x: Tensor) -> Tensor:
+    self.kept.data = torch.ones(4, 8)
+    return self.b(self.a(x) + self.kept)
+
+
+def data_copied(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.kept.copy_(torch.ones(4, 8))
+    return self.b(self.a(x) + self.kept)
+
+
+@functools.cache
+def cached_product(h: Tensor) -> Tensor:
+    return h * 2
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    self.count += 1
+    return plain(self, x)
+
+
+def counted_in_buffer(self: Any, x: Tensor) -> Tensor:
+    self.kept += 1
+    return plain(self, x)
+
+
+def first_is_another(self: Any, x: Tensor) -> Tensor:
+    self.seen, seen = True, self.seen
+    return plain(self, x) * (2 if seen else 1)
+
+
+def tabled(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = torch.arange(8.0)
+        return plain(self, x) + self.table
+    return plain(self, x) * self.table
+
+
+def grown(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "more"):
+        self.more = nn.Linear(8, 8)
+    return self.more(plain(self, x))
+
+
+def listed(self: Any, x: Tensor, results: dict[str, Any]) -> Any:
+    results["steps"] = len(results)
+    return plain(self, x)
+
+
+class Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def asked_for(self: Any, x: Tensor) -> Any:
+    h = self.a(x)
+    (gradient,) = torch.autograd.grad(h.square().sum(), h, create_graph=False)
+    return self.b(h), gradient
+
+
+def backward_inside(self: Any, x: Tensor) -> Tensor:
+    self.a(x).square().sum().backward()
+    return plain(self, x)
+
+
+def fresh(is_cloned: bool) -> Forward:
+    ones = numpy.ones(8, dtype=numpy.float32)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        table = torch.from_numpy(ones)
+        table = table.clone() if is_cloned else table
+        table += 1
+        return plain(self, x) * table
+
+    return forward
+
+
+def with_hook(on_root: bool) -> tuple[Any, ...]:
+    model = Net(plain)
+    part = model if on_root else model.a
+    part.register_forward_hook(lambda module, args, result: result * 2)
+    return model, (X,)
+
+
+def lazy() -> tuple[Any, ...]:
+    return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), (X,)
+
+
+def meta(is_materialized: bool) -> tuple[Any, ...]:
+    model = nn.Sequential(nn.Linear(8, 8, device="meta"), nn.ReLU())
+    if is_materialized:
+        model.to_empty(device="cpu")
+        nn.init.ones_(model[0].weight)  # type: ignore[arg-type]
+        nn.init.ones_(model[0].bias)  # type: ignore[arg-type]
+    return model, (X,)
+
+
+def scripted(is_scripted: bool) -> tuple[Any, ...]:
+    part: nn.Module = nn.Linear(8, 8)
+    return nn.Sequential(torch.jit.trace(part, X) if is_scripted else part), (X,)
+
+
+class Kind(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+OWN = nn.Parameter(torch.ones(8))
+
+
+def with_foreign(is_registered: bool) -> tuple[Any, ...]:
+    model = Net(lambda self, x: plain(self, x) * (self.own if is_registered else OWN))
+    if is_registered:
+        model.own = nn.Parameter(torch.ones(8))
+    return model, (X,)
+
+
+def needs_gradient(x: Tensor = X) -> Tensor:
+    return x.clone().requires_grad_()
+
+
+def marked(name: str) -> Tensor:
+    x = X.clone()
+    setattr(x, name, 1)
+    return x
+
+
+def noting(self: Any, x: Tensor) -> Tensor:
+    x.note = 1  # type: ignore[attr-defined]
+    return plain(self, x)
+
+
+def iterated(self: Any, x: Tensor) -> Tensor:
+    return plain(self, x) * next(self.numbers)
+
+
+FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any, ...]]]] = {
+    "TorchScript": (lambda: scripted(True), lambda: scripted(False)),
+    "lazy": (lazy, lambda: (made_once(lazy()[0]), (X,))),
+    "meta": (lambda: meta(False), lambda: meta(True)),
+    "hook on a submodule": (lambda: with_hook(False), lambda: with_hook(True)),
+    "layout": (
+        lambda: net(lambda self, x: torch.sparse.mm(self.a(x).to_sparse(), self.b.weight)),
+        lambda: net(lambda self, x: torch.mm(self.a(x), self.b.weight)),
+    ),
+    "generator": (
+        lambda: net(by_generator, X, torch.Generator()),
+        lambda: net(plus, X, torch.rand(8)),
+    ),
+    "shape in place": (
+        lambda: net(lambda self, x: self.a(x.unsqueeze_(0)), X.clone()),
+        lambda: net(lambda self, x: self.a(x.unsqueeze(0)), X.clone()),
+    ),
+    "values of a function of PyTorch": (
+        lambda: net(packed, nn.utils.rnn.pack_sequence([X[:3], X[:2]])),
+        lambda: net(plain, nn.utils.rnn.pad_sequence([X[:3], X[:2]])),
+    ),
+    "memory of an array": (
+        lambda: net(array_written(False), X, torch.arange(3)),
+        lambda: net(array_written(True), X, torch.arange(3)),
+    ),
+    "cross entropy": (
+        lambda: net(entropy(weight=torch.ones(8), label_smoothing=0.1)),
+        lambda: net(entropy(label_smoothing=0.1)),
+    ),
+    "autocast inside": (lambda: net(by_grid(True)), lambda: net(by_grid(False))),
+    "other memory": (lambda: with_buffer(data_assigned), lambda: with_buffer(data_copied)),
+    "seeds": (lambda: net(seeded), lambda: net(plus, X, torch.rand(8))),
+    "hook on a tensor": (
+        lambda: net(hooked),
+        lambda: net(lambda self, x: self.b(Doubled.apply(self.a(x)))),
+    ),
+    "iterator of the module": (
+        lambda: with_state(iterated, numbers=iter([1.0, 2.0])),
+        lambda: net(lambda self, x, number: plain(self, x) * number, X, torch.tensor(2.0)),
+    ),
+    "iterator as an argument": (
+        lambda: net(lambda self, x, more: plain(self, x) + next(more), X, iter([X])),
+        lambda: net(lambda self, x, more: plain(self, x) + more[0], X, [X]),
+    ),
+    "value": (
+        lambda: net(lambda self, x: self.a(x) if self.b(x).sum() > 0 else self.b(x)),
+        lambda: net(lambda self, x: torch.where(self.b(x).sum() > 0, self.a(x), self.b(x))),
+    ),
+    "shape": (
+        lambda: net(lambda self, x: self.a(x)[self.b(x) > 0].sum()),
+        lambda: net(lambda self, x: (self.a(x) * (self.b(x) > 0)).sum()),
+    ),
+    "kept in a cache": (
+        lambda: net(lambda self, x: cached_product(self.a(x))),
+        lambda: net(lambda self, x: cached_product.__wrapped__(self.a(x))),
+    ),
+    "another table": (
+        lambda: with_state(tabled, table=None),
+        lambda: after_one_call(with_state(tabled, table=None)),
+    ),
+    "attribute of a fake tensor": (
+        lambda: net(plain, marked("fake_device")),
+        lambda: net(plain, marked("device_of_mine")),
+    ),
+    "attribute of a tensor": (lambda: net(noting, X.clone()), lambda: net(plain, marked("note"))),
+    "question": (
+        lambda: net(lambda self, x: plain(self, x) * (1 if x._version == 0 else 2)),
+        lambda: net(lambda self, x, is_first: plain(self, x) * (1 if is_first else 2), X, True),
+    ),
+    "new submodule": (lambda: net(grown), lambda: after_one_call(net(grown))),
+    "opaque result": (
+        lambda: net(lambda self, x: (self.a(x), Box(self.a(x)))),
+        lambda: net(lambda self, x: self.a(x) + self.b(x)),
+    ),
+    "result that is an argument": (
+        lambda: net(lambda self, x: x.view(-1), needs_gradient()),
+        lambda: net(lambda self, x: x.view(-1).clone(), needs_gradient()),
+    ),
+    "nothing to differentiate": (
+        lambda: (nn.ReLU(), (X,)),
+        lambda: (nn.ReLU(), (needs_gradient(),)),
+    ),
+    "foreign parameter": (lambda: with_foreign(False), lambda: with_foreign(True)),
+    "write of what has a gradient": (
+        lambda: with_buffer(lambda self, x: self.kept.copy_(self.a(x)) * 2),
+        lambda: with_buffer(lambda self, x: self.kept.copy_(self.a(x).detach()) + self.b(x)),
+    ),
+    "requires_grad": (
+        lambda: net(lambda self, x: plain(self, x.requires_grad_()), X.clone()),
+        lambda: net(plain, needs_gradient()),
+    ),
+    "backward in the forward": (lambda: net(backward_inside), lambda: net(plain)),
+    "count": (lambda: with_state(counted, count=0), lambda: with_buffer(counted_in_buffer)),
+    "another next call": (
+        lambda: with_state(first_is_another, seen=False),
+        lambda: after_one_call(with_state(first_is_another, seen=False)),
+    ),
+    "fresh constant": (lambda: net(fresh(False)), lambda: net(fresh(True))),
+    "change of the caller's": (
+        lambda: net(listed, X, {"x": 1}),
+        lambda: net(lambda self, x, results: plain(self, x), X, {"x": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_a_row_says_to_do_is_planned(name: str) -> None:
+    refused, followed = FOLLOWED[name]
+    model, args = refused()
+    with pytest.raises(rockplan.RockplanError) as caught:
+        rockplan.solve(model, args, "100%", options=OPTIONS)
+    words = NAMED[name].says.split("{")
+    assert words[0] in str(caught.value) or words[-1].split("}")[-1] in str(caught.value)
+    assert_planned(followed()[0], followed()[1])
+
+
+def test_outside_of_a_function_mode() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), pytest.raises(rockplan.CaptureError, match="Plan and call the module outside"):
+        rockplan.solve(Net(plain), X, "100%", options=OPTIONS)
+    assert_planned(Net(plain), (X,))
