@@ -245,6 +245,70 @@ def iterated(self: Any, x: Tensor) -> Tensor:
     return plain(self, x) * next(self.numbers)
 
 
+TABLE = torch.zeros(4, 8)
+
+
+def is_last(self: Any, x: Tensor) -> Tensor:
+    return plain(self, x) * (2 if x is self.last else 1)
+
+
+def keeping(self: Any, x: Tensor) -> Tensor:
+    self.last = self.a(x)
+    return self.b(self.last)
+
+
+def noted(h: Tensor) -> Tensor:
+    h.note = 1  # type: ignore[attr-defined]
+    return h
+
+
+def retained(h: Tensor) -> Tensor:
+    h.retain_grad()
+    return h
+
+
+@functools.cache
+def three() -> int:
+    return 3
+
+
+def flagged(self: Any, x: Tensor) -> Tensor:
+    self.flag = three()
+    return plain(self, x)
+
+
+ELSEWHERE = {
+    "function mode": "test_outside_of_a_function_mode",
+    "hook on all modules": "what it says is to leave the hook out",
+    "leftover": "what no name leads to; the advice is that of 'kept tensor'",
+    "unknown result": "of an operator that is left outside",
+    "no rule": "test_foreign_kernels",
+    "recurrent layer of cuDNN": "on CUDA alone",
+    "write in a checkpoint": "what it says is to leave the checkpoint out",
+    "nested tensor": "as 'nested tensor that is given'",
+    "generator of Python": "test_advice",
+    "unwritten memory": "test_foreign_kernels",
+    "address": "test_foreign_kernels",
+    "address by a library": "test_foreign_kernels",
+    "writes of a Triton kernel": "test_triton",
+    "views for a Triton kernel": "test_triton",
+    "read of what was overwritten": "test_triton",
+    "argument of a Triton kernel": "test_triton",
+    "subclass of an opaque function": "test_opaque",
+    "argument of an opaque function": "test_opaque",
+    "other call of an opaque function": "test_opaque",
+    "run of an opaque function": "test_opaque",
+    "write of an opaque function": "test_opaque",
+    "draws of an opaque function": "test_opaque",
+    "view by an opaque function": "test_opaque",
+    "kept change": "test_python_state",
+    "key-value cache": "test_advice",
+    "detached": "it says nothing to do",
+    "flat parameters": "test_distributed",
+    "gradient by values": "it says nothing to do",
+}
+"""Rows without a case here, and why, or where their advice is followed."""
+
 FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any, ...]]]] = {
     "TorchScript": (lambda: scripted(True), lambda: scripted(False)),
     "lazy": (lazy, lambda: (made_once(lazy()[0]), (X,))),
@@ -343,6 +407,42 @@ FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
         lambda: after_one_call(with_state(first_is_another, seen=False)),
     ),
     "fresh constant": (lambda: net(fresh(False)), lambda: net(fresh(True))),
+    "nested tensor that is given": (
+        lambda: net(plain, torch.nested.nested_tensor([X[:3], X[:2]], layout=torch.jagged)),
+        lambda: net(plain, nn.utils.rnn.pad_sequence([X[:3], X[:2]])),
+    ),
+    "class of tensors": (
+        lambda: net(plain, X.as_subclass(Kind)),
+        lambda: net(plain, X.as_subclass(Kind).as_subclass(Tensor)),
+    ),
+    "argument in place": (
+        lambda: net(lambda self, x: plain(self, x.mul_(2)), needs_gradient() * 1),
+        lambda: net(lambda self, x: plain(self, x.clone().mul_(2)), needs_gradient()),
+    ),
+    "kept argument": (
+        lambda: with_state(lambda self, x: plain(self, x) * (2 if x is self.last else 1), last=X),
+        lambda: (with_state(is_last, last=X)[0], (X.clone(),)),
+    ),
+    "kept tensor": (
+        lambda: with_state(keeping, last=None),
+        lambda: net(lambda self, x: plain(self, x)),
+    ),
+    "attribute of a result": (
+        lambda: net(lambda self, x: noted(self.a(x))),
+        lambda: net(lambda self, x: self.a(x)),
+    ),
+    "result with a gradient of its own": (
+        lambda: net(lambda self, x: retained(self.a(x))),
+        lambda: net(lambda self, x: self.a(x)),
+    ),
+    "write into another tensor": (
+        lambda: net(lambda self, x: TABLE.copy_(self.a(x)) * 2),
+        lambda: net(lambda self, x: TABLE.copy_(self.a(x).detach()) + self.b(x)),
+    ),
+    "cached change": (
+        lambda: with_state(flagged, flag=0),
+        lambda: after_one_call(with_state(flagged, flag=0)),
+    ),
     "change of the caller's": (
         lambda: net(listed, X, {"x": 1}),
         lambda: net(lambda self, x, results: plain(self, x), X, {"x": 1}),
@@ -359,6 +459,11 @@ def test_what_a_row_says_to_do_is_planned(name: str) -> None:
     words = NAMED[name].says.split("{")
     assert words[0] in str(caught.value) or words[-1].split("}")[-1] in str(caught.value)
     assert_planned(followed()[0], followed()[1])
+
+
+def test_each_row_has_a_case_or_says_why_not() -> None:
+    assert not FOLLOWED.keys() & ELSEWHERE.keys()
+    assert FOLLOWED.keys() | ELSEWHERE.keys() == NAMED.keys()
 
 
 def test_outside_of_a_function_mode() -> None:
