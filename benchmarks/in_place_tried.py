@@ -22,7 +22,7 @@ from benchmarks.models import Case
 from benchmarks.timing import mebibytes
 from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.fusion import in_place, inductor, kernels
-from rockplan.graph_builder.pipeline import lower
+from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import machine

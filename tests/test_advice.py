@@ -18,41 +18,10 @@ from torch import Tensor, nn
 
 import rockplan
 from rockplan.python_state import key_value_cache
-from tests.training import assert_same_state, assert_same_tensor
+from tests.following import OPTIONS, Net, assert_planned, made_once
+from tests.training import assert_same_state
 
-OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Net(nn.Module):
-    """A forward of two layers and what is given."""
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.given = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.given(self, *args, **kwargs)
-
-
-def assert_planned(model: nn.Module, *calls: Any) -> Any:
-    """Trained beside eager by each of `calls` from one seed: same bits, same generator."""
-    eager = copy.deepcopy(model)
-    first = calls[0] if isinstance(calls[0], dict) else tuple(calls[0])
-    planned = rockplan.solve(model, first, "100%", options=OPTIONS)
-    for step, call in enumerate(calls):
-        ends = []
-        for module in (planned, eager):
-            torch.manual_seed(step)
-            result = module(**call) if isinstance(call, dict) else module(*call)
-            loss = getattr(result, "loss", result)
-            loss.square().mean().backward()
-            ends.append((loss.detach(), torch.get_rng_state()))
-        assert_same_tensor(ends[0][0], ends[1][0], "result")
-        assert torch.equal(ends[0][1], ends[1][1])
-        assert_same_state(planned, eager, f"step {step}")
-    return planned
 
 
 def refusal(model: nn.Module, *args: Any, **kwargs: Any) -> str:
@@ -147,11 +116,6 @@ def kernel(scale: float) -> Any:
 DECLARED = rockplan.opaque(kernel(3.0))
 
 
-def made_once(net: Net) -> Net:
-    net(X)
-    return net
-
-
 B = torch.tensor
 ADVICE = {
     "draw of Python that decides": Advice(
@@ -182,12 +146,12 @@ ADVICE = {
     "stored by the first call alone": Advice(
         lambda: (Net(kept), X),
         "Only the first call does: run the module once on the sample",
-        lambda: (made_once(Net(kept)), (X,), (X + 1,)),
+        lambda: (made_once(Net(kept), X), (X,), (X + 1,)),
     ),
     "buffer of the first call": Advice(
         lambda: (Net(kept_buffer), X),
         "Only the first call does: run the module once on the sample",
-        lambda: (made_once(Net(kept_buffer)), (X,), (X + 1,)),
+        lambda: (made_once(Net(kept_buffer), X), (X,), (X + 1,)),
     ),
     "stored by each call": Advice(
         lambda: (Net(kept_each_time), X), "Return it", lambda: (Net(returned), (X,), (X + 1,))

@@ -16,7 +16,7 @@ import rockplan
 from benchmarks.models import Case, llama
 from benchmarks.zoo import FOR_CUDA
 from rockplan.graph_builder.fusion import in_place
-from rockplan.graph_builder.pipeline import lower
+from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import interleaved_seconds

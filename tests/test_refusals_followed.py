@@ -16,10 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import rockplan
 from rockplan.graph_builder.tracing.refusals import NAMED
-from tests.test_advice import Net, assert_planned, made_once
+from tests.following import OPTIONS, Net, assert_planned, made_once
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
 Forward = Callable[..., Any]
 
 
@@ -41,7 +40,7 @@ def with_buffer(forward: Forward) -> tuple[Any, ...]:
 
 
 def after_one_call(made: tuple[Any, ...]) -> tuple[Any, ...]:
-    return made_once(made[0]), made[1]
+    return made_once(made[0], X), made[1]
 
 
 def plain(self: Any, x: Tensor, *more: Any) -> Tensor:
@@ -305,13 +304,14 @@ ELSEWHERE = {
     "key-value cache": "test_advice",
     "detached": "it says nothing to do",
     "flat parameters": "test_distributed",
+    "objects between processes": "test_distributed",
     "gradient by values": "it says nothing to do",
 }
 """Rows without a case here, and why, or where their advice is followed."""
 
 FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any, ...]]]] = {
     "TorchScript": (lambda: scripted(True), lambda: scripted(False)),
-    "lazy": (lazy, lambda: (made_once(lazy()[0]), (X,))),
+    "lazy": (lazy, lambda: (made_once(lazy()[0], X), (X,))),
     "meta": (lambda: meta(False), lambda: meta(True)),
     "hook on a submodule": (lambda: with_hook(False), lambda: with_hook(True)),
     "layout": (
