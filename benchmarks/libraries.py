@@ -6,6 +6,7 @@ process of its own, at '50%' of what everything kept needs and at 'min'; outcome
 there. The models: `benchmarks/library_cases/`.
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.libraries [--jobs 2] [--only monai] [--again]
+         [--retry refused]
 Results: benchmarks/results/libraries.jsonl, one line a model with the commit that it was examined
 at, kept and continued (--again: anew); libraries.md, the table.
 """
@@ -94,10 +95,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--only", default="", help="part of the names to examine")
     parser.add_argument("--again", action="store_true", help="what was examined before, too")
+    parser.add_argument(
+        "--retry", nargs="+", choices=zoo.OUTCOMES[1:], default=[], help="outcomes to examine again"
+    )
     arguments = parser.parse_args()
     listed = library_cases.names()
     rows = {n: row for n, row in zoo.read_results(RESULTS).items() if n in listed}
-    wanted = [n for n in listed if arguments.only in n and (arguments.again or n not in rows)]
+    known = {n for n, row in rows.items() if row["outcome"] not in arguments.retry}
+    known = set() if arguments.again else known
+    wanted = [n for n in listed if arguments.only in n and n not in known]
     start = functools.partial(zoo.Worker, list(BUDGETS), TIME_LIMIT_S)
     zoo.sweep(wanted, RESULTS, arguments.jobs, start, cases_of_a_worker=1)
     rows |= zoo.read_results(RESULTS)

@@ -340,6 +340,10 @@ FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
     ),
     "autocast inside": (lambda: net(by_grid(True)), lambda: net(by_grid(False))),
     "other memory": (lambda: with_buffer(data_assigned), lambda: with_buffer(data_copied)),
+    "moved module": (
+        lambda: net(lambda self, x: self.a.to(torch.float64)(x.double()).float()),
+        lambda: net(lambda self, x: self.a.to(x.device, torch.float32)(x)),
+    ),
     "seeds": (lambda: net(seeded), lambda: net(plus, X, torch.rand(8))),
     "hook on a tensor": (
         lambda: net(hooked),

@@ -293,6 +293,23 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     return data_ptr
 
 
+def _moved(original: Any, recording: RecordingAccess) -> Any:
+    """What leaves a module where it is (`expert.to(x.device)`) changes nothing. What stands for a
+    parameter is held elsewhere, too, so that PyTorch refuses to exchange it."""
+
+    def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        if all(function(tensor) is tensor for tensor in tensors):
+            return module
+        try:
+            moved: nn.Module = original(module, function, recurse)
+        except RuntimeError:
+            recording.refuse(NAMED["moved module"].text(kind=type(module).__qualname__))
+        return moved
+
+    return apply
+
+
 def _data(original: Any, recording: RecordingAccess) -> Any:
     """What leaves a tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
 
@@ -410,6 +427,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(torch.Tensor, "register_hook", _HOOK, "it would run while a forward is recorded alone"),
     Patch(torch.Tensor, "data_ptr", _data_ptr, _ADDRESS),
     Patch(torch.UntypedStorage, "data_ptr", _data_ptr, _ADDRESS),
+    Patch(nn.Module, "_apply", _moved, "fake parameters are not moved as real ones are"),
     Patch(torch.Tensor, "data", _data, "no operator is called, so nothing would be recorded"),
     Patch(
         NestedTensor,

@@ -359,6 +359,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
+        "moved module",
+        When.FORWARD,
+        "the forward moves a submodule, a {kind}, to another device or dtype, which a planned run "
+        "would not do",
+        "move it before it is planned (model.to(...)), or move what it is called with",
+        "test_refusals_followed.test_what_a_row_says_to_do_is_planned",
+    ),
+    Refusal(
         "seeds",
         When.FORWARD,
         "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
