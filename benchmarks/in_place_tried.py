@@ -22,6 +22,7 @@ from benchmarks.models import Case
 from benchmarks.timing import mebibytes
 from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.fusion import in_place, inductor, kernels
+from rockplan.graph_builder.fusion.indices import trial_inputs
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
@@ -82,7 +83,7 @@ def _spare(kernel: Kernel) -> tuple[int, int, str]:
     device_type = torch.device(kernel.device).type
     function = kernels.functions_of([kernel])[kernel.op]
     with inductor.below_autograd():
-        inputs = [inductor.tensor_of(spec, fill=True) for spec in kernel.inputs]
+        inputs = trial_inputs(kernel)
         results, peak_bytes = kernels.measured(kernel, function, inputs)
     sizes = [allocated_bytes(t.untyped_storage().nbytes(), device_type) for t in results]
     workspace_bytes = peak_bytes - sum(sizes)

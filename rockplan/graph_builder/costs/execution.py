@@ -22,7 +22,7 @@ from rockplan.graph_builder.costs.call_key import copies_storages, device_of
 from rockplan.graph_builder.costs.specs import dtype_of, is_floating, span
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, is_kernel, value_refs
 
 # Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.
 _DRAWN = 1 << 16
@@ -124,7 +124,7 @@ class Inputs:
 
     def _look_at_indices(self, execution: Execution, given: set[int]) -> None:
         """Raise IndexError where one is out of range, now or before: not every kernel says so."""
-        computed = set(filter(self._is_computed_index, given))
+        computed = {i for i in given if self._is_computed_index(i, execution.operator)}
         if computed & self.out_of_range:
             raise IndexError("an index was out of range before")
         if computed:
@@ -134,11 +134,13 @@ class Inputs:
                 self.out_of_range.update(computed)
                 raise
 
-    def _is_computed_index(self, index: int) -> bool:
-        """Whether a value may be an index that is computed from made-up values."""
+    def _is_computed_index(self, index: int, operator: OpOverload) -> bool:
+        """Whether a value may be an index that is computed from made-up values, here or by the
+        kernel that is given it."""
         value = self.graph.values[index]
         is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
         is_computed = value.view is not None or index in self.made_by
+        is_computed = is_computed or is_kernel(facts.operator_name(operator))
         return is_index and is_computed and index not in self.given
 
     def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from rockplan.graph_builder.digests import canonical_literal, digest
 from rockplan.graph_builder.fusion import kernels
+from rockplan.graph_builder.fusion.indices import looks_of
 from rockplan.graph_builder.fusion.parts import REDUCTIONS, renamed, words
 from rockplan.graph_builder.lowering.reinplace import is_dense, is_ours, seen_by_others
 from rockplan.graph_builder.operators import facts
@@ -258,7 +259,7 @@ class KnownKernel:
 
     def _looks(self) -> dict[int, torch.Tensor]:
         if not self._tensors:
-            self._tensors = kernels.looks_of(self.kernel)
+            self._tensors = looks_of(self.kernel)
         return self._tensors
 
     def _aligned(self, operand: int) -> frozenset[int] | None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder.fusion import settings
+from rockplan.graph_builder.fusion.indices import filled, trial_inputs
 from rockplan.graph_builder.operators import facts
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef
 from rockplan.values.progress import report
@@ -150,7 +151,7 @@ def _begun(kernel: Kernel) -> Function:
     # Inductor's cache on disk asks for an environment of shapes, though all of them are known.
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     with fakes:
-        inputs = [tensor_of(spec) for spec in kernel.inputs]
+        inputs = [filled(spec) for spec in kernel.inputs]
     graph = _graph(kernel, inputs)
     context = tracing(TracingContext(fakes))
     patch = config.patch(settings.settings_for(kernel.keeps_roundings))
@@ -166,14 +167,6 @@ def _begun(kernel: Kernel) -> Function:
     # Without the frame of `CompiledFxGraph.__call__`, where there is one.
     function: Function = getattr(made, "current_callable", None) or made
     return function
-
-
-def tensor_of(spec: TensorSpec, fill: bool = False) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-    reach = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
-    make = torch.zeros if fill else torch.empty
-    flat = make(spec.offset + reach + 1, dtype=dtype, device=spec.device)
-    return flat.as_strided(spec.shape, spec.stride, spec.offset)
 
 
 def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -220,12 +213,12 @@ def _new(kernel: Kernel) -> list[int]:
 
 def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     """The function, once the compilers of the system are done with it, if its results look as they
-    are to. It runs twice on zeros."""
+    are to. It runs twice on zeros, and on integers by which it reads within its tensors."""
     for wait in waits:
         wait()
     if kernel.over:
         function = _with_written(function, kernel)
-    inputs = [tensor_of(spec, fill=True) for spec in kernel.inputs]
+    inputs = trial_inputs(kernel)
     first, second = (tuple(function(list(inputs))) for _ in range(2))
     new, over = _new(kernel), dict(kernel.over)
     made = {results[place].untyped_storage()._cdata for results in (first, second) for place in new}

@@ -19,22 +19,19 @@ threads run the kernel of an index out of range, Inductor's own check ends the p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from rockplan.errors import CaptureError, MissingLibrary
 from rockplan.graph_builder.costs.execution import FUNCTIONS
 from rockplan.graph_builder.costs.ruler import rise_of
-from rockplan.graph_builder.costs.specs import allocated_bytes, dtype_of
+from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.fusion import inductor
 from rockplan.graph_builder.fusion.groups import MOST_READ
-from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, ValueRef, refs
+from rockplan.graph_builder.fusion.indices import computed, is_within, look_at_indices, trial_inputs
+from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, ValueRef
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -143,42 +140,6 @@ def _implementation(kernel: Kernel) -> Callable[..., Any]:
     return run
 
 
-# -- by operators ------------------------------------------------------------------------------
-
-
-def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What the kernel computes, by the operators that it fuses, on the device of `arguments`."""
-    device = arguments[0].device if arguments else torch.device(kernel.device)
-    values: dict[int, Any] = dict(enumerate(arguments))
-
-    def here(argument: Any) -> Any:
-        return device if isinstance(argument, torch.device) else argument
-
-    last = {v: i for i, c in enumerate(kernel.calls) for v in (r.index for r in refs(c))}
-    last |= dict.fromkeys(kernel.results, len(kernel.calls))
-    for position, call in enumerate(kernel.calls):
-        args = pytree.tree_map(here, [substitute(a, values.__getitem__) for a in call.args])
-        kwargs = {k: here(substitute(a, values.__getitem__)) for k, a in call.kwargs}
-        result = facts.resolve(call.op)(*args, **kwargs)
-        results = result if isinstance(result, list | tuple) else [result]
-        values |= {r: t for r, t in zip(call.results, results, strict=True) if r is not None}
-        values = {v: t for v, t in values.items() if last.get(v, -1) > position}
-        del args, kwargs, result, results
-    return [values[r] for r in kernel.results]
-
-
-def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
-    """Of all its values."""
-    made = {r for call in kernel.calls for r in call.results if r is not None}
-    values = sorted({*range(len(kernel.inputs)), *made})
-    shapes = [
-        torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
-        for s in kernel.inputs
-    ]
-    every = replace(kernel, results=tuple(values))
-    return dict(zip(values, computed(every, shapes), strict=True))
-
-
 # -- in place ----------------------------------------------------------------------------------
 
 
@@ -195,6 +156,8 @@ def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
         return "what it stands for cannot be compiled"
     with inductor.below_autograd():
         inputs = _made_up(kernel)
+        if inputs is None:
+            return "it reads where numbers say"
         expected, plain_bytes = measured(kernel, plain, inputs)
         results, own_bytes = measured(kernel, function, inputs)
     if not all(map(_same_bits, results, expected)):
@@ -224,19 +187,18 @@ def measured(
     return results, peak_bytes
 
 
-def _made_up(kernel: Kernel) -> list[torch.Tensor]:
-    """Numbers to read; zeros for what may be indices."""
+def _made_up(kernel: Kernel) -> list[torch.Tensor] | None:
+    """Numbers to read, and integers by which the kernel reads within its tensors; None where these
+    are made of the numbers."""
     generator = torch.Generator(kernel.device).manual_seed(0)
-    made = []
-    for spec in kernel.inputs:
-        tensor = inductor.tensor_of(spec, fill=True)
+    made = trial_inputs(kernel)
+    for tensor in made:
         flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         if tensor.dtype.is_floating_point:
             flat.normal_(generator=generator)
         elif tensor.dtype is torch.bool:
             flat.bernoulli_(0.5, generator=generator)
-        made.append(tensor)
-    return made
+    return made if is_within(kernel, made) else None
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -244,75 +206,3 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         torch.equal(a, b) if integers is None else torch.equal(a.view(integers), b.view(integers))
     )
-
-
-# -- indices -----------------------------------------------------------------------------------
-
-
-LARGER = 4
-"""How much larger what indices are made of may be: of labels, shifted by one, those before."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """In dimension `dim` of `table`, by the elements of `index`: values of a kernel."""
-
-    table: int
-    dim: int
-    index: int
-    is_from_end: bool
-    """Negative indices count from there."""
-
-
-def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | None:
-    """What raises IndexError for arguments by which the kernel would read out of range; None where
-    it need not be asked, a text where that would compute what is larger than the indices."""
-    lookups = tuple(_lookups(kernel))
-    if not lookups or kernel.device != "cpu":
-        return None
-    tensors = looks_of(kernel)
-    indices = _only(kernel, tuple(dict.fromkeys(one.index for one in lookups)))
-    largest = max(tensors[i].numel() for i in indices.results)
-    given = {tensors[i].untyped_storage()._cdata for i in range(len(kernel.inputs))}
-    for value in (r for call in indices.calls for r in call.results if r is not None):
-        is_view = tensors[value].untyped_storage()._cdata in given
-        if not is_view and tensors[value].numel() > LARGER * largest:
-            return "its indices are made of what is larger than they are"
-    ranges = []
-    for one in lookups:
-        size = tensors[one.table].shape[one.dim] if tensors[one.table].dim() else 1
-        ranges.append((indices.results.index(one.index), one.dim, size, -size * one.is_from_end))
-
-    def look(arguments: Sequence[Any]) -> None:
-        looked_at = computed(indices, arguments)
-        for place, dim, size, least in ranges:
-            lowest, highest = (int(end) for end in torch.aminmax(looked_at[place]))
-            if lowest < least or highest >= size:
-                index = lowest if lowest < least else highest
-                raise IndexError(
-                    f"index {index} is out of bounds for dimension {dim} with size {size}"
-                )
-
-    return look
-
-
-def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
-    for call in kernel.calls:
-        arguments: Any = call.args
-        table, *others = arguments
-        if call.op == "aten.gather.default":
-            yield _Lookup(table.index, others[0], others[1].index, is_from_end=False)
-        elif call.op == "aten.index.Tensor":
-            for dim, index in enumerate(others[0]):
-                if isinstance(index, ValueRef):
-                    yield _Lookup(table.index, dim, index.index, is_from_end=True)
-
-
-def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
-    """What computes these values."""
-    needed, calls = set(results), []
-    for call in reversed(kernel.calls):
-        if needed.intersection(call.results):
-            needed.update(r.index for r in refs(call))
-            calls.append(call)
-    return replace(kernel, calls=tuple(reversed(calls)), results=results)

@@ -1,0 +1,239 @@
+"""Indices: where kernels read by the elements of a tensor, and whether that is within another.
+
+takes: Kernels, arguments. returns: what they compute, by the operators that they fuse; what looks
+at indices before a kernel runs; arguments by which a kernel can be tried. guarantees: tried so, it
+reads within its tensors: on CUDA an index out of range ends the process's use of the device, on
+CPU, in a thread of several, the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rockplan.graph_builder.costs.specs import dtype_of
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
+
+
+def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What the kernel computes, by the operators that it fuses, on the device of `arguments`."""
+    device = arguments[0].device if arguments else torch.device(kernel.device)
+    values: dict[int, Any] = dict(enumerate(arguments))
+
+    def here(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    last = {v: i for i, c in enumerate(kernel.calls) for v in (r.index for r in refs(c))}
+    last |= dict.fromkeys(kernel.results, len(kernel.calls))
+    for position, call in enumerate(kernel.calls):
+        args = pytree.tree_map(here, [substitute(a, values.__getitem__) for a in call.args])
+        kwargs = {k: here(substitute(a, values.__getitem__)) for k, a in call.kwargs}
+        result = facts.resolve(call.op)(*args, **kwargs)
+        results = result if isinstance(result, list | tuple) else [result]
+        values |= {r: t for r, t in zip(call.results, results, strict=True) if r is not None}
+        values = {v: t for v, t in values.items() if last.get(v, -1) > position}
+        del args, kwargs, result, results
+    return [values[r] for r in kernel.results]
+
+
+def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
+    """Of all its values."""
+    made = {r for call in kernel.calls for r in call.results if r is not None}
+    values = sorted({*range(len(kernel.inputs)), *made})
+    shapes = [
+        torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
+        for s in kernel.inputs
+    ]
+    every = replace(kernel, results=tuple(values))
+    return dict(zip(values, computed(every, shapes), strict=True))
+
+
+LARGER = 4
+"""How much larger what indices are made of may be: of labels, shifted by one, those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """In dimension `dim` of `table`, by the elements of `index`: values of a kernel."""
+
+    table: int
+    dim: int
+    index: int
+    is_from_end: bool
+    """Negative indices count from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What the index at `place` may be: from `least` on, below `size`, that of dimension `dim`."""
+
+    place: int
+    dim: int
+    size: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Indices:
+    """kernel: computes indices, its results; ranges: of each use of one."""
+
+    kernel: Kernel
+    ranges: tuple[_Range, ...]
+
+    def outside(self, arguments: Sequence[Any]) -> tuple[int, _Range] | None:
+        """An index that these arguments give, and what it may be, if one is out of range."""
+        found = computed(self.kernel, arguments)
+        for one in self.ranges:
+            lowest, highest = (int(end) for end in torch.aminmax(found[one.place]))
+            if lowest < one.least or highest >= one.size:
+                return (lowest if lowest < one.least else highest), one
+        return None
+
+
+def _indices_of(kernel: Kernel) -> _Indices | None:
+    """None where the kernel reads everything where it stands."""
+    lookups = tuple(_lookups(kernel))
+    if not lookups:
+        return None
+    tensors = looks_of(kernel)
+    indices = _only(kernel, tuple(dict.fromkeys(one.index for one in lookups)))
+    ranges = []
+    for one in lookups:
+        size = tensors[one.table].shape[one.dim] if tensors[one.table].dim() else 1
+        place = indices.results.index(one.index)
+        ranges.append(_Range(place, one.dim, size, -size * one.is_from_end))
+    return _Indices(indices, tuple(ranges))
+
+
+def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | None:
+    """What raises IndexError for arguments by which the kernel would read out of range; None where
+    it need not be asked, a text where that would compute what is larger than the indices."""
+    indices = _indices_of(kernel) if kernel.device == "cpu" else None
+    if indices is None:
+        return None
+    tensors = looks_of(kernel)
+    largest = max(tensors[i].numel() for i in indices.kernel.results)
+    given = {tensors[i].untyped_storage()._cdata for i in range(len(kernel.inputs))}
+    for value in (r for call in indices.kernel.calls for r in call.results if r is not None):
+        is_view = tensors[value].untyped_storage()._cdata in given
+        if not is_view and tensors[value].numel() > LARGER * largest:
+            return "its indices are made of what is larger than they are"
+
+    def look(arguments: Sequence[Any]) -> None:
+        found = indices.outside(arguments)
+        if found is not None:
+            index, allowed = found
+            raise IndexError(
+                f"index {index} is out of bounds for dimension {allowed.dim} with size "
+                f"{allowed.size}"
+            )
+
+    return look
+
+
+def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
+    for call in kernel.calls:
+        arguments: Any = call.args
+        table, *others = arguments
+        if call.op == "aten.gather.default":
+            yield _Lookup(table.index, others[0], others[1].index, is_from_end=False)
+        elif call.op == "aten.index.Tensor":
+            for dim, index in enumerate(others[0]):
+                if isinstance(index, ValueRef):
+                    yield _Lookup(table.index, dim, index.index, is_from_end=True)
+
+
+def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
+    """What computes these values."""
+    needed, calls = set(results), []
+    for call in reversed(kernel.calls):
+        if needed.intersection(call.results):
+            needed.update(r.index for r in refs(call))
+            calls.append(call)
+    return replace(kernel, calls=tuple(reversed(calls)), results=results)
+
+
+# -- trials ------------------------------------------------------------------------------------
+
+_MOST_TRIES = 500
+
+
+def trial_inputs(kernel: Kernel) -> list[torch.Tensor]:
+    """Zeros, but for integers of which indices are made: those are such that the kernel reads
+    within its tensors. Raises RuntimeError where no such are found."""
+    fills = _fills(kernel)
+    return [filled(spec, fills.get(i, 0)) for i, spec in enumerate(kernel.inputs)]
+
+
+def is_within(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> bool:
+    """Would the kernel read within its tensors?"""
+    indices = _indices_of(kernel)
+    return indices is None or _is_within(indices, [a.cpu() for a in arguments])
+
+
+def filled(spec: TensorSpec, fill: int = 0) -> torch.Tensor:
+    reach = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
+    flat = torch.full((spec.offset + reach + 1,), fill, dtype=dtype_of(spec), device=spec.device)
+    return flat.as_strided(spec.shape, spec.stride, spec.offset)
+
+
+def _is_within(indices: _Indices, arguments: Sequence[Any]) -> bool:
+    try:
+        return indices.outside(arguments) is None
+    except facts.CALL_ERRORS:  # a table of indices is read out of range
+        return False
+
+
+def _fills(kernel: Kernel) -> dict[int, int]:
+    """Position of an input -> the integer that it holds everywhere; zero where that is not said."""
+    indices = _indices_of(kernel)
+    if indices is None:
+        return {}
+    read = {r.index for call in indices.kernel.calls for r in refs(call)}
+    read.update(indices.kernel.results)
+    specs = {i: replace(s, device="cpu") for i, s in enumerate(kernel.inputs) if i in read}
+    integers = [i for i, s in specs.items() if _is_integer(dtype_of(s))]
+    unread = torch.empty(0)
+    zeros = [filled(specs[i]) if i in specs else unread for i in range(len(kernel.inputs))]
+    for values in itertools.islice(_candidates(indices, len(integers)), _MOST_TRIES):
+        fills = dict(zip(integers, values, strict=True))
+        if all(_holds(specs[i], fill) for i, fill in fills.items()):
+            others = (filled(specs[i], fills[i]) if i in fills else z for i, z in enumerate(zeros))
+            if _is_within(indices, tuple(others)):
+                return fills
+    raise RuntimeError("no integers are found by which it reads within its tensors")
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def _holds(spec: TensorSpec, fill: int) -> bool:
+    range_ = torch.iinfo(dtype_of(spec))
+    return range_.min <= fill <= range_.max
+
+
+def _candidates(indices: _Indices, count: int) -> Iterator[tuple[int, ...]]:
+    """Values for as many inputs: the same for all, then any of them. What is subtracted or added
+    on the way to an index is a number of its calls."""
+    literals = [n for call in indices.kernel.calls for n in _numbers((call.args, call.kwargs))]
+    literals += [one.size for one in indices.ranges]
+    around = (n for literal in literals for n in (literal, literal + 1, literal - 1, -literal))
+    numbers = tuple(dict.fromkeys((0, 1, *around)))
+    yield from ((number,) * count for number in numbers)
+    yield from itertools.product(numbers, repeat=count)
+
+
+def _numbers(arguments: Any) -> Iterator[int]:
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from _numbers(argument)
+        elif type(argument) is int:
+            yield argument
