@@ -1826,3 +1826,42 @@ def test_planning_under_a_mode(mode: Any) -> None:
     with mode():
         planned = solve_case(case, "100%", options=rockplan.Options(cache=False))
     both(planned, eager, case.step, "afterwards")
+
+
+INFINITE = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1.0, -2.0, 100.0])
+SIGNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "product": lambda x: torch.sgn(x * x * x),
+    "exponential": lambda x: torch.sgn(x.exp()),
+    "quotient": lambda x: torch.sgn(x.exp() / x),
+    "logarithm": lambda x: torch.sgn(x.abs().log()),
+    "sum of rows": lambda x: torch.sgn(x.exp().sum(1, keepdim=True)),
+    "view": lambda x: torch.sgn(x.exp().t()).t(),
+    "parts": lambda x: torch.sgn(torch.cat([x.exp(), x])).view(2, 8, 8).sum(0),
+    "twice": lambda x: (lambda e: torch.sgn(e) * torch.sgn(e * 2))(x.exp() * x),
+    "product of matrices": lambda x: torch.sgn(x.exp() @ torch.eye(8)),
+    "sign": lambda x: torch.sign(x.exp()),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_signs_at_infinity_have_gradients_of_eager(name: str) -> None:
+    """Zeros without memory stay zeros, whatever they are multiplied by."""
+
+    class Signed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SIGNS[name](x * self.w) + (x * self.w).tanh()
+
+    sample = INFINITE.repeat(8, 1).requires_grad_()
+    eager = Signed()
+    planned = rockplan.solve(copy.deepcopy(eager), sample, "min", options=QUICK)
+    found = []
+    for module in (planned, eager):
+        sample.grad = None
+        result = module(sample)
+        result.backward(torch.ones_like(result))
+        found.append((result.detach(), module.w.grad, sample.grad))
+    assert_equal_trees(*found, name)

@@ -436,7 +436,7 @@ def _refuse_other_variants(recorder: Recorder) -> None:
     differ is cross entropy with class weights, label smoothing and the mean: eager sums the
     weights of the targets that count (masked_select), the variant those of all targets, others
     set to zero. (The two others known are recorded as eager computes them:
-    `recorder._as_unwatched`, `eager_paths._max_pool1d`.)
+    `unwatched.Unwatched`, `eager_paths._max_pool1d`.)
     """
     values = recorder.values
     filled: dict[int, ValueRef] = {}

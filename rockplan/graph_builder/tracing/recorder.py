@@ -36,6 +36,7 @@ from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.tracing.fake_results import Results, fake_device
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
+from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
@@ -167,28 +168,6 @@ class Reader(Protocol):
         """What an operator returns whose shape depends on values: fake tensors."""
 
 
-# Their gradient goes to the elements that are equal to the result, in equal parts.
-_OF_ALL_ELEMENTS = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
-
-
-def _as_unwatched(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The call whose bits are those of eager execution when no dispatch mode watches.
-
-    On CPU eager fills zeros where the mask is set; under a mode, as on CUDA, it multiplies by the
-    mask, which makes NaN of an infinite gradient (evenly_distribute_backward in PyTorch). Zeros
-    without memory, the gradient of `sgn`, which nothing may write to and whose operators are none
-    that can be recorded, become zeros: other bits only where infinity meets them.
-    """
-    if func is torch.ops.aten._efficientzerotensor.default:
-        return torch.ops.aten.zeros.default, args
-    if func is not torch.ops.aten.mul.Tensor or args[0].dtype is not torch.bool:
-        return func, args
-    node = torch._C._current_autograd_node()
-    if args[0].device.type != "cpu" or node is None or node_name(node) not in _OF_ALL_ELEMENTS:
-        return func, args
-    return torch.ops.aten.where.ScalarOther, (*args, 0.0)
-
-
 class Recorder(TorchDispatchMode):
     """Records calls; `reader` decides what happens where Python reads a tensor's value, or a shape
     depends on it.
@@ -215,6 +194,9 @@ class Recorder(TorchDispatchMode):
         self.refused: CaptureError | None = None
         self._unwritten = Unwritten()
         self._results = Results(fake_mode)
+        self._unwatched = Unwatched(
+            lambda tensor: self.values[self.value(tensor)].storage, self._results.of
+        )
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
         self._storages: dict[int, int] = {}
@@ -311,8 +293,12 @@ class Recorder(TorchDispatchMode):
         if facts.facts_of(func).tells_python:
             self.refuse_unwritten(map(self.value, given), f"{func} at {source} reads")
             return self.reader.read(self, func, self._call(func, args, kwargs, ()), module, source)
+        called = func
         if self.phase is Phase.BACKWARD:
-            func, args = _as_unwatched(func, args)
+            node = torch._C._current_autograd_node()
+            name = "" if node is None else node_name(node)
+            func, args, kwargs = self._unwatched.call(func, args, kwargs, name)
+            given = facts.tensors((args, kwargs))
         view = facts.out_of_place_view(func)
         if view is not None:
             return self._change_shape(func, view, args, kwargs, module, source)
@@ -338,6 +324,7 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.BACKWARD:
             made = {self.values[r].storage for r in results if r is not None}
             self._made_by_backward |= {s for s in made if s >= self._forward_storages}
+            self._unwatched.note(called, func, args, result)
         self._follow_writes(func, args, reads, writes, results, (module, source))
         alone = facts.without_argument(func, args, result)
         if alone is not None:
