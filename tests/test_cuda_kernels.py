@@ -1,11 +1,10 @@
 """On a CUDA device: what compiled kernels read, where they write, and where they are timed.
 
-Skipped where there is none. On a stand-in that computes nothing bits are not compared.
+Skipped where there is none. On the stand-in of `make cuda` bits are not compared.
 """
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import pytest
@@ -14,19 +13,16 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, llama
-from benchmarks.zoo import FOR_CUDA
 from rockplan.graph_builder.fusion import in_place
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import interleaved_seconds
 from rockplan.values.graph import Kernel, caller_bytes
+from tests.cuda import ON_CUDA
 from tests.kernels import gradients, stack
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-for name, value in FOR_CUDA.items():
-    os.environ.setdefault(name, value)
+pytestmark = ON_CUDA
 
 COMPILED = Options(compile=True, cache=False, time_limit_s=5)
 
