@@ -120,7 +120,8 @@ class SavedForBackward:
         return running, frame
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
-        # What the forward kept is of no use: another forward runs.
+        kept = self._kept_results()
+        # What else the forward kept is of no use: another forward runs.
         self._is_used, self._frame = True, Frame(self.residents)
         is_own = pattern == self._executable.pattern
         running = (self._executable if is_own else self._replan(pattern)).again()
@@ -144,30 +145,28 @@ class SavedForBackward:
             )
         self.check_residents(running.code.checked, _MODIFIED)
         frame = Frame(self._as_before(running.code.copied))
-        frame.first = self._first_results(running)
+        self._refuse_second_calls(running, kept)
+        frame.first = kept
         with rng_replay.restarted(self._starts):
             run_forward(running, frame)
         frame.residents = self.residents  # as what eager's backward pass has kept
         return running, frame
 
-    def _first_results(self, running: Executable) -> tuple[torch.Tensor | None, ...]:
-        """What the forward has kept of what acts outside, and is not called again."""
-        acting = self._executable.code.acting
+    def _kept_results(self) -> tuple[torch.Tensor | None, ...]:
+        """What the forward has kept, as it was, of what acts outside."""
         saved = {} if self._is_used else self._frame.saved
-        found = tuple(saved.get(name) for _, name in acting)
-        ops = [op for op, _ in running.code.acting]
-        if ops != [op for op, _ in acting] or any(found[i] is None for i in running.code.reused):
-            missing = (
-                next(
-                    (ops[i] for i in running.code.reused if saved.get(acting[i][1]) is None), ops[0]
-                )
-                if ops
-                else ""
-            )
-            raise BackwardError(_ACTS.format(op=missing))
-        if running.code.reused and self._saved_versions != _versions(saved.values()):
-            raise BackwardError(_MODIFIED)
-        return found
+        is_as_it_was = bool(saved) and self._saved_versions == _versions(saved.values())
+        acting = self._executable.code.acting
+        return tuple(saved.get(name) if is_as_it_was else None for _, name in acting)
+
+    def _refuse_second_calls(
+        self, running: Executable, kept: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        """Raise BackwardError where what acts outside would have to be called again."""
+        before, again = ([op for op, _ in e.code.acting] for e in (self._executable, running))
+        missing = [again[i] for i in running.code.reused if before != again or kept[i] is None]
+        if missing:
+            raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
         """The residents, at `positions` copies that are what they were before the forward."""
