@@ -91,6 +91,17 @@ def returned(self: Any, x: Tensor) -> Tensor:
     return self.b(self.a(x))
 
 
+def zeroed() -> Net:
+    """A loss that is the buffer itself where there is none, as of vector quantizers."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) + self.zero.requires_grad_()
+
+    net = Net(forward)
+    net.register_buffer("zero", torch.tensor(0.0))
+    return net
+
+
 def validated(self: Any, x: Tensor) -> Tensor:
     return torch.distributions.Normal(self.a(x), self.b(x).exp()).rsample()
 
@@ -155,6 +166,11 @@ ADVICE = {
     ),
     "stored by each call": Advice(
         lambda: (Net(kept_each_time), X), "Return it", lambda: (Net(returned), (X,), (X + 1,))
+    ),
+    "buffer that is to have a gradient": Advice(
+        lambda: (zeroed(), X),
+        "only the first call does: run the module once on the sample",
+        lambda: (made_once(zeroed(), X), (X,), (X + 1,)),
     ),
     "distribution": Advice(
         lambda: (Net(validated), X),

@@ -733,7 +733,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "requires_grad",
         When.GRADIENTS,
         "the forward changes `requires_grad` of {tensor}, which a planned step would not do",
-        "change it before the call, or take another tensor (x = x.detach())",
+        "change it before the call, or take another tensor (x = x.detach()); of a tensor of the "
+        f"module only the first call does: {RUN_ONCE}",
         "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
