@@ -26,7 +26,13 @@ from rockplan.codegen.executable import build
 from rockplan.codegen.guards import outside_of_initialization
 from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
-from rockplan.errors import ForwardRaises, InfeasibleBudget, InvalidInput, PlanMismatch
+from rockplan.errors import (
+    ForwardRaises,
+    InfeasibleBudget,
+    InvalidInput,
+    PlanMismatch,
+    RockplanError,
+)
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import graph_digest
@@ -39,6 +45,7 @@ from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.parts import named_in_refusals
 from rockplan.python_state import key_value_cache
+from rockplan.remedies import remedies
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of
@@ -153,7 +160,7 @@ def plan(
         with outside_of_initialization():
             source = captured_call(model, call.args, call.kwargs, options)
             problems = _problems(source, options)
-        with _advised(source.lowered, options):
+        with _advised(model, source, call.args, call.kwargs, options):
             return _planned(problems, wanted, options)
 
 
@@ -376,7 +383,10 @@ def captured_call(
     kwargs: dict[str, Any],
     options: Options,
     incoming: Incoming | Precedent | None = None,
+    is_asked: bool = True,
 ) -> CapturedCall:
+    """One kind of call, in the ways of the options. is_asked: a line on the logger says why there
+    is none in parts, where the options ask for that."""
     report("capturing the model")
     check_options(options)
     if incoming is None and options.differentiated is not None:
@@ -388,19 +398,22 @@ def captured_call(
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))
-        in_parts = _in_parts(run, state_bytes, hooked, options) if options.tile else None
+        in_parts = None
+        if options.tile:
+            in_parts = _in_parts(run, state_bytes, hooked, options, is_asked)
         whole = lower(run, state_bytes, replace(options, tile=False))
         return CapturedCall(whole, hooked, in_parts)
 
 
 def _in_parts(
-    run: Capture, state_bytes: int, hooked: frozenset[str], options: Options
+    run: Capture, state_bytes: int, hooked: frozenset[str], options: Options, is_asked: bool
 ) -> CapturedCall | None:
     """The call with its head in parts; where that cannot be, a line on the logger says why."""
     try:
         return CapturedCall(lower(run, state_bytes, options), hooked)
     except HeadStaysWhole as reason:
-        _LOGGER.warning("nothing is tiled: %s", reason)
+        if is_asked:
+            _LOGGER.warning("nothing is tiled: %s", reason)
         return None
 
 
@@ -562,7 +575,7 @@ def _new_program(
     options: Options,
     is_backward: bool,
 ) -> PlannedProgram:
-    with _advised(source.lowered, options):
+    with _advised(module, source, args, kwargs, options):
         made = _planned(_problems(source, options), budget, options, is_backward)
     way = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles)
     return built_program(module, made, way, args, kwargs, options)
@@ -608,14 +621,39 @@ def _uncertain(program: PlannedProgram) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _advised(lowered: Lowered, options: Options) -> Iterator[None]:
-    """Where no plan fits, the error says what the caller could let go."""
+def _advised(
+    module: nn.Module,
+    source: CapturedCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Iterator[None]:
+    """Where no plan fits, the error says what the caller could let go, and with which options one
+    would."""
+
+    def least_bytes(changed: Options) -> int | None:
+        try:
+            tried = captured_call(module, args, kwargs, changed, is_asked=False)
+            if changed.tile and tried.in_parts is None:
+                return None
+            return _planned(
+                _problems(tried, changed), Budget(is_minimum=True), changed
+            ).budget_bytes
+        except RockplanError:
+            return None
+
     try:
         yield
     except InfeasibleBudget as error:
+        lowered = source.lowered
         let_go = releasable(lowered.graph, lowered.interface, options.released)
-        if let_go and let_go.size_bytes >= WORTH * error.minimum_bytes:
-            error.args = (f"{error} Or: {let_go.advice(options.released)}.",)
+        if let_go and let_go.size_bytes < WORTH * error.minimum_bytes:
+            let_go = None
+        text = f"{error} Or: {let_go.advice(options.released)}." if let_go else str(error)
+        if options.on_infeasible == "error":
+            with outside_of_initialization():
+                text += remedies(error, options, let_go, least_bytes)
+        error.args = (text,)
         raise
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -297,6 +298,28 @@ def test_compare_and_the_command_line(tmp_path: Path) -> None:
         ended = CliRunner().invoke(app, [*asked, *flags])
         assert ended.exit_code == 0, ended.output
         assert ("held by the caller" in ended.output) is holds
+
+
+@pytest.mark.parametrize("part", [0.9, 0.5, 0.1])
+def test_an_error_names_options_that_are_enough(part: float) -> None:
+    """With figures that hold, as far as the first that fits."""
+    options = replace(QUICK, cache=False)
+    least_bytes = rockplan.plan(net(), batch(256), "min", options=options).peak_bytes
+    budget = int(part * least_bytes)
+    with pytest.raises(rockplan.InfeasibleBudget) as refused:
+        rockplan.solve(net(), batch(256), budget, options=options)
+    said = re.findall(r"Options\(((?:[^()]|\([^()]*\))*)\) needs (\d+) bytes", str(refused.value))
+    assert said and "compile=True" in str(refused.value)
+    for number, (text, needed) in enumerate(said, 1):
+        changes = eval(f"dict({text})")
+        plan = rockplan.plan(net(), batch(256), int(needed), options=replace(options, **changes))
+        assert plan.peak_bytes <= int(needed) <= least_bytes
+        assert int(needed) > budget or number == len(said)
+    has_all = "only_loss=True, released=(), tile=True"
+    assert has_all in said[-1][0] if part == 0.1 else int(said[-1][1]) <= budget
+    quiet = replace(options, on_infeasible="smallest")
+    with pytest.warns(UserWarning, match="no plan fits"):
+        rockplan.plan(net(), batch(256), budget, options=quiet)
 
 
 # Trainers

@@ -278,18 +278,28 @@ def test_the_last_part_has_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "parts"), [(1024, 64, 8), (1024, 2048, 2), (8192, 64, 32), (300, 64, 3)]
+    ("rows", "width", "parts"), [(1024, 64, 8), (1024, 4096, 2), (8192, 64, 32), (300, 64, 3)]
 )
 def test_the_size_of_parts(rows: int, width: int, parts: int) -> None:
-    """At least 128 rows, a quarter of the width, at most 32 parts."""
+    """At least 128 rows, an eighth of the width, at most 32 parts."""
     model = nn.Sequential(nn.Linear(width, 1024), Mean())
     made = tiled(capture(model, (torch.randn(rows, width),), {}))
     assert not isinstance(made, str) and made.tiles.parts == parts
 
 
+def test_parts_are_smaller_where_the_loss_is_of_a_larger_dtype() -> None:
+    model = nn.Sequential(nn.Linear(64, 1024), Mean(torch.float32)).to(torch.bfloat16)
+    made = tiled(capture(model, (torch.randn(512, 64, dtype=torch.bfloat16),), {}))
+    assert not isinstance(made, str) and made.tiles.parts == 8
+
+
 class Mean(nn.Module):
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.dtype = dtype
+
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.log_softmax(-1).mean()
+        return logits.log_softmax(-1, dtype=self.dtype).mean()
 
 
 def test_one_part_follows_the_other() -> None:
@@ -346,6 +356,62 @@ def test_models_without_a_head_are_untouched() -> None:
     single = Sized(lambda x: x.sin().mean())
     assert "one row" in str(tiled(capture(single, (torch.randn(1, 8),), {})))
     assert "one part" in str(tiled(capture(single, (x,), {})))
+
+
+# Tied embeddings
+
+
+class Tied(nn.Module):
+    """Embeddings, and a head with the same weight, of two dtypes of tokens."""
+
+    def __init__(self, uses: int = 1, padding: int | None = None, frequency: bool = False) -> None:
+        super().__init__()
+        kind = {"padding_idx": padding, "scale_grad_by_freq": frequency}
+        self.embedding, self.uses = nn.Embedding(V, D, **kind), uses  # type: ignore[arg-type]
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        shifted = (self.embedding(tokens.roll(i, 1)[:, 1:]) * (i + 1) for i in range(self.uses))
+        hidden = sum(shifted, torch.zeros((), dtype=self.head.weight.dtype)).sin()
+        logits = self.head(hidden).flatten(0, 1)
+        return functional.cross_entropy(logits.float(), tokens[:, 1:].flatten().long())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "integers"),
+    [
+        ({}, torch.bfloat16, torch.int64),
+        ({"uses": 3}, torch.float32, torch.int32),
+        ({"padding": 5}, torch.float32, torch.int64),
+        ({"frequency": True, "uses": 2}, torch.bfloat16, torch.int64),
+    ],
+    ids=["once", "often", "padding", "by frequency"],
+)
+def test_rows_of_an_embedding_are_added_to_the_gradient_of_its_head(
+    kind: dict[str, Any], dtype: torch.dtype, integers: torch.dtype
+) -> None:
+    """Each bit as where a whole gradient of the embedding is added, of which there is none."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 9, (4, 33), dtype=integers)  # which come again
+    tokens[:, ::4] = torch.randint(0, V, (4, 9))
+    case = Case("tied", Tied(**kind).to(dtype), (tokens,), {}, lambda loss: loss)
+    whole, by_rows = (
+        in_parts(case, options=replace(OPTIONS, without=without)) for without in (("add-rows",), ())
+    )
+    assert all(map(torch.equal, gradients(case, by_rows), gradients(case, whole)))
+    weight_bytes = case.model.head.weight.nbytes  # type: ignore[union-attr]
+    graphs = [rockplan.plan_of(one).graph for one in (whole, by_rows)]
+    sums = [c.op for n in graphs[1].nodes for c in n.calls if "index_add" in c.op]
+    assert len(sums) == kind.get("uses", 1)
+    made = [
+        sum(d.size_bytes == weight_bytes for d in g.data if "embedding_d" in d.name) for g in graphs
+    ]
+    assert made == [kind.get("uses", 1), 0]
+    plan = rockplan.plan_of(by_rows)
+    assert plan.peak_bytes <= rockplan.plan_of(whole).peak_bytes
+    measured = rockplan.peak_live_bytes(lambda: case.step(by_rows)).peak_bytes
+    assert plan.peak_bytes - 16 <= measured <= plan.peak_bytes
 
 
 # Plans

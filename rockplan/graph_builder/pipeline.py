@@ -26,6 +26,7 @@ from rockplan.graph_builder.lowering.buffer_copies import with_copies
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.lower import Lowered, assembled
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
+from rockplan.graph_builder.tiling.embedding import with_rows_added
 from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.options import DEFAULT_OPTIONS, Options
@@ -64,6 +65,11 @@ def tile(run: Capture, options: Options) -> Capture:
     return made
 
 
+def add_rows(run: Capture, options: Options) -> Capture:
+    """Add gradients of embeddings row by row to that of a head in parts that has their weight."""
+    return with_rows_added(run) if run.tiles.parts else run
+
+
 def fuse(run: Capture, options: Options) -> Capture:
     """Replace operators by calls of compiled kernels."""
     if not options.compile:
@@ -100,6 +106,7 @@ GraphPass = Callable[[CDGraph, Options], CDGraph]
 RUN_PASSES: tuple[RunPass, ...] = (
     functionalize,
     tile,
+    add_rows,
     fuse,
     copy_buffers,
 )

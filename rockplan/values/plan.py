@@ -220,7 +220,7 @@ def _held_lines(plan: Plan) -> list[str]:
         return []
     return [
         f"results         {format_bytes(size_bytes)} held by the caller until backward is over "
-        "(Options(released=...) where the loss is all that a step keeps)"
+        "(Options(only_loss=True), or released=..., where the loss is all that a step reads)"
     ]
 
 

@@ -33,7 +33,7 @@ class Releasable:
             f"{names} of the result ({format_bytes(self.size_bytes)}; logits, for instance) "
             f"{'counts' if one else 'count'} as held by the caller until backward is over. Where "
             f"the loss is all that a step keeps (as in trainers), Options(released={released}) "
-            "leaves that memory to the plan"
+            "leaves that memory to the plan, and with Options(only_loss=True) it is never made"
         )
 
     @property

@@ -77,7 +77,9 @@ def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Itera
     operands = _operands(graph, call)
     may_be_taken = operands[:1] if admitted == FIRST_OPERAND else operands
     read_later = {operand.data for other in rest for operand in _operands(graph, other)}
-    if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in operands):
+    # What takes its first operand alone may read indices.
+    of_numbers = may_be_taken if admitted == FIRST_OPERAND else operands
+    if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in of_numbers):
         return
     for operand in may_be_taken:
         alone = sum(o.data == operand.data for o in operands) == 1

@@ -409,6 +409,7 @@ ROWS: tuple[OperatorFacts, ...] = (
         function="torch._VF.addmm",
         matrix_product=True,
     ),
+    OperatorFacts("aten.index_add.default", may_write_into=FIRST_OPERAND),
     OperatorFacts("aten.baddbmm.default", function="torch._VF.baddbmm", matrix_product=True),
     OperatorFacts("aten.bmm.default", function="torch._VF.bmm", matrix_product=True),
     OperatorFacts(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.lowering import gradient_sums
 from rockplan.graph_builder.tiling.rules import (
     FIRST,
@@ -43,6 +44,14 @@ class Region:
     calls: Mapping[int, RowWise]
     rows: Mapping[int, Rows]
     depth: int
+
+    @property
+    def widening(self) -> int:
+        """How often as many bytes a number of some row has as one of what the seed makes."""
+        dtypes = [dtype_of(self.run.spec(v)) for v in self.rows]
+        (made,) = self.run.made_by(self.seed)
+        floating = [d.itemsize for d in dtypes if d.is_floating_point]
+        return max([1, *(n // dtype_of(self.run.spec(made)).itemsize for n in floating)])
 
 
 def regions_of(capture: Capture) -> Iterator[Region | str]:

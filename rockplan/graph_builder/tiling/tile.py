@@ -32,12 +32,14 @@ from rockplan.graph_builder.tracing.fake_results import Results
 from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
 from rockplan.values.graph import Call, Phase, ValueRef, refs
 
-LEAST_ROWS = 128
-"""Of a part: matrix products of fewer are slower by more than they save."""
+LEAST_ROWS, LEAST_SHORT_ROWS = 128, 64
+"""Of a part: matrix products of fewer, and of numbers of 16 bits, are slower by more than they
+save."""
 
-SHARE_OF_DEPTH = 4
-"""A part has a row for so many columns of what the head multiplies: then its results are a fraction
-of the gradient of the weight, which has to be there anyway."""
+SHARE_OF_DEPTH = 8
+"""A part has a row for so many columns of what the head multiplies, and fewer where numbers of a
+row are in a larger dtype than the weight: then a row and its gradient take a fraction of the
+gradient of the weight, which has to be there anyway."""
 
 MOST_PARTS = 32
 """Each is some ten operations to plan."""
@@ -56,7 +58,8 @@ def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
 
 def _written(region: Region, parts: int | None) -> Capture | str:
     (seed,) = region.run.made_by(region.seed)
-    size = _size(region.groups, region.run.spec(seed).shape[0], region.depth, parts)
+    rows = region.run.spec(seed).shape[0]
+    size = _size(region.groups, rows, region.depth, region.widening, parts)
     if size >= region.groups.count:
         kind = "sequences" if region.groups.of_sequences else "rows"
         return f"its head has {region.groups.count} {kind}, which are one part"
@@ -66,11 +69,12 @@ def _written(region: Region, parts: int | None) -> Capture | str:
         return str(reason)
 
 
-def _size(groups: Groups, rows: int, depth: int, parts: int | None) -> int:
+def _size(groups: Groups, rows: int, depth: int, widening: int, parts: int | None) -> int:
     """Groups of a part."""
     if parts is not None:
         return -(-groups.count // parts)
-    wanted = max(-(-depth // (SHARE_OF_DEPTH * LEAST_ROWS)) * LEAST_ROWS, LEAST_ROWS)
+    least = LEAST_ROWS if widening == 1 else LEAST_SHORT_ROWS
+    wanted = max(depth // (SHARE_OF_DEPTH * widening * least), 1) * least
     size = max(wanted * groups.count // rows, 1)
     return max(size, -(-groups.count // MOST_PARTS))
 

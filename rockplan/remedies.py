@@ -1,0 +1,59 @@
+"""Remedies: options with which a budget would be enough, for one for which no plan fits.
+
+takes: the options that were used, what the caller could let go, and a way to find what a call needs
+with others. returns: what is said. guarantees: each figure is the peak of a plan that was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from rockplan.errors import InfeasibleBudget
+from rockplan.options import Options
+from rockplan.values.plan import format_bytes
+from rockplan.values.released import Releasable
+
+TIME_LIMIT_S = 5.0
+"""Of the search for each figure: a larger one than a longer search would find is one that works."""
+
+Least = Callable[[Options], int | None]
+"""The bytes of the smallest plan with these options; None where they change nothing, or cannot
+be."""
+
+Change = dict[str, Any]
+
+
+def remedies(
+    error: InfeasibleBudget, options: Options, let_go: Releasable | None, least: Least
+) -> str:
+    """What to change, from the least on, until a budget of `error` is enough; '' where nothing
+    helps."""
+    found: dict[int, str] = {}
+    for change in _changes(options, let_go):
+        limit_s = min(options.time_limit_s, TIME_LIMIT_S)
+        needed_bytes = least(replace(options, **change, time_limit_s=limit_s))
+        if needed_bytes is None or needed_bytes >= min([error.minimum_bytes, *found]):
+            continue
+        text = ", ".join(f"{name}={value!r}" for name, value in change.items())
+        found[needed_bytes] = (
+            f"Options({text}) needs {needed_bytes} bytes ({format_bytes(needed_bytes)})"
+        )
+        if needed_bytes <= error.budget_bytes:
+            break
+    if not found:
+        return ""
+    untried = "" if options.compile else "; Options(compile=True) was not tried"
+    return f" With other options a plan was found for less: {', '.join(found.values())}{untried}."
+
+
+def _changes(options: Options, let_go: Releasable | None) -> Iterator[Change]:
+    """Of the options, from what asks least of the caller and of the numbers on."""
+    if let_go:
+        yield {"released": tuple(sorted({*let_go.positions, *options.released}))}
+        yield {"only_loss": True, "released": ()}
+    if not options.tile:
+        yield {"tile": True}
+        if let_go:
+            yield {"only_loss": True, "released": (), "tile": True}
