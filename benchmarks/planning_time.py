@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import rockplan
-from benchmarks import models, priced
+from benchmarks import models, odd_models, priced
 from benchmarks.models import Case
 from benchmarks.timing import where
 from rockplan.values import progress
@@ -50,9 +50,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt2-200": _gpt2(200),
     "gpt2-36": _gpt2(36),
     "densenet-4x60": lambda: models.densenet(layers=60, groups=4, growth=8, batch=2, size=32),
+    **odd_models.CASES,
 }
 """GPT-2: attention written out, since its dropout has no fused kernel on CPU. The DenseNet has
-no two layers alike. Beside them those of `benchmarks.priced`, of two layers each."""
+no two layers alike. Beside them those of `benchmarks.priced`, of two layers each, and those of
+`benchmarks.odd_models`, for "min"."""
 
 AT_TEN_PERCENT = {
     "llama": "31%",
@@ -71,6 +73,7 @@ BUDGETS = {
     "gpt2-36": ("12%", "20%"),
     **{name: (budget, "60%") for name, budget in AT_TEN_PERCENT.items()},
     **{name: (AT_TEN_PERCENT[name], "80%") for name in ("resnet18", "unet")},
+    **dict.fromkeys(odd_models.CASES, ("min", "60%")),
 }
 """Cold and warm, where they are not COLD and WARM."""
 
@@ -94,7 +97,7 @@ class Clock:
 @dataclass(frozen=True, slots=True)
 class Row:
     """Seconds of one call of `solve`; bytes of the process's largest resident set, and of the one
-    before planning, when the model was there."""
+    before planning, when the model was there; peak_bytes: of the plan, 0 where it was not noted."""
 
     model: str
     cache: str
@@ -112,6 +115,7 @@ class Row:
     status: str
     gap: float
     where: str
+    peak_bytes: int = 0
 
 
 def resident_bytes() -> int:
@@ -149,6 +153,7 @@ def measured(name: str, cache: str, budget: str) -> Row:
         status=plan.certificate.status.value,
         gap=plan.certificate.gap,
         where=where(),
+        peak_bytes=plan.peak_bytes,
     )
 
 
@@ -175,13 +180,14 @@ def report(rows: list[Row]) -> str:
         "added to the one before it (torch, libraries, the model).",
         "",
         "| model | operations | blocks, kinds | cache | budget | wall s | CPU s | memory MB | "
-        "added MB | overhead | gap at most | status |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "added MB | peak MB | overhead | gap at most | status |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r.model} | {r.operations} | {r.blocks}, {r.kinds} | {r.cache} | {r.budget} | "
         f"{r.wall_s:.1f} | {r.cpu_s:.1f} | {r.most_bytes / 1e6:.0f} | "
-        f"{(r.most_bytes - r.before_bytes) / 1e6:.0f} | {r.overhead:+.1%} | {r.gap:.1%} | "
+        f"{(r.most_bytes - r.before_bytes) / 1e6:.0f} | {_peak(r)} | {r.overhead:+.1%} | "
+        f"{r.gap:.1%} | "
         f"{r.status} |"
         for r in rows
     ]
@@ -191,6 +197,10 @@ def report(rows: list[Row]) -> str:
     lines += [f"| {r.model} | {r.cache} | {' | '.join(_cells(r, stages))} |" for r in rows]
     lines += ["", "Where and when:", "", *dict.fromkeys(f"- {r.where}" for r in rows)]
     return "\n".join(lines) + "\n"
+
+
+def _peak(row: Row) -> str:
+    return f"{row.peak_bytes / 1e6:.3f}" if row.peak_bytes else ""
 
 
 def _cells(row: Row, stages: list[str]) -> list[str]:

@@ -21,17 +21,28 @@ class Limits:
     fastest one is taken. proof_s: seconds for integer programs that raise the proven bound.
     without: names of stages that do not run. combining_s: seconds beyond the deadline for the table
     of a chain, which is nothing before it is filled. The others are in the currency of their
-    algorithm."""
+    algorithm.
+
+    Of the search for the least peak: missing: relaxations within less and less end with those that
+    lead to nothing, and this is the sum of their nodes; rungs: from how many of the others
+    exchanges begin; worth: how many times as much as the best start another one may need; again:
+    how often exchanges begin at a faster schedule within the best peak; ends: of the options of
+    blocks."""
 
     deadline: float = math.inf
     nearness: float = 0.01
     proof_s: float = 0.0
     without: frozenset[str] = frozenset()
     exchange: ExchangeLimits = ExchangeLimits()
-    squeeze: ExchangeLimits = ExchangeLimits(effort=2_000_000)
+    squeeze: ExchangeLimits = ExchangeLimits(effort=800_000)
     eviction: EvictionLimits = EvictionLimits()
     blocks: Settings = Settings()
+    ends: Settings = Settings(effort=3_000)
     combining_s: float = 5.0
+    missing: int = 1_500
+    rungs: int = 2
+    worth: float = 1.5
+    again: int = 1
 
     @property
     def is_over(self) -> bool:

@@ -74,6 +74,7 @@ POLISH = tuple(stage for stage in STAGES if stage.when is improvable)
 
 LEAST_PEAK = (
     Stage("keep-all", stages.keep_everything, always),
+    Stage("relaxation", stages.relax, something_fits),
     Stage("eviction", stages.evict, always),
     Stage("blocks", stages.combine_blocks, is_short),
     Stage("exchange", stages.exchange, something_fits),

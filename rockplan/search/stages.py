@@ -6,17 +6,19 @@ incumbent takes one (`Incumbent.improved`): a stage can do no harm, and none nee
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
 from rockplan.dp.chain_solver import ChainSolver
 from rockplan.graph_builder.lowering.backward_order import renumbered
+from rockplan.ilp.whole_graph.program import Facts
 from rockplan.ilp.whole_graph.refine import proved_ns, refined
 from rockplan.oracles.simulate import simulate
 from rockplan.search.block_families import families
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
-from rockplan.search.local.exchange import exchanged, fitted, pruned, squeezed
+from rockplan.search.local.exchange import annealed, exchanged, fitted, pruned, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.search.problem import Goal
 from rockplan.values.graph import CDGraph
@@ -31,9 +33,10 @@ def keep_everything(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbe
 
 def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """The relaxation of the whole graph at some moments: a bound, and a first schedule, with room
-    made where it needs more than the budget."""
-    assert goal.budget_bytes is not None
+    made where it needs more than the budget; for the least peak, within less and less."""
     report("solving the relaxation")
+    if goal.budget_bytes is None:
+        return _relax_down(goal, incumbent, limits)
     relaxation = refined(goal.graph, goal.budget_bytes, deadline=_half_way(limits))
     if relaxation is None:
         return incumbent
@@ -54,6 +57,29 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     return incumbent.improved(goal, schedule)
 
 
+def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """Half of the way, in ratios, from what was reached to what every schedule needs, or to what
+    was not reached. The last schedules are starts: which leads furthest is not known before."""
+    assert incumbent.schedule is not None
+    until = _half_way(limits)
+    least_bytes = max(Facts(goal.graph).forced_bytes, default=0)
+    left = limits.missing
+    rungs: list[Schedule] = []
+    while left > 0 and time.monotonic() < until:
+        most_bytes = incumbent.peak_bytes
+        asked_bytes = int(math.sqrt(most_bytes * least_bytes))
+        if asked_bytes > (1 - limits.nearness) * most_bytes:
+            break
+        asked = replace(goal, budget_bytes=asked_bytes)
+        lower = relax(asked, Incumbent(bound_ns=goal.graph.time_ns), limits).schedule
+        if lower is None:
+            left, least_bytes = left - len(goal.graph.nodes), asked_bytes
+        else:
+            rungs.append(lower)
+            incumbent = incumbent.improved(goal, lower)
+    return replace(incumbent, starts=(*incumbent.starts, *reversed(rungs[-limits.rungs :])))
+
+
 def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """A schedule by greedy evictions: within the budget, or with the least peak that they find."""
     report("evicting storages")
@@ -61,10 +87,11 @@ def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
         schedule = within(goal.graph, goal.budget_bytes, limits=limits.eviction)
         return incumbent.improved(goal, schedule)
     least = thriftiest(goal.graph, deadline=_half_way(limits), limits=limits.eviction)
+    made = incumbent.improved(goal, least.schedule)
     return replace(
-        incumbent.improved(goal, least.schedule),
-        starts=least.schedules,
-        is_exhausted=least.is_exhausted,
+        made,
+        starts=(*incumbent.starts, *least.schedules),
+        is_exhausted=least.is_exhausted and made.schedule is least.schedule,
     )
 
 
@@ -72,7 +99,8 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     """Options of each block by integer programs, combined by the dynamic program over the chain."""
     report("solving blocks")
     left_s = max(_half_way(limits) - time.monotonic(), 0.0)
-    known = families(goal.blocks, goal.cache, limits.blocks, left_s)
+    settings = limits.blocks if goal.budget_bytes is not None else limits.ends
+    known = families(goal.blocks, goal.cache, settings, left_s)
     is_complete = incumbent.is_complete and all(family.is_complete for family in known)
     incumbent = replace(incumbent, is_complete=is_complete)
     report("combining blocks")
@@ -105,10 +133,11 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """What fits into a byte less than the least peak, then into less by twice as much at each step:
-    what is called the smallest budget shall be."""
+    """What fits into a byte less than the least peak, then into less by a step of the search, and
+    twice as much at each: what is called the smallest budget shall be."""
     assert incumbent.schedule is not None
     report("looking below the least peak")
+    begin = _beginning(limits)
     less_bytes = 1
     while less_bytes and not limits.is_over:
         asked = replace(goal, budget_bytes=incumbent.peak_bytes - less_bytes)
@@ -117,8 +146,9 @@ def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
         if lower.schedule is None and less_bytes == 1 and not limits.is_over:
             lower = evict(asked, start, limits)
         if lower.schedule is not None:
-            schedule = _squeezed(goal.graph, lower.schedule, limits)
-            incumbent, less_bytes = incumbent.improved(goal, schedule), 2 * less_bytes
+            incumbent = incumbent.improved(goal, _squeezed(goal.graph, lower.schedule, begin))
+            step_bytes = int(limits.squeeze.step * incumbent.peak_bytes)
+            less_bytes = max(2 * less_bytes, step_bytes)
         else:
             less_bytes = 1 if less_bytes > 1 else 0
     return incumbent
@@ -144,13 +174,34 @@ def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """From the incumbent and from every other start: which leads further is not known before."""
-    for start in incumbent.starts:
-        incumbent = incumbent.improved(goal, _squeezed(goal.graph, start, limits))
-    if incumbent.schedule is not None and not incumbent.starts:
-        schedule = _squeezed(goal.graph, incumbent.schedule, limits)
-        incumbent = incumbent.improved(goal, schedule)
+    """A little from each start that needs not much more than the best one, for which leads further
+    is not known before; then from what came of that."""
+    assert incumbent.schedule is not None
+    begin = _beginning(limits)
+    peaks = {start: simulate(goal.graph, start).peak_bytes for start in incumbent.starts}
+    most_bytes = limits.worth * min(peaks.values(), default=0)
+    for start in (start for start, peak_bytes in peaks.items() if peak_bytes <= most_bytes):
+        incumbent = incumbent.improved(goal, _squeezed(goal.graph, start, begin))
+    assert incumbent.schedule is not None
+    incumbent = incumbent.improved(goal, _squeezed(goal.graph, incumbent.schedule, limits))
+    # What is faster within the same peak is another place to begin at.
+    for seed in range(1, limits.again + 1):
+        assert incumbent.schedule is not None
+        faster = annealed(
+            goal.graph,
+            incumbent.schedule,
+            incumbent.peak_bytes,
+            deadline=limits.deadline,
+            limits=begin.squeeze,
+            seed=seed,
+        )
+        incumbent = incumbent.improved(goal, _squeezed(goal.graph, faster, begin))
     return incumbent
+
+
+def _beginning(limits: Limits) -> Limits:
+    """For one of several starts."""
+    return replace(limits, squeeze=replace(limits.squeeze, effort=limits.squeeze.start))
 
 
 def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:

@@ -40,7 +40,9 @@ class ExchangeLimits:
     effort: of one round, in storages weighed, about a million in a second; inserting, leaving_out,
     positions: what an insertion, an attempt to leave something out, and a look at the memory of so
     many positions count. rounds: in a row that do not gain `gain` of the iteration time, after
-    which no other begins; up to most_rounds, one for each `point` that might be gained.
+    which no other begins; up to most_rounds, one for each `point` that might be gained. work: of
+    all rounds but the first, effort times positions of a draft: what is weighed takes longer where
+    it is long.
     hot, hotter, cold: temperatures, of the time for re-executions, at the start of the first round
     and of others, and at the end.
     moves: first executions of the backward phase are delayed and hastened.
@@ -49,9 +51,11 @@ class ExchangeLimits:
     one another, beyond which none is weighed. patience: exchanges without a gain for each
     re-execution, after which a round ends. insertions: made at most so that a schedule fits;
     repeats: of one storage for one node among them: more would take turns for ever.
-    step, attempts, between: of a search for a smaller peak: the share by which it has to get
-    smaller, attempts in a row that fail, and exchanges between two of them; longest: executions of
-    everything, more than which no schedule takes.
+    coarse, step: of a search for a smaller peak, the share by which it has to get smaller at first,
+    which is halved where that fails, and at least; attempts, between: attempts in a row that fail,
+    and exchanges between two of them; longest: executions of everything, more than which no
+    schedule takes. start: effort for each of several schedules that it begins at, after which the
+    best one has all that is left.
     """
 
     effort: int = 600_000
@@ -60,6 +64,7 @@ class ExchangeLimits:
     positions: int = 500
     rounds: int = 4
     most_rounds: int = 8
+    work: int = 120_000_000_000
     point: float = 0.01
     gain: float = 5e-4
     hot: float = 0.1
@@ -72,10 +77,12 @@ class ExchangeLimits:
     patience: int = 30
     insertions: int = 1000
     repeats: int = 3
+    coarse: float = 0.05
     step: float = 0.003
     attempts: int = 100
     between: int = 5
     longest: int = 4
+    start: int = 400_000
 
 
 DEFAULT = ExchangeLimits()
@@ -100,7 +107,8 @@ def exchanged(
     best = annealed(graph, schedule, budget_bytes, deadline=deadline, limits=limits)
     best_ns = simulate(graph, best).time_ns
     seed = without_gain = 0
-    while best_ns > enough_ns and time.monotonic() < deadline:
+    most_rounds = max(limits.work // (limits.effort * Draft(graph, *best.phases).end), 1)
+    while best_ns > enough_ns and seed < most_rounds and time.monotonic() < deadline:
         hoped = (best_ns - enough_ns) / max(graph.time_ns, 1)
         if without_gain >= max(limits.rounds, min(limits.most_rounds, hoped / limits.point)):
             break
@@ -202,15 +210,18 @@ def squeezed(
     draft = Draft(graph, *schedule.phases)
     search = _ExchangeSearch(graph, peak_bytes, draft, deadline, limits)
     best_bytes, best = search.budget_bytes, search.draft.orders
-    failed = 0
+    failed, step = 0, limits.coarse
     while search.spent < limits.effort and best_bytes > 0 and failed < limits.attempts:
         if time.monotonic() >= deadline:
             break
-        search.budget_bytes = int(best_bytes * (1 - limits.step))
+        search.budget_bytes = int(best_bytes * (1 - step))
         most_ns = min(limits.longest * graph.time_ns, search.draft.time_ns + graph.time_ns)
         if search.makes_room(most_ns):
             search.prune()
             best_bytes, best, failed = search.draft.worst()[1], search.draft.orders, 0
+            continue
+        if step > limits.step:
+            step = max(step / 2, limits.step)
             continue
         failed += 1
         search.budget_bytes = best_bytes

@@ -46,7 +46,7 @@ class EvictionLimits:
 
     effort: int = 200_000
     attempt: int = 150_000
-    attempts: int = 20
+    attempts: int = 6
     weighed: float = 1 / 8
     executions: int = 8
     depth: int = 600
