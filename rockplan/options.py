@@ -88,6 +88,9 @@ class Options:
     in dimension 1 of its tensors, or {'input_ids': {1: (64, 2048)}} of one tensor. The largest
     sample is planned first, then the given one and the smallest, so that `solve` says before
     training whether all fit the budget. `solve_blocks`, `plan` and `pareto` plan the largest.
+    solver: of the integer programs of blocks, by its name in PuLP, such as 'GUROBI'; where it is
+    not installed, InvalidInput names those at hand. The relaxation of the whole graph and bounds
+    stay with HiGHS.
     tile: plan the head of the model (its largest matrix product, with the loss of it) in parts of
     its rows as well, and take which plan is better: logits of all tokens are never there at once
     then. True: parts by size; a number of at least 2: so many. What is summed over rows, the loss
@@ -110,6 +113,7 @@ class Options:
     compile: bool | Literal["near"] = False
     sizes: Sizes = ()
     tile: bool | int = False
+    solver: str = "HiGHS"
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):

@@ -27,7 +27,7 @@ LIBRARIES = {
     "matplotlib": {"reports"},
     "numpy": {"ilp", "dp", "graph_builder", "python_state", "search"},
     "networkx": {"graph_builder"},
-    "pulp": set(),
+    "pulp": {"ilp"},
 }
 """Which folders import them; files beside the folders may import any."""
 

@@ -67,6 +67,12 @@ OnlyLoss = Annotated[
         help="Plan for steps that use the loss of the result alone: logits are not returned.",
     ),
 ]
+Solver = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Of the integer programs of blocks: HiGHS, or what PuLP finds."
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
 TimeLimit = Annotated[
     float | None,
@@ -101,6 +107,7 @@ def planning_options(
     sizes: list[str] | None = None,
     tile: bool = False,
     only_loss: bool = False,
+    solver: str = "HiGHS",
 ) -> Options:
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
@@ -111,6 +118,7 @@ def planning_options(
         sizes=_size_ranges(sizes or ()),
         tile=tile,
         only_loss=only_loss,
+        solver=solver,
     )
     return options if time_limit is None else replace(options, time_limit_s=time_limit)
 

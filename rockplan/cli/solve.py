@@ -19,6 +19,7 @@ from rockplan.cli.arguments import (
     NoCache,
     OnlyLoss,
     Sizes,
+    Solver,
     Tile,
     TimeLimit,
     planning_options,
@@ -72,6 +73,14 @@ def solve(
             "--trace", help="What each pass and each stage of the search left, proved and took."
         ),
     ] = False,
+    solver: Solver = "HiGHS",
+    write_lp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for the integer program of each kind of block, as .lp files.",
+        ),
+    ] = None,
     as_json: Json = False,
     autocast: Autocast = None,
     time_limit: TimeLimit = None,
@@ -87,8 +96,10 @@ def solve(
         _check_save("--save", save, budget or [])
         _check_save("--export", export, budget or [])
         subject = make_subject(model)
+        if write_lp is not None and not budget:
+            raise InvalidInput("--write-lp needs a --budget, which the programs keep")
         options = planning_options(
-            no_cache, time_limit, check, compiled, near, size, tile, only_loss
+            no_cache, time_limit, check, compiled, near, size, tile, only_loss, solver
         )
         with under_autocast(subject, autocast):
             if size:
@@ -98,10 +109,13 @@ def solve(
         pairs = tuple(zip(budget or (), plans, strict=True))
         files = [_save(save, asked, plan) for asked, plan in pairs]
         exported = [_export(export, asked, plan, subject) for asked, plan in pairs]
+        programs = [path for asked, plan in pairs for path in _write_lp(write_lp, asked, plan)]
     if curve is not None:
         _show_curve(model, curve, as_json)
         return
     _show_solved(model, [asked for asked, _ in pairs], plans, files, exported, as_json)
+    for path in programs:
+        typer.echo(f"written: {path}", err=True)
     if trace and not as_json:
         for asked, plan in pairs:
             if isinstance(plan, Plan):
@@ -177,6 +191,15 @@ def _export(
     path = _file_name(export, asked)
     write_whole(Path(path), rockplan.as_checkpoint_code(subject.model, plan))
     return path
+
+
+def _write_lp(folder: str | None, asked: str, plan: Plan | InfeasibleBudget) -> list[str]:
+    from rockplan.search.block_programs import write_programs
+
+    if folder is None or isinstance(plan, InfeasibleBudget):
+        return []
+    suffix = f"-{_file_name('{budget}', asked)}"
+    return [str(path) for path in write_programs(plan, Path(folder), suffix)]
 
 
 def _file_name(name: str, asked: str) -> str:

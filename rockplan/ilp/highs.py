@@ -219,12 +219,12 @@ def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return SolveReport(SolverStatus.STOPPED, bound, None, iterations)
     values = np.array(highs.getSolution().col_value, dtype=np.float64)
-    values[integral] = _rounded(values[integral])
+    values[integral] = rounded(values[integral])
     status = SolverStatus.OPTIMAL if is_solved else SolverStatus.FEASIBLE
     return SolveReport(status, bound, values, iterations)
 
 
-def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
     nearest = np.rint(values)
     if np.abs(values - nearest).max(initial=0.0) > 2 * INTEGRALITY_TOLERANCE:
         raise SolverError("HiGHS returned a solution that is not integral")

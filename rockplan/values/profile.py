@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class OpCost:
     """Cost of one unique call.
 
-    time_ns: median over `repeats`; spread_ns: interquartile range; workspace_bytes: peak of
+    time_ns: the least of `repeats`; spread_ns: interquartile range; workspace_bytes: peak of
     temporaries beyond inputs and results; result_bytes: storage size of each fresh result, in
     the order of `Call.results` (0 for a view or a non-tensor), rounded up as the allocator does.
     """
@@ -34,3 +34,9 @@ class Profile:
     torch_version: str
     threads: int
     costs: tuple[tuple[str, OpCost], ...]
+
+    @property
+    def spread(self) -> float:
+        """Of the times that were measured, as a share of them."""
+        measured = [cost for _, cost in self.costs if cost.repeats]
+        return sum(c.spread_ns for c in measured) / max(sum(c.time_ns for c in measured), 1)

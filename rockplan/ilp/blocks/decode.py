@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rockplan.ilp.blocks.formulate import StageModel
 from rockplan.ilp.highs import INFINITY, TIME_UNIT, SolverStatus, solve
+from rockplan.ilp.pulp_models import HIGHS, solve_by
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
@@ -40,12 +41,22 @@ class Solution:
 
 
 def solve_stages(
-    model: StageModel, peak_bytes: int, saved_bytes: int, *, time_limit_s: float, gap: float
+    model: StageModel,
+    peak_bytes: int,
+    saved_bytes: int,
+    *,
+    time_limit_s: float,
+    gap: float,
+    solver: str = HIGHS,
 ) -> Solution:
     """The fastest schedule of the stage formulation within the budgets (tiny storages aside);
-    gap: share of the iteration time that may stay unproven."""
-    program = model.within(peak_bytes, saved_bytes)
-    report = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
+    gap: share of the iteration time that HiGHS may leave unproven; solver: by its name in PuLP."""
+    if solver == HIGHS:
+        program = model.within(peak_bytes, saved_bytes)
+        report = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
+    else:
+        problem = model.limited(peak_bytes, saved_bytes)
+        report = solve_by(solver, problem, model.variables, time_limit_s=time_limit_s)
     orders = None if report.values is None else read_orders(model, report.values)
     graph = model.stages.units.graph
     return Solution(

@@ -1,53 +1,62 @@
-"""The stage formulation: which storages to keep and which nodes to run again, as an ILP.
+"""The stage formulation: which storages to keep and which nodes to run again, as a PuLP model.
 
 takes: Stages. returns: StageModel, an integer program whose solutions are the schedules of the
-class described in `stages` (a liveness refinement of Checkmate, MLSys 2020,
-equations 1-7, and of Rockmate, ICML 2023, section 3.2).
+class described in `stages` (a liveness refinement of Checkmate, MLSys 2020, and of Rockmate, ICML
+2023). `rockplan solve --write-lp` writes it down.
 
-Columns, for stage s, storage d, node i:
-    keep[s, d]     binary: d is alive when stage s starts
-    rerun[s, i]    binary: i runs again at stage s
-    use[s, d, u]   in [0, 1]: d is used at s by node u or later (liveness after its producer)
-    state[s, i]    in [0, 1]: random node i runs again at stage s or later: its generator state
-                   is alive from its first execution to there
+Variables, of storage d and node i before backward node n, which ends a stage:
+    keep_d_before_n          binary: d is alive when the stage starts
+    again_i_before_n         binary: i runs again in it
+    use_d_from_i_before_n    in [0, 1]: d is used in it by i or later (liveness after its producer)
+    state_i_before_n         in [0, 1]: random node i runs again in it or later: its generator state
+                             is alive from its first execution to there
 
-Frees are not columns: in a schedule that is written out by `with_frees` a storage is alive
-exactly when its next event is a use, and this is what the rows charge.
+Frees are not variables: in a schedule that is written out by `with_frees` a storage is alive
+exactly when its next event is a use, and this is what the constraints charge.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from pulp import LpAffineExpression, LpConstraint, LpMinimize, LpProblem, LpVariable, lpSum
+
 from rockplan.ilp.blocks.stages import Stages
-from rockplan.ilp.highs import INFINITY, TIME_UNIT, LinearProgram, ProgramBuilder
+from rockplan.ilp.highs import INFINITY, TIME_UNIT, LinearProgram
+from rockplan.ilp.pulp_models import arrays_of
 from rockplan.ilp.scaling import UNLIMITED
 
-Terms = list[tuple[int, int]]
+Terms = list[tuple[LpVariable, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MemoryRow:
-    """Row `row` of a program: `step` times its terms, in units, and `constant_bytes` must stay
-    within a budget. Terms move in whole steps, so the limit may be rounded down to one: this
-    tightens the relaxation."""
+    """`step` times the terms of a constraint, in units, and `constant_bytes` must stay within a
+    budget. Terms move in whole steps, so the limit may be rounded down to one: this tightens the
+    relaxation. row: of the arrays of the model; free: a limit that nothing reaches."""
 
+    constraint: LpConstraint
     row: int
     constant_bytes: int
     step: int
+    free: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageModel:
-    """program: minimises the time of re-executions, in TIME_UNIT, without budgets.
+    """problem: minimises the time of re-executions, in TIME_UNIT; program: the same as arrays,
+    without budgets, so that another budget is another right-hand side.
 
-    keep: (stage, data) -> column; rerun: (stage, node) -> column.
-    peak: the rows that the peak budget limits; saved: the row of the save budget.
+    variables: as columns of the arrays; keep: (stage, data) -> column; rerun: (stage, node) ->
+    column. peak: what the peak budget limits; saved: what the save budget does.
     """
 
     stages: Stages
+    problem: LpProblem
+    variables: tuple[LpVariable, ...]
     program: LinearProgram
     keep: dict[tuple[int, int], int]
     rerun: dict[tuple[int, int], int]
@@ -57,24 +66,52 @@ class StageModel:
     def within(self, peak_bytes: int, saved_bytes: int) -> LinearProgram:
         """The fastest schedule within these budgets (tiny storages aside)."""
         upper = self.program.row_upper.copy()
-        for rows, budget_bytes in ((self.peak, peak_bytes), ((self.saved,), saved_bytes)):
-            for row in rows:
-                if budget_bytes < UNLIMITED:
-                    limit = self.stages.units.down(budget_bytes - row.constant_bytes)
-                    upper[row.row] = limit // row.step
+        for memory, limit in self._limits(peak_bytes, saved_bytes):
+            upper[memory.row] = INFINITY if limit is None else limit
         return replace(self.program, row_upper=upper)
 
+    def limited(self, peak_bytes: int, saved_bytes: int) -> LpProblem:
+        """The same as the PuLP model, of which there is one: its right-hand sides are changed."""
+        for memory, limit in self._limits(peak_bytes, saved_bytes):
+            memory.constraint.changeRHS(memory.free if limit is None else limit)
+        return self.problem
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Builder and columns while rows are written; terms of absent columns are empty."""
+    def _limits(self, peak_bytes: int, saved_bytes: int) -> Iterable[tuple[MemoryRow, int | None]]:
+        """Of each memory constraint its right-hand side; None without a budget."""
+        budgets = (*((row, peak_bytes) for row in self.peak), (self.saved, saved_bytes))
+        for row, budget_bytes in budgets:
+            units = self.stages.units.down(budget_bytes - row.constant_bytes)
+            yield row, units // row.step if budget_bytes < UNLIMITED else None
+
+
+@dataclass(slots=True)
+class _Model:
+    """The model while it is written. Terms of variables that there are not are empty."""
 
     stages: Stages
-    builder: ProgramBuilder
-    keep: dict[tuple[int, int], int]
-    rerun: dict[tuple[int, int], int]
-    state: dict[tuple[int, int], int]
+    problem: LpProblem
+    variables: list[LpVariable] = field(default_factory=list)
+    rows: list[LpConstraint] = field(default_factory=list)
+    keep: dict[tuple[int, int], LpVariable] = field(default_factory=dict)
+    rerun: dict[tuple[int, int], LpVariable] = field(default_factory=dict)
+    state: dict[tuple[int, int], LpVariable] = field(default_factory=dict)
     peak: list[MemoryRow] = field(default_factory=list)
+
+    def before(self, s: int) -> str:
+        """Names stage s, by the backward node that ends it."""
+        stages = self.stages.stages
+        return f"before_n{stages[s].node}" if s < len(stages) else "at_the_end"
+
+    def variable(self, name: str, category: str) -> LpVariable:
+        made = self.problem.add_variable(name, 0, 1, category)
+        self.variables.append(made)
+        return made
+
+    def require(self, name: str, constraint: LpConstraint) -> int:
+        """The constraint holds; returns its row. name: what it says, in words."""
+        self.problem += constraint, name
+        self.rows.append(constraint)
+        return len(self.rows) - 1
 
     def size(self, d: int) -> int:
         """Units of storage d."""
@@ -83,47 +120,53 @@ class _Columns:
     def bytes(self, d: int) -> int:
         return self.stages.units.view.sizes[d]
 
-    def memory_row(self, terms: Terms, constant_bytes: int) -> MemoryRow:
+    def memory(self, name: str, terms: Terms, constant_bytes: int) -> MemoryRow:
         step = max(math.gcd(*(weight for _, weight in terms)), 1)
-        row = self.builder.at_most([(c, weight // step) for c, weight in terms], INFINITY)
-        return MemoryRow(row, constant_bytes, step)
+        alive = weighed((variable, weight // step) for variable, weight in terms)
+        free = int(sum(alive.values()))
+        constraint = alive <= free
+        return MemoryRow(constraint, self.require(name, constraint), constant_bytes, step, free)
 
-    def within_peak(self, terms: Terms, constant_bytes: int) -> None:
-        self.peak.append(self.memory_row(terms, constant_bytes))
+    def within_peak(self, name: str, terms: Terms, constant_bytes: int) -> None:
+        self.peak.append(self.memory(name, terms, constant_bytes))
 
-    def keep_terms(self, s: int, d: int, weight: int = 1) -> Terms:
-        column = self.keep.get((s, d))
-        return [] if column is None else [(column, weight)]
+    def kept(self, s: int, d: int) -> Terms:
+        """Units of storage d where it is kept to stage s."""
+        variable = self.keep.get((s, d))
+        return [] if variable is None else [(variable, self.size(d))]
 
-    def rerun_terms(self, s: int, i: int, weight: int = 1) -> Terms:
-        column = self.rerun.get((s, i))
-        return [] if column is None else [(column, weight)]
+    def available(self, s: int, d: int) -> LpAffineExpression:
+        """1 if d can be read at stage s by what comes after its producer."""
+        made = self.rerun.get((s, self.stages.units.view.producer[d]))
+        return lpSum(v for v in (self.keep.get((s, d)), made) if v is not None)
 
-    def available(self, s: int, d: int) -> Terms:
-        """Terms of: d can be read at stage s by what comes after its producer."""
-        return self.keep_terms(s, d) + self.rerun_terms(s, self.stages.units.view.producer[d])
-
-    def kept(self, s: int) -> Terms:
+    def kept_units(self, s: int) -> Terms:
         """Units of free storages and generator states alive when stage s starts."""
         if s == len(self.stages.stages):
             return []
-        terms: Terms = []
-        for d in self.stages.stages[s].wanted:
-            terms += self.keep_terms(s, d, self.size(d))
+        terms = [term for d in self.stages.stages[s].wanted for term in self.kept(s, d)]
         return terms + self.states(s, -1)
 
     def states(self, s: int, after: int) -> Terms:
         """Units of generator states that node indices above `after` hold for stage s or later,
         and the others for later stages only."""
         return [
-            (column, self.state_size(i))
-            for (stage, i), column in self.state.items()
+            (variable, self.state_size(i))
+            for (stage, i), variable in self.state.items()
             if stage == (s if i > after else s + 1)
         ]
 
     def state_size(self, i: int) -> int:
         """Units of the generator state of node i."""
         return self.stages.units.up(self.stages.units.view.state_bytes[i])
+
+
+def weighed(terms: Iterable[tuple[LpVariable, int]]) -> LpAffineExpression:
+    """The sum of variables times weights; one that occurs twice has both."""
+    merged: dict[LpVariable, int] = {}
+    for variable, weight in terms:
+        merged[variable] = merged.get(variable, 0) + weight
+    return LpAffineExpression(merged)
 
 
 def entries(stages: Stages) -> int:
@@ -133,114 +176,133 @@ def entries(stages: Stages) -> int:
 
 def formulate(stages: Stages) -> StageModel:
     """Write the program for `stages`, of which there is at least one."""
-    graph, view = stages.units.graph, stages.units.view
-    builder = ProgramBuilder()
-    time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
-    columns = _Columns(
-        stages=stages,
-        builder=builder,
-        keep={
-            (s, d): builder.binary()
-            for s, stage in enumerate(stages.stages)
-            for d in stage.wanted
-            if d not in stages.transient and (s > 0 or d not in view.dropped)
-        },
-        rerun={
-            (s, i): builder.binary(graph.nodes[i].time_ns / time_unit_ns)
-            for s, stage in enumerate(stages.stages)
-            for i in stage.movable
-        },
-        state={
-            (s, i): builder.fraction()
-            for s, stage in enumerate(stages.stages)
-            for i in stage.movable
-            if view.state_bytes[i]
-        },
-    )
+    model = _Model(stages, LpProblem("time_of_what_runs_again", LpMinimize))
+    _add_variables(model)
     for s in range(len(stages.stages)):
-        _add_dependencies(columns, s)
-        _add_backward_memory(columns, s)
-        _add_rerun_memory(columns, s)
-    columns.within_peak([], stages.tail)
-    _add_forward_memory(columns)
-    _add_start_memory(columns)
-    saved = _add_saved(columns)
+        _add_reads(model, s)
+        _add_survival(model, s)
+        _add_states(model, s)
+        _add_backward_memory(model, s)
+        _add_rerun_memory(model, s)
+    model.within_peak("memory_after_the_last_stage", [], stages.tail)
+    _add_forward_memory(model)
+    _add_start_memory(model)
+    saved = _add_saved(model)
+    columns = {variable: k for k, variable in enumerate(model.variables)}
     return StageModel(
         stages=stages,
-        program=builder.build(),
-        keep=columns.keep,
-        rerun=columns.rerun,
-        peak=tuple(columns.peak),
+        problem=model.problem,
+        variables=tuple(model.variables),
+        program=arrays_of(model.problem, columns, model.rows),
+        keep={key: columns[variable] for key, variable in model.keep.items()},
+        rerun={key: columns[variable] for key, variable in model.rerun.items()},
+        peak=tuple(model.peak),
         saved=saved,
     )
 
 
-def _add_dependencies(columns: _Columns, s: int) -> None:
-    """Rules 1 to 4: what is read is there, and what is kept was there before."""
-    graph = columns.stages.units.graph
-    stage = columns.stages.stages[s]
-    add = columns.builder.at_least
-    wanted = set(stage.wanted)
+def _add_variables(model: _Model) -> None:
+    graph, view = model.stages.units.graph, model.stages.units.view
+    time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
+    stages = tuple(enumerate(model.stages.stages))
+    for s, stage in stages:
+        for d in stage.wanted:
+            if d not in model.stages.transient and (s > 0 or d not in view.dropped):
+                model.keep[s, d] = model.variable(f"keep_d{d}_{model.before(s)}", "Binary")
+    for s, stage in stages:
+        for i in stage.movable:
+            model.rerun[s, i] = model.variable(f"again_n{i}_{model.before(s)}", "Binary")
+    for s, stage in stages:
+        for i in stage.movable:
+            if view.state_bytes[i]:
+                name = f"state_n{i}_{model.before(s)}"
+                model.state[s, i] = model.variable(name, "Continuous")
+    model.problem += LpAffineExpression(
+        {v: graph.nodes[i].time_ns / time_unit_ns for (_, i), v in model.rerun.items()}
+    )
+
+
+def _add_reads(model: _Model, s: int) -> None:
+    """What is read is there: kept, or made again in the stage."""
+    graph, stage = model.stages.units.graph, model.stages.stages[s]
+    before, wanted = model.before(s), set(stage.wanted)
     for i in stage.movable:
         for d in graph.nodes[i].reads:
             if d in wanted:
-                add(columns.available(s, d) + columns.rerun_terms(s, i, -1), 0.0)
+                there = model.available(s, d) >= model.rerun[s, i]
+                model.require(f"n{i}_again_{before}_reads_d{d}", there)
     for d in stage.reads:
-        add(columns.available(s, d), 1.0)
-    for d in stage.wanted:
-        following = columns.keep_terms(s + 1, d, -1)
-        if following:
-            add(columns.available(s, d) + following, 0.0)
-        columns.builder.at_most(columns.available(s, d), 1.0)
-    for i in stage.movable:
-        state = columns.state.get((s, i))
+        model.require(f"n{stage.node}_reads_d{d}", model.available(s, d) >= 1)
+
+
+def _add_survival(model: _Model, s: int) -> None:
+    """What is kept to the next stage was there in this one; nothing that is there is made again."""
+    before = model.before(s)
+    for d in model.stages.stages[s].wanted:
+        following = model.keep.get((s + 1, d))
+        if following is not None:
+            there = model.available(s, d) >= following
+            model.require(f"d{d}_kept_{model.before(s + 1)}_is_there_{before}", there)
+        once = model.available(s, d) <= 1
+        model.require(f"d{d}_{before}_is_kept_or_made_again", once)
+
+
+def _add_states(model: _Model, s: int) -> None:
+    """The state of a generator is alive until what draws from it runs for the last time."""
+    before = model.before(s)
+    for i in model.stages.stages[s].movable:
+        state = model.state.get((s, i))
         if state is not None:
-            add([(state, 1), *columns.rerun_terms(s, i, -1)], 0.0)
-            later = columns.state.get((s + 1, i))
+            drawn = state >= model.rerun[s, i]
+            model.require(f"state_is_there_for_n{i}_again_{before}", drawn)
+            later = model.state.get((s + 1, i))
             if later is not None:
-                add([(state, 1), (later, -1)], 0.0)
+                stays = state >= later
+                model.require(f"state_of_n{i}_stays_from_{before}_to_{model.before(s + 1)}", stays)
 
 
-def _add_backward_memory(columns: _Columns, s: int) -> None:
-    """Rule 7, and the backward nodes before the stage and after the last one."""
-    stage = columns.stages.stages[s]
+def _add_backward_memory(model: _Model, s: int) -> None:
+    """Memory while the backward node runs, and while those between the last stage and this one
+    do."""
+    stage = model.stages.stages[s]
     there = set(stage.reads)
-    needed_bytes = sum(columns.bytes(d) for d in there)
+    needed_bytes = sum(model.bytes(d) for d in there)
     after: Terms = []
-    if s + 1 < len(columns.stages.stages):
-        for d in columns.stages.stages[s + 1].wanted:
+    if s + 1 < len(model.stages.stages):
+        for d in model.stages.stages[s + 1].wanted:
             if d not in there:
-                after += columns.keep_terms(s + 1, d, columns.size(d))
-        after += columns.states(s + 1, -1)
-    columns.within_peak(after, stage.during + needed_bytes)
-    columns.within_peak(columns.kept(s), stage.gap)
+                after += model.kept(s + 1, d)
+        after += model.states(s + 1, -1)
+    model.within_peak(f"memory_at_n{stage.node}", after, stage.during + needed_bytes)
+    model.within_peak(f"memory_up_to_n{stage.node}", model.kept_units(s), stage.gap)
 
 
-def _add_rerun_memory(columns: _Columns, s: int) -> None:
-    """Rules 5 and 6: memory while a node runs again at stage s."""
-    stages = columns.stages
+def _add_rerun_memory(model: _Model, s: int) -> None:
+    """Memory while a node runs again in stage s."""
+    stages = model.stages
     graph, stage = stages.units.graph, stages.stages[s]
-    lives = [_add_life(columns, s, d) for d in stage.wanted]
+    lives = [_add_life(model, s, d) for d in stage.wanted]
     wanted = set(stage.wanted)
     for i in stage.movable:
         node = graph.nodes[i]
-        unlisted_bytes = sum(columns.bytes(d) for d in node.writes if d not in wanted)
-        extra = stages.units.up(node.workspace_bytes + unlisted_bytes) + columns.state_size(i)
-        terms = columns.rerun_terms(s, i, extra)
+        unlisted_bytes = sum(model.bytes(d) for d in node.writes if d not in wanted)
+        extra = stages.units.up(node.workspace_bytes + unlisted_bytes) + model.state_size(i)
+        terms: Terms = [(model.rerun[s, i], extra)]
         constant_bytes = stage.before
         for life in lives:
             if i > life.made_by and life.is_read:
-                constant_bytes += columns.bytes(life.data)
+                constant_bytes += model.bytes(life.data)
             else:
-                terms += life.during(columns, s, i)
-        columns.within_peak(terms + columns.states(s, i - 1), constant_bytes)
+                terms += life.during(model, s, i)
+        name = f"memory_at_n{i}_again_{model.before(s)}"
+        model.within_peak(name, terms + model.states(s, i - 1), constant_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Life:
     """One storage within one stage.
 
-    users: nodes that may run again here and read it, ascending; use: the column of each (none
+    users: nodes that may run again here and read it, ascending; use: the variable of each (none
     if the backward node reads the storage: then it is alive from its producer on).
     """
 
@@ -249,77 +311,74 @@ class _Life:
     made_by: int
     is_read: bool
     users: tuple[int, ...]
-    use: tuple[int, ...]
+    use: tuple[LpVariable, ...]
 
-    def during(self, columns: _Columns, s: int, i: int) -> Terms:
+    def during(self, model: _Model, s: int, i: int) -> Terms:
         """Units of the storage while i runs again."""
-        kept = columns.keep_terms(s, self.data, self.size)
         if i < self.made_by:
-            return kept
+            return model.kept(s, self.data)
         if i == self.made_by:
-            return kept + columns.rerun_terms(s, i, self.size)
+            return [*model.kept(s, self.data), (model.rerun[s, i], self.size)]
         position = bisect_left(self.users, i)
         if position < len(self.use):
             return [(self.use[position], self.size)]
-        return columns.keep_terms(s + 1, self.data, self.size)
+        return model.kept(s + 1, self.data)
 
 
-def _add_life(columns: _Columns, s: int, d: int) -> _Life:
-    """Rule 5: use[u] covers a re-execution of u and every later use."""
-    graph = columns.stages.units.graph
-    stage = columns.stages.stages[s]
-    builder = columns.builder
+def _add_life(model: _Model, s: int, d: int) -> _Life:
+    """A storage that is used by a node that runs again, or after it, is alive up to there."""
+    graph, before = model.stages.units.graph, model.before(s)
+    stage = model.stages.stages[s]
     is_read = d in stage.reads
     users = tuple(i for i in stage.movable if d in graph.nodes[i].reads)
-    later = columns.keep_terms(s + 1, d, -1)
-    use: list[int] = []
+    later = model.keep.get((s + 1, d))
+    use: list[LpVariable] = []
     for u in () if is_read else reversed(users):
-        column = builder.fraction()
-        builder.at_least([(column, 1), *columns.rerun_terms(s, u, -1)], 0.0)
-        if later:
-            builder.at_least([(column, 1), *later], 0.0)
-        later = [(column, -1)]
-        use.append(column)
-    made_by = columns.stages.units.view.producer[d]
-    return _Life(d, columns.size(d), made_by, is_read, users, tuple(reversed(use)))
+        alive = model.variable(f"use_d{d}_from_n{u}_{before}", "Continuous")
+        model.require(f"d{d}_is_used_by_n{u}_again_{before}", alive >= model.rerun[s, u])
+        if later is not None:
+            model.require(f"d{d}_is_used_after_n{u}_again_{before}", alive >= later)
+        later = alive
+        use.append(alive)
+    made_by = model.stages.units.view.producer[d]
+    return _Life(d, model.size(d), made_by, is_read, users, tuple(reversed(use)))
 
 
-def _add_forward_memory(columns: _Columns) -> None:
-    """Rule 8: what is kept although the forward phase is done with it, and generator states."""
-    stages = columns.stages
+def _add_forward_memory(model: _Model) -> None:
+    """Memory while forward nodes run: what is kept although the forward phase is done with it, and
+    generator states."""
+    stages = model.stages
     for i, during in enumerate(stages.forward_during):
         terms: Terms = []
         for d in stages.stages[0].wanted:
             last_use = stages.last_use[d]
             if last_use is not None and last_use < i:
-                terms += columns.keep_terms(0, d, columns.size(d))
+                terms += model.kept(0, d)
         terms += [
-            (column, columns.state_size(node))
-            for (s, node), column in columns.state.items()
+            (variable, model.state_size(node))
+            for (s, node), variable in model.state.items()
             if s == 0 and node <= i
         ]
-        columns.within_peak(terms, during)
+        model.within_peak(f"memory_at_n{i}_first", terms, during)
 
 
-def _add_start_memory(columns: _Columns) -> None:
+def _add_start_memory(model: _Model) -> None:
     """When the backward phase starts all tangents and outputs are alive, kept or not."""
-    outputs = columns.stages.units.graph.outputs
-    not_free = set(columns.stages.units.graph.held)
+    outputs = model.stages.units.graph.outputs
+    not_free = set(model.stages.units.graph.held)
     terms = [
-        (column, columns.size(d))
-        for (s, d), column in columns.keep.items()
+        (variable, model.size(d))
+        for (s, d), variable in model.keep.items()
         if s == 0 and d not in outputs
     ]
-    outputs_bytes = sum(columns.bytes(d) for d in outputs if d not in not_free)
-    columns.within_peak(terms + columns.states(0, -1), columns.stages.start_bytes + outputs_bytes)
+    outputs_bytes = sum(model.bytes(d) for d in outputs if d not in not_free)
+    constant_bytes = model.stages.start_bytes + outputs_bytes
+    model.within_peak("memory_at_the_turn", terms + model.states(0, -1), constant_bytes)
 
 
-def _add_saved(columns: _Columns) -> MemoryRow:
-    """Rule 9: what is alive between the phases besides the outputs."""
-    outputs = set(columns.stages.units.graph.outputs)
-    terms: Terms = []
-    for d in columns.stages.stages[0].wanted:
-        if d not in outputs:
-            terms += columns.keep_terms(0, d, columns.size(d))
-    terms += columns.states(0, -1)
-    return columns.memory_row(terms, columns.stages.held)
+def _add_saved(model: _Model) -> MemoryRow:
+    """What is alive between the phases besides the outputs."""
+    outputs = set(model.stages.units.graph.outputs)
+    wanted = model.stages.stages[0].wanted
+    terms = [term for d in wanted if d not in outputs for term in model.kept(0, d)]
+    return model.memory("saved_at_the_turn", terms + model.states(0, -1), model.stages.held)

@@ -26,6 +26,7 @@ from rockplan.ilp.blocks.formulate import StageModel, entries, formulate
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
+from rockplan.ilp.pulp_models import HIGHS
 from rockplan.ilp.scaling import UNLIMITED, Units, in_units
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
@@ -50,7 +51,7 @@ class Settings:
 
     effort: no new corner is solved once the solver has spent this much (iterations of the simplex
     method, and SOLVE_EFFORT for each solve); the ends are found whatever they cost.
-    time_limit_s: for the whole call.
+    time_limit_s: for the whole call. solver: by its name in PuLP.
 
     eps 0.5 % with delta 2 % lose at most 0.1 % of iteration time in the final schedule, 1 % with
     5 % lose up to 1.6 % (in the prototype of the chain). effort: three times as much was best for
@@ -62,6 +63,7 @@ class Settings:
     gap: float = 0.001
     effort: int = 10_000
     time_limit_s: float = 60.0
+    solver: str = HIGHS
 
 
 Corner = tuple[int, int]
@@ -128,7 +130,8 @@ class ParetoSearch:
         if self.model is None or self.is_late():
             return None
         started, limit_s = time.monotonic(), self._solve_limit_s
-        answer = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap)
+        solver = self.settings.solver
+        answer = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap, solver=solver)
         self.is_cut = self.is_cut or time.monotonic() >= started + limit_s
         self.solves += 1
         self.effort += SOLVE_EFFORT + answer.iterations

@@ -22,6 +22,9 @@ Columns, for interval s, storage d, node i:
     keep[s, d]    binary: d is alive when interval s starts
     reruns[s][i]  binary: i runs again in it
 
+Thousands of columns, anew for each moment, are arrays at once: PuLP models, as those of blocks are,
+take three times as long to write (6 ms instead of 2 for 195 columns).
+
 `benchmarks/bounds` has programs that look at more than first executions, for offline proofs.
 """
 

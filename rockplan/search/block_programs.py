@@ -1,0 +1,35 @@
+"""The integer programs of blocks, written down for other solvers, or to be read.
+
+takes: a Plan, a folder. returns: the files, one for each kind of block that has anything to decide.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rockplan.graph_builder.partition import partition
+from rockplan.ilp.blocks.formulate import entries, formulate
+from rockplan.ilp.blocks.pareto_search import MAX_ENTRIES
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.scaling import UNLIMITED, in_units
+from rockplan.oracles.constraints import with_room_for_loss
+from rockplan.values.plan import Plan
+
+
+def write_programs(plan: Plan, folder: Path, suffix: str = "") -> tuple[Path, ...]:
+    """In CPLEX's LP format: the fastest schedule of each block alone within the budget of the plan,
+    with what lives across it. Files are called after the first block of a kind, `block-0.lp`;
+    suffix: after its number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, Path] = {}
+    graph = with_room_for_loss(plan.graph, plan.eager_peak_bytes)
+    for number, block in enumerate(partition(graph)):
+        units = in_units(block.problem)
+        stages = find_stages(units)
+        if block.digest in written or not 0 < entries(stages) <= MAX_ENTRIES:
+            continue
+        path = folder / f"block-{number}{suffix}.lp"
+        peak_bytes = plan.budget_bytes - units.reserve_bytes
+        formulate(stages).limited(peak_bytes, UNLIMITED).writeLP(str(path))
+        written[block.digest] = path
+    return tuple(written.values())
