@@ -39,7 +39,7 @@ class Limits:
     blocks: Settings = Settings()
     ends: Settings = Settings(effort=3_000)
     combining_s: float = 5.0
-    missing: int = 1_500
+    missing: int = 1_250
     rungs: int = 2
     worth: float = 1.5
     again: int = 1
