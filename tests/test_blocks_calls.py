@@ -178,7 +178,105 @@ def test_blocks_by_another_name(blocks: Any, expected: list[str]) -> None:
     assert paths_planned(Shared(), blocks=blocks) == expected
 
 
-# What they are given
+class Student(nn.Module):
+    """A teacher whose blocks run without gradients, or are detached from the loss."""
+
+    def __init__(self, is_detached: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_detached = is_detached
+        self.layers = nn.ModuleList(Mixer(16) for _ in range(2))
+        self.teacher = nn.ModuleList(Mixer(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.layers:
+            x = layer(x)
+        with torch.set_grad_enabled(self.is_detached):
+            for layer in self.teacher:
+                y = layer(y)
+        return (x - y.detach()).square().mean()
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_blocks_that_are_found_and_get_no_gradient_are_left(is_detached: bool) -> None:
+    model = Student(is_detached)
+    assert paths_planned(model) == ["layers.0", "layers.1"]
+    why = "no gradient reaches it in the measured step"
+    assert rockplan.blocks_of(model).left == (("teacher.0", why), ("teacher.1", why))
+    blocks = ["layers.*", "teacher.*"]
+    with pytest.raises(rockplan.InvalidInput, match="no gradient reaches block 'teacher.0' and 1"):
+        rockplan.solve_blocks(Student(is_detached), X, "min", blocks=blocks, options=OPTIONS)
+
+
+# What they are given, and give back
+
+
+class Passing(Mixer):
+    """Gives back what it is given beside what it makes, as blocks of T5 do with their bias."""
+
+    def forward(self, bias: torch.Tensor, x: torch.Tensor, mask: Any = None) -> Any:
+        made = super().forward(x + bias)
+        return {"bias": bias, "x": made, "mask": mask} if self.is_dict else (bias, made, mask)
+
+
+class Biased(nn.Module):
+    def __init__(self, is_dict: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Passing(16) for _ in range(2))
+        for layer in self.layers:
+            layer.is_dict = is_dict
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias, mask = self.bias(x), x > 0
+        for layer in self.layers:
+            given = bias
+            result = layer(bias, x, mask=mask)
+            bias, x, mask = result.values() if isinstance(result, dict) else result
+            assert bias is given
+        return (x * mask).square().mean() + bias.mean()
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_blocks_that_give_back_an_argument(is_dict: bool) -> None:
+    assert paths_planned(Biased(is_dict)) == ["layers.0", "layers.1"]
+
+
+class Shifted(Mixer):
+    """Notes how it was called, as blocks of Swin do."""
+
+    shift = 3
+
+    def forward(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        self.shift = 0 if size <= 8 else 2
+        return super().forward(torch.roll(x, self.shift, 0))
+
+
+class Shifting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Shifted(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, len(x))
+        return x.t()[::2].square().mean()  # a gradient in other strides
+
+
+def test_blocks_that_note_how_they_were_called() -> None:
+    model = Shifting()
+    options = rockplan.Options(**QUICK)
+    rockplan.solve_blocks(model, X, "min", options=options)
+    eager = Shifting()
+    for one in (model.train(), eager.train()):
+        torch.manual_seed(0)
+        one(X).backward()
+        assert {layer.shift for layer in one.layers} == {2}
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 class Join(nn.Module):

@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], Any]] = {
     "kept argument": (compared, SAMPLE),
     "kept in a cache": (lambda module, h, x: remembered(h), SAMPLE),
     "result that is an argument": (
-        lambda module, h, x: (h, x), torch.randn(3, 4, requires_grad=True)
+        lambda module, h, x: (h, x[0]), torch.randn(3, 4, requires_grad=True)
     ),
     "cached change": (flagged, SAMPLE),
     "another table": (tabled, SAMPLE),

@@ -56,7 +56,7 @@ def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
         before = functools.partial(_before, mark, number)
         after = functools.partial(_after, mark, number)
         handles.append(block.register_forward_pre_hook(before))
-        handles.append(block.register_forward_hook(after, prepend=True))
+        handles.append(block.register_forward_hook(after, prepend=True, with_kwargs=True))
     try:
         step()
     finally:
@@ -76,10 +76,14 @@ def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
     mark(Border(number, is_backward=False, begins=True))
 
 
-def _after(mark: Mark, number: int, module: nn.Module, args: object, result: object) -> None:
+def _after(
+    mark: Mark, number: int, module: nn.Module, args: object, kwargs: object, result: object
+) -> None:
     mark(Border(number, is_backward=False, begins=False))
+    given = {id(leaf) for leaf in trees.tree_leaves((args, kwargs))}
     for leaf in trees.tree_leaves(result):
-        nodes = ends_of_backward(leaf) if isinstance(leaf, torch.Tensor) else None
+        is_own = isinstance(leaf, torch.Tensor) and id(leaf) not in given
+        nodes = ends_of_backward(leaf) if is_own else None
         if nodes is not None:
             first, last = nodes
             first.register_prehook(lambda gradients: mark(Border(number, True, begins=True)))

@@ -113,8 +113,9 @@ def solve_blocks(
         call.named_in_errors(),
     ):
         report("looking for the inputs of blocks")
-        named, run, left = _blocks_called(model, named, call, loss, are_found=blocks is None)
-        job = _Job(model, call.args, call.kwargs, loss, options, programs, run.written)
+        are_found = blocks is None
+        named, run, left = _blocks_called(model, named, call, loss, are_found)
+        job = _Job(model, call.args, call.kwargs, loss, options, programs, run.written, are_found)
         job.plan({path: named[path] for path in run.calls}, run.calls, wanted, left)
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
@@ -193,7 +194,7 @@ class _MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call of `solve_blocks`."""
+    """One call of `solve_blocks`. are_found: nobody has named the blocks."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -202,6 +203,7 @@ class _Job:
     options: Options
     programs: BlockPrograms
     written: tuple[torch.Tensor, ...]
+    are_found: bool
 
     def plan(
         self,
@@ -216,14 +218,18 @@ class _Job:
         while captured:
             try:
                 self._plan(captured, calls, wanted, left)
+            except _Unreached as error:
+                if not self.are_found or len(error.paths) == len(captured):
+                    raise
+                refused = tuple((path, _UNREACHED) for path in error.paths)
             except CaptureError:
                 refused = self._refused_in_a_step(captured)
                 if self.options.on_refused == "error" or not refused:
                     raise
-                left = (*left, *refused)
-                captured = {p: b for p, b in captured.items() if p not in dict(refused)}
             else:
                 return
+            left = (*left, *refused)
+            captured = {p: b for p, b in captured.items() if p not in dict(refused)}
         whys = _said(left)
         if self.options.on_refused == "error":
             raise InvalidInput(f"there is no block to plan: {whys}; name blocks that are trained")
@@ -428,18 +434,29 @@ def _said(left: Left) -> str:
     return "; ".join(f"'{p}'{f' and {n} more' if n else ''}: {why}" for why, p, n in several)
 
 
+class _Unreached(InvalidInput):
+    """paths: of blocks that no gradient reaches."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        several = f" and {len(paths) - 1} more" if paths[1:] else ""
+        super().__init__(
+            f"no gradient reaches block '{paths[0]}'{several} in the measured step, which starts "
+            "from what the model returns; pass loss=, a function of that whose gradients do reach "
+            "it, or leave it out of `blocks`"
+        )
+        self.paths = paths
+
+
+_UNREACHED = "no gradient reaches it in the measured step"
+
+
 def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:
-    """Raise InvalidInput where a block has not run backward: nothing of what it needs then would be
+    """Raise `_Unreached` where a block has not run backward: nothing of what it needs then would be
     in the prediction."""
     reached = {m.running for m in moments if m.is_backward}
     missing = [path for number, path in enumerate(paths) if number not in reached]
     if missing:
-        several = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise InvalidInput(
-            f"no gradient reaches block '{missing[0]}'{several} in the measured step, which starts "
-            "from what the model returns; pass loss=, a function of that whose gradients do reach "
-            "it, or leave it out of `blocks`"
-        )
+        raise _Unreached(missing)
 
 
 def _check_options(options: Options) -> None:

@@ -7,8 +7,9 @@ call is matched with what was planned, so that it makes no other kind of call.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,20 @@ def take_back(module: nn.Module, assignments: Iterable[Assignment]) -> None:
     for one in assignments:
         if one.is_overwritten and is_same(_get(module, one.address), one.value):
             _set(module, one.address, one.before)
+
+
+@contextlib.contextmanager
+def taken_back(module: nn.Module, assignments: Iterable[Assignment]) -> Iterator[None]:
+    """Inside, the module is as calls find it; on exit, as it was."""
+    several = [one for one in assignments if one.is_overwritten]
+    there = [(one.address, _get(module, one.address)) for one in several]
+    take_back(module, several)
+    try:
+        yield
+    finally:
+        for address, value in there:
+            if not is_same(_get(module, address), value):
+                _set(module, address, value)
 
 
 def _owner(module: nn.Module, address: Address) -> Any:

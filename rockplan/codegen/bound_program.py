@@ -35,7 +35,7 @@ from rockplan.codegen.unmade import stand_in
 from rockplan.python_state import trees
 from rockplan.python_state.answers import answer_of
 from rockplan.python_state.contents import described, is_same
-from rockplan.values.interface import ABSENT, Guard, Question, Unmade
+from rockplan.values.interface import ABSENT, GivenLeaf, Guard, Question, Unmade
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +225,15 @@ def run(bound: BoundProgram, leaves: Sequence[Any], replan: Replan) -> Any:
     with without_default_device():
         tensors = autograd.call(program.executable, bound.residents(leaves), replan)
     of = dict(zip(program.interface.results, tensors, strict=True))
-    outputs = program.interface.outputs
-    leaves = [_literal(o.literal) if o.value is None else of[o.first] for o in outputs]
-    return trees.tree_unflatten(leaves, program.output_spec)
+    results = [
+        _literal(o.literal, leaves) if o.value is None else of[o.first]
+        for o in program.interface.outputs
+    ]
+    return trees.tree_unflatten(results, program.output_spec)
 
 
-def _literal(literal: object) -> object:
+def _literal(literal: object, leaves: Sequence[Any]) -> object:
+    """leaves: of the arguments."""
+    if isinstance(literal, GivenLeaf):
+        return leaves[literal.position]
     return stand_in(literal) if isinstance(literal, Unmade) else literal

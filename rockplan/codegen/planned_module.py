@@ -441,13 +441,17 @@ class _Situation:
 
         It is planned with the parameters and buffers that the call had, which eager's graph keeps:
         `functional_call` has put the module's own back when backward begins."""
-        with PLANNING, paused_collection(), with_tensors_of(self.bound.signature):
+        module: Any = self.planned
+        left = assignments.taken_back(module, module._rockplan.assigned)
+        with PLANNING, paused_collection(), with_tensors_of(self.bound.signature), left:
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
-        if not signature_holds(self.bound.signature):
+        # What the call itself has left in Python is no change.
+        same = (b for b in state.programs[self.key] if b.program is self.bound.program)
+        if not any(signature_holds(b.signature) for b in (self.bound, *same)):
             raise BackwardError(
                 "the module was changed between forward and backward, and this backward pass "
                 "needs another plan; change modules before the forward"

@@ -67,7 +67,8 @@ class Unmade:
 
 @dataclass(frozen=True, slots=True)
 class OutputLeaf:
-    """One leaf of the module's result: a tensor (`value`) or a literal, which may be `Unmade`.
+    """One leaf of the module's result: a tensor (`value`) or a literal, which may be `Unmade` or a
+    `GivenLeaf`.
 
     first: position of the first leaf that is the same tensor, which is one tensor outside, too; its
     own if none before it is. made_from: positions of the other leaves that it is computed from: a
@@ -81,6 +82,14 @@ class OutputLeaf:
     made_from: tuple[int, ...]
     tangent: int | None
     requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GivenLeaf:
+    """Of a result, in place of a tensor: the very leaf of the arguments at this position, which the
+    plan has nothing to do with."""
+
+    position: int
 
 
 class _Absent:

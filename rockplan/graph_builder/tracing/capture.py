@@ -34,6 +34,7 @@ from rockplan.graph_builder.tracing.forward_call import (
 from rockplan.graph_builder.tracing.opaque_calls import UnknownCall
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
+    given_apart,
     output_leaves,
     without_unread,
 )
@@ -353,6 +354,7 @@ def _with_backward(
     recorder, call = recording.recorder, recording.call
     own_gradients.refuse_changes(exchanged.autograd)
     own_gradients.refuse_history(recorder.constants_with_history())
+    first = replace(first, outputs=given_apart(recorder, first.outputs, exchanged.inputs))
     starts = backward_starts(first.outputs, first.spec, call.incoming, call.only_loss)
     if call.only_loss:
         made = without_unread(recorder, first.outputs, first.spec, starts)

@@ -19,7 +19,7 @@ from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
-from rockplan.values.interface import Incoming, OutputLeaf, Precedent, Unmade
+from rockplan.values.interface import GivenLeaf, Incoming, OutputLeaf, Precedent, Unmade
 
 # FullyShardedDataParallel keeps the parameters of a module in one.
 WITHOUT_FLAT_PARAMETERS = (
@@ -52,6 +52,20 @@ def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
         if isinstance(output, torch.Tensor):
             reader = f"leaf {position} of the module's result is"
             recorder.refuse_unwritten([recorder.value(output)], reader)
+
+
+def given_apart(
+    recorder: Recorder, outputs: Sequence[Any], inputs: Iterable[tuple[int, int]]
+) -> list[Any]:
+    """`outputs`, with a `GivenLeaf` for each that is an argument which requires a gradient: what
+    the caller makes of that goes by no plan. inputs: (position of a leaf, its value)."""
+    given = {value: GivenLeaf(position) for position, value in inputs}
+    return [
+        given.get(recorder.value(output), output)
+        if isinstance(output, torch.Tensor) and output.requires_grad
+        else output
+        for output in outputs
+    ]
 
 
 def backward_starts(

@@ -654,8 +654,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "result that is an argument",
         When.RESULT,
-        "leaf {position} of the module's result is, or is a view of, an input or a parameter that "
-        "requires a gradient",
+        "leaf {position} of the module's result is a parameter that requires a gradient, or a view "
+        "of one or of such an input",
         "return a clone of it",
         "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
