@@ -76,6 +76,7 @@ TASKS: tuple[tuple[Task, ...], ...] = (
     (_task("compiled", "llama", 140),),
     (_task("compiled", "resnet-50", 60),),
     (_task("compiled", "gpt2-large", 90),),
+    (_task("tests", "test_cuda_kernels", 60),),
     (_task("tests", "test_cuda_compiled", 180),),
     (_task("tests", "test_cuda", 240),),
     *((_task("stack", name, 60),) for name in STACK),

@@ -1,6 +1,6 @@
 """On a CUDA device: what compiled kernels read, where they write, and where they are timed.
 
-Skipped where there is none. On the stand-in of `make cuda` bits are not compared.
+Skipped where there is none. On a stand-in that computes nothing bits are not compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 import rockplan
 from benchmarks.models import Case, llama
 from rockplan.graph_builder.fusion import in_place
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import interleaved_seconds
@@ -23,7 +23,6 @@ from tests.cuda import ON_CUDA
 from tests.kernels import gradients, stack
 
 pytestmark = ON_CUDA
-
 COMPILED = Options(compile=True, cache=False, time_limit_s=5)
 
 

@@ -92,7 +92,8 @@ def test_memory_of_a_device_is_bounded_and_its_own() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(all_bytes, dtype=torch.uint8, device="cuda:0")
     held = torch.empty(free_bytes // 2, dtype=torch.uint8, device="cuda:0")
-    assert torch.cuda.mem_get_info(0)[0] <= free_bytes - held.nbytes
+    assert torch.cuda.mem_get_info(0)[0] < 0.6 * free_bytes
+    del held
     if torch.cuda.device_count() > 1:
         assert torch.cuda.mem_get_info(1) == (all_bytes, all_bytes)
 

@@ -1,7 +1,7 @@
 """What can be verified of CUDA without a device: tests, kernels, steps, races, in one report.
 
     make cuda     or, where the stand-in is built,
-    python -m benchmarks.stand_in.report LIBRARY [--only tests kernels steps races] [--models ...]
+    python -m benchmarks.stand_in.report LIBRARY [--only tests kernels steps races] [--names ...]
 
 LIBRARY is the folder of libcuda.so.1. Each part runs in processes of its own: the tests of CUDA;
 kernels of two layers of eight models at full width, with those that write in place, and why others
@@ -18,7 +18,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,40 +29,40 @@ from benchmarks.gpu_worker import lines_of
 from benchmarks.stand_in.run import environment
 
 REPORT = Path(__file__).parent.parent / "results" / "cuda.md"
-TESTS = ("test_stand_in", "test_cuda", "test_cuda_compiled", "test_cuda_kernels")
+TESTS = ("test_stand_in", "test_cuda", "test_cuda_kernels", "test_cuda_compiled")
 TEST_S, MODEL_S = 3600.0, 900.0
 FAR_16_BITS, FAR = 2e-2, 1e-5
 """From eager's operators, at most: those round to 16 bits where a kernel does not."""
+
+OF_A_DEVICE = ("far", "other_bits", "spilled")
+"""Of kernels, what a device alone can tell."""
 
 Row = dict[str, Any]
 
 
 class Parts:
-    """folder: of the library, and of what came of the parts."""
+    """What can be run, each with the names that it is run for. folder: of the library, and of what
+    came of the parts."""
 
-    def __init__(self, folder: Path, models: Sequence[str]) -> None:
-        self.folder, self.models = folder.resolve(), models
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
 
     def environment(self) -> dict[str, str]:
-        return {
-            **environment(self.folder),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-        }
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
+        return {**environment(self.folder), **own}
 
-    def tests(self) -> list[Row]:
-        return [row for name in TESTS for row in self._worker("tests", name, TEST_S)]
+    def tests(self, name: str) -> list[Row]:
+        return self._worker("tests", name, TEST_S)
 
-    def kernels(self) -> list[Row]:
-        return [row for name in self.models for row in self._worker("kernels", name, MODEL_S)]
+    def kernels(self, name: str) -> list[Row]:
+        rows = self._worker("kernels", name, MODEL_S)
+        return [{key: row[key] for key in row if key not in OF_A_DEVICE} for row in rows]
 
-    def steps(self) -> list[Row]:
+    def steps(self, name: str) -> list[Row]:
         rows = self._printed(["benchmarks.stand_in.steps"], self.environment())
-        return [{"task": "steps", **row} for row in rows]
+        return [{"task": name, **row} for row in rows]
 
-    def races(self) -> list[Row]:
-        return [self._races(name) for name in self.models]
-
-    def _races(self, name: str) -> Row:
+    def races(self, name: str) -> list[Row]:
         file = str(self.folder / f"{name}.pkl")
         self._printed(["benchmarks.stand_in.kernels", name, file], self.environment())
         # The interpreter computes on CPU, and needs no device.
@@ -70,7 +70,7 @@ class Parts:
         rows = self._printed(["benchmarks.stand_in.races", file], interpreted)
         ran = [row for row in rows if "error" not in row]
         is_far = [row["far"] > (FAR_16_BITS if row["is_16_bits"] else FAR) for row in ran]
-        return {
+        row = {
             "task": "races",
             "way": name,
             "in_place": len(rows),
@@ -83,6 +83,7 @@ class Parts:
             "other_bits": sum(not row["same_bits"] for row in ran),
             "failed": "; ".join(sorted({row["error"] for row in rows if "error" in row})),
         }
+        return [row]
 
     def _worker(self, kind: str, name: str, seconds: float) -> list[Row]:
         """Rows of a worker of `benchmarks.gpu`, those of one way together."""
@@ -109,6 +110,7 @@ class Parts:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
 
+NAMES = {"tests": TESTS, "kernels": MODELS, "steps": ("steps",), "races": MODELS}
 TITLES = {
     "tests": "Tests (bits are those of zeros: they are compared where a device is real)",
     "kernels": "Kernels of two layers at full width: bytes and compilation",
@@ -127,13 +129,14 @@ def where() -> str:
 
 
 def written(folder: Path) -> str:
-    """The report of all parts that ran."""
-    text = ["# CUDA without a device\n", "`make cuda`. " + _HEAD]
-    for name, title in TITLES.items():
-        file = folder / f"{name}.json"
-        if file.exists():
-            kept = json.loads(file.read_text())
-            text += [f"## {title}\n", f"{kept['where']}\n", table(kept["rows"])]
+    """The report of all parts that ran, each with what it last ran on."""
+    text = ["# CUDA without a device\n", f"`make cuda`. {_HEAD}"]
+    for part, title in TITLES.items():
+        files = [folder / f"{part}-{name}.json" for name in NAMES[part]]
+        kept = [json.loads(file.read_text()) for file in files if file.exists()]
+        places = dict.fromkeys(one["where"] for one in kept)
+        rows = [row for one in kept for row in one["rows"]]
+        text += [f"## {title}\n", *(f"{place}\n" for place in places), table(rows)]
     return "\n".join(text)
 
 
@@ -150,20 +153,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("library", type=Path)
     parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--names", nargs="+", help="of models, or files of tests")
     given = parser.parse_args()
-    parts = Parts(given.library, given.models)
-    runs: dict[str, Callable[[], list[Row]]] = {
-        "tests": parts.tests,
-        "kernels": parts.kernels,
-        "steps": parts.steps,
-        "races": parts.races,
-    }
-    for name in given.only:
-        rows = runs[name]()
-        (parts.folder / f"{name}.json").write_text(json.dumps({"where": where(), "rows": rows}))
-        print(table(rows), flush=True)
-        REPORT.write_text(written(parts.folder))
+    parts = Parts(given.library)
+    for part in given.only:
+        for name in NAMES[part]:
+            if given.names and name not in given.names:
+                continue
+            kept = {"where": where(), "rows": getattr(parts, part)(name)}
+            (parts.folder / f"{part}-{name}.json").write_text(json.dumps(kept))
+            print(table(kept["rows"]), flush=True)
+            REPORT.write_text(written(parts.folder))
 
 
 if __name__ == "__main__":
