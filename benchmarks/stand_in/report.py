@@ -145,7 +145,9 @@ Inductor and Triton, down to ptxas for sm_90a; kernels and products are counted 
 are those that the caching allocator gave out. Workspaces of cuDNN and cuBLAS, times of a device,
 spills and asserts of kernels are not to be had here. In the interpreter, `races` are elements that
 one program touches and another one writes; `read again` and `other lane` those that a program reads
-after writing them, or writes in another place of a tile than it read them in.
+after writing them, or writes in another place of a tile than it read them in; `other bits` kernels
+that round otherwise than those that write nothing in place, which are refused on a device; `reserved`
+is what the allocator takes from the device beyond what it held, and used in part, before the step.
 """
 
 
