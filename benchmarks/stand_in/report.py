@@ -146,8 +146,8 @@ are those that the caching allocator gave out. Workspaces of cuDNN and cuBLAS, t
 spills and asserts of kernels are not to be had here. In the interpreter, `races` are elements that
 one program touches and another one writes; `read again` and `other lane` those that a program reads
 after writing them, or writes in another place of a tile than it read them in; `other bits` kernels
-that round otherwise than those that write nothing in place, which are refused on a device; `reserved`
-is what the allocator takes from the device beyond what it held, and used in part, before the step.
+that round otherwise than those that write nothing in place, which are refused on a device;
+`reserved` is what the allocator takes from the device beyond what it held before the step.
 """
 
 
