@@ -12,6 +12,8 @@ predicted. A seed ends as
     unrepeated   two eager runs differ from one another, or eager refuses the network
     wrong        anything else
 
+Operators without a result, which check what they are given, are called as often as in eager.
+
 With `--compile` plans are of compiled kernels. Then the bits are those of a plan for 1000 %, where
 nothing runs again; and each use of that is compared with the same of eager execution, from the same
 parameters: the generator ends where eager's does, and results, gradients and buffers are no further
@@ -58,7 +60,7 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from benchmarks import python_state
 from benchmarks.models import moved
-from benchmarks.random_networks import Network, network
+from benchmarks.random_networks import CALLS, Network, network
 from benchmarks.timing import where
 from benchmarks.zoo import FOR_CUDA, plan_roughly, tolerance_bytes
 from benchmarks.zoo_cases import loss_of
@@ -381,21 +383,31 @@ def tensors_of_result(model: Network, inputs: tuple[torch.Tensor, ...]) -> list[
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
+WHOLE_USES = (train, accumulate, two_forwards)
+"""Those whose backward passes reach all that a plan's do."""
+
+
 def use_both(
     first: Side, second: Side, use: Callable[[Side, int], Any], number: int, when: str
 ) -> Any:
     """What the same use of both returns; AssertionError where anything differs, EagerFailed where
     `first` raises."""
     torch.manual_seed(number)
+    CALLS.clear()
     try:
         expected = use(first, number)
     except rockplan.RockplanError:
         raise
     except Exception as error:
         raise EagerFailed(f"{when}: {type(error).__name__}: {error}") from error
-    states = generator_states()
+    states, calls = generator_states(), CALLS[:]
     torch.manual_seed(number)
+    CALLS.clear()
     found = use(second, number)
+    directions = () if use is under_checkpoint else ("forward", "backward")
+    for direction in directions if use in WHOLE_USES else directions[:1]:
+        of_both = [own.count(direction) for own in (CALLS, calls)]
+        assert of_both[0] == of_both[1], f"{when}: checks of the {direction}: {of_both}"
     assert_equal_trees(generator_states(), states, f"{when}: generator")
     assert_equal_trees(found, expected, f"{when}: result")
     gradients = [[t.grad for t in side.inputs] for side in (second, first)]

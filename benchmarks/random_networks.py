@@ -126,6 +126,38 @@ class _Experts(nn.Module):
         return y
 
 
+CALLS: list[str] = []
+"""What was checked since it was last emptied, in order."""
+
+
+@torch.library.custom_op("rockplan_benchmarks::check", mutates_args=())
+def check(x: Tensor, where: str) -> None:
+    """Has no result, and is called to raise."""
+    CALLS.append(where)
+    if x.isinf().all():
+        raise ValueError(f"nothing finite in the {where}")
+
+
+class _Checked(torch.autograd.Function):
+    """Looks at what comes in, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        check(x, "forward")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        check(gradient, "backward")
+        return gradient
+
+
+def _asserted(x: Tensor) -> Tensor:
+    check(x.detach() * 2, "forward")
+    torch._assert_async(x.isfinite().any() | x.isnan().any())
+    return x
+
+
 class _Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -348,6 +380,8 @@ _values("spectrum", 1, _spectrum)
 _values("complex", 1, _complex)
 _values("solved", 1, _solved)
 _values("cube", 1, lambda x: _Cube.apply(x.clamp(-2, 2)))
+_values("checked", 1, lambda x: _Checked.apply(x))
+_values("asserted", 1, _asserted)
 _values("noise", 1, lambda x: x + torch.randn_like(x) * 0.1)
 _values("noise, twice", 1, lambda x: x * torch.rand(x.shape) + torch.rand(x.shape[-1]))
 _values("bernoulli", 1, lambda x: x * torch.bernoulli(x.detach().sigmoid()))
