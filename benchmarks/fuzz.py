@@ -268,6 +268,39 @@ def other_strides(side: Side, number: int) -> Any:
         side.inputs = whole
 
 
+def slices(side: Side, number: int) -> Any:
+    """Inputs that are parts of a larger tensor, and do not begin where others do."""
+    whole, begin = side.inputs, number % 5
+    tables = [
+        torch.cat([t.detach()[:1].expand(begin, *t.shape[1:]), t.detach(), t.detach()[:2]])
+        for t in whole
+    ]
+    for table, t in zip(tables, whole, strict=True):
+        table.requires_grad_(t.requires_grad)
+    side.inputs = tuple(
+        table[begin : begin + len(t)] for table, t in zip(tables, whole, strict=True)
+    )
+    try:
+        return train(side, number), [table.grad for table in tables]
+    finally:
+        side.inputs = whole
+
+
+def into_a_container(side: Side, number: int) -> Any:
+    """Results that are put into a dictionary and a list of the caller's."""
+    into: dict[str, Any] = {"parts": [], "number": number % 2}
+    side.kwargs["into"] = into
+    try:
+        result = side.call()
+    finally:
+        del side.kwargs["into"]
+    assert result is into
+    made = [into["last"], *into["parts"]] if number % 3 else [into["loss"]]
+    mean_square(differentiable(made)).backward()
+    descend(side)
+    return into
+
+
 def part_in_evaluation(side: Side, number: int) -> Any:
     modules = list(side.module.modules())[1:]
     modules[number % len(modules)].eval()
@@ -329,6 +362,8 @@ USES: tuple[Callable[[Side, int], Any], ...] = (
     in_a_larger_model,
     under_checkpoint,
     other_strides,
+    slices,
+    into_a_container,
     part_in_evaluation,
     copied,
     pickled,

@@ -437,12 +437,19 @@ class Network(nn.Module):
         self.steps = nn.ModuleList(steps)
         self.program, self.returned, self.style = program, returned, style
 
-    def forward(self, *inputs: Tensor, scale: float = 1.0) -> Any:
+    def forward(
+        self, *inputs: Tensor, scale: float = 1.0, into: dict[str, Any] | None = None
+    ) -> Any:
+        """into: gets the results, and is returned."""
         values = [inputs[0] * scale, *inputs[1:]]
         for step, reads in self.program:
             values.append(self.steps[step](*(values[position] for position in reads)))
         results = [values[position] for position in self.returned]
         loss = torch.stack([result.float().pow(2).mean() for result in results]).sum()
+        if into is not None:
+            into["parts"][:] = results
+            into |= {"loss": loss, "inputs": inputs, "last": results[-1]}
+            return into
         if self.style == "tensor":
             return results[-1]
         if self.style == "tuple":

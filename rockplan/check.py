@@ -28,6 +28,7 @@ from rockplan.errors import CheckFailed
 from rockplan.graph_builder.tracing import eager_paths
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
+from rockplan.python_state.given import Given
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.interface import ABSENT
@@ -336,7 +337,7 @@ def _run(
     """tangent: the gradient of a result in these strides; None: ones."""
     arguments = with_stand_ins(given.forward, args, kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
-    leaves = trees.tree_leaves((args, kwargs))
+    leaves, call = trees.tree_leaves((args, kwargs)), Given.of(args, kwargs)
     targets: dict[str, torch.Tensor] = {
         n: p for n, p in given.module.named_parameters() if p.requires_grad
     }
@@ -346,7 +347,7 @@ def _run(
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
     with torch.enable_grad(), eager_paths.patched(_NOT_OF_A_STEP):
-        outputs = trees.tree_leaves(forward(*args, **kwargs))
+        outputs = trees.tree_leaves(call.with_contents(forward(*args, **kwargs)))
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
     kinds = {t.device.type for t in (*roots, *targets.values())}

@@ -32,10 +32,10 @@ from rockplan.codegen.guards import (
 from rockplan.codegen.hooks import has_hooks
 from rockplan.codegen.program import PlannedProgram
 from rockplan.codegen.unmade import stand_in
-from rockplan.python_state import trees
 from rockplan.python_state.answers import answer_of
 from rockplan.python_state.contents import described, is_same
-from rockplan.values.interface import ABSENT, GivenLeaf, Guard, Question, Unmade
+from rockplan.python_state.given import returned
+from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,20 +220,16 @@ def rebind(
                 made[number] = bounds[position].signature
 
 
-def run(bound: BoundProgram, leaves: Sequence[Any], replan: Replan) -> Any:
+def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -> Any:
+    """What a call returns. call: its (args, kwargs), of these leaves."""
     program = bound.program
     with without_default_device():
         tensors = autograd.call(program.executable, bound.residents(leaves), replan)
     of = dict(zip(program.interface.results, tensors, strict=True))
-    results = [
-        _literal(o.literal, leaves) if o.value is None else of[o.first]
-        for o in program.interface.outputs
-    ]
-    return trees.tree_unflatten(results, program.output_spec)
+    outputs = program.interface.outputs
+    made = [_literal(o.literal) if o.value is None else of[o.first] for o in outputs]
+    return returned(made, program.output_spec, call, leaves)
 
 
-def _literal(literal: object, leaves: Sequence[Any]) -> object:
-    """leaves: of the arguments."""
-    if isinstance(literal, GivenLeaf):
-        return leaves[literal.position]
+def _literal(literal: object) -> object:
     return stand_in(literal) if isinstance(literal, Unmade) else literal

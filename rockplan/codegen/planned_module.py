@@ -264,8 +264,11 @@ class Planned:
         state.latest, state.has_run = bound.program, True
         state.watch.called()
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
+        call = (args, kwargs)
+        if bound.program.changes_given:
+            args, kwargs = trees.tree_unflatten(leaves, input_spec)
         situation = _Situation(self, key, bound, args, kwargs, leaves, *state_of_torch)
-        result = run(bound, leaves, situation.replan)
+        result = run(bound, call, leaves, situation.replan)
         state.leave(self, key, bound)
         return result
 
@@ -599,7 +602,8 @@ def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., A
     bound = _bind(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        result = run(bound, trees.tree_leaves((args, kwargs)), _no_other_plan)
+        call = (args, kwargs)
+        result = run(bound, call, trees.tree_leaves(call), _no_other_plan)
         assignments.put(module, program.interface.assignments)
         return result
 

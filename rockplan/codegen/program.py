@@ -18,6 +18,7 @@ from rockplan.codegen.differences import NOTHING_SAID, DescribedCall
 from rockplan.codegen.executable import Executable, build
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
+from rockplan.python_state.given import has_contents
 from rockplan.values.columns import aligned
 from rockplan.values.interface import Incoming, Interface, Precedent
 from rockplan.values.literals import picklable
@@ -49,6 +50,11 @@ class PlannedProgram:
         """Does it call functions given to `rockplan.opaque`, which are found out about in each
         process?"""
         return any(op.startswith(f"{OPAQUE}.") for _, op in self.executable.code.operators)
+
+    @property
+    def changes_given(self) -> bool:
+        """Does it leave something in containers of the caller's?"""
+        return has_contents(self.output_spec)
 
     @property
     def incoming(self) -> Incoming:

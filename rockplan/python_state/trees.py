@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 __all__ = ["TreeSpec", "named_leaves", "tree_flatten", "tree_leaves", "tree_unflatten"]
-__all__ += ["children", "shared", "with_children"]
+__all__ += ["children", "objects", "shared", "with_children"]
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -41,20 +41,21 @@ def shared(tree: Any) -> tuple[tuple[int, int], ...]:
     with the same object). Tensors, and what does not change, are not counted."""
     first: dict[int, int] = {}
     pairs: list[tuple[int, int]] = []
-    for number, node in enumerate(_objects(tree)):
+    for number, node in enumerate(objects(tree)):
         known = first.setdefault(id(node), number)
         if known != number:
             pairs.append((known, number))
     return tuple(pairs)
 
 
-def _objects(node: Any) -> Iterator[Any]:
-    if isinstance(node, _UNCHANGING):
+def objects(node: Any) -> Iterator[Any]:
+    """Containers and objects in a tree, which may change."""
+    if isinstance(node, UNCHANGING):
         return
     if not isinstance(node, tuple):
         yield node
     for child in children(node) or ():
-        yield from _objects(child)
+        yield from objects(child)
 
 
 def children(node: Any) -> list[Any] | None:
@@ -85,7 +86,7 @@ def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     return None
 
 
-_UNCHANGING: tuple[type, ...] = (
+UNCHANGING: tuple[type, ...] = (
     torch.Tensor,
     torch.Size,
     type(None),
@@ -97,4 +98,5 @@ _UNCHANGING: tuple[type, ...] = (
     bytes,
     type,
 )
-_UNCHANGING += (torch.dtype, torch.device)
+UNCHANGING += (torch.dtype, torch.device)
+"""Classes of leaves that are what they are; tensors among them."""

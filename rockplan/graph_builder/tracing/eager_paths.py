@@ -48,7 +48,7 @@ class RecordingAccess:
     operator be recorded now? stop: raises an error that ends the recording; place: path of the
     module that runs, and line of the user's; make_own: gives tensors, those of a storage together,
     memory of their own where no plan writes into what they have; callers_writes: calls that have
-    written into tensors of the caller's."""
+    written into tensors of the caller's; made: tensors that were met so far, in order."""
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
@@ -57,6 +57,7 @@ class RecordingAccess:
     place: Callable[[], tuple[str, str]] = lambda: ("", "")
     make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
     callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
+    made: Callable[[], Sequence[torch.Tensor]] = lambda: ()
 
     @contextlib.contextmanager
     def refusing_writes(self, run_again: Callable[[], bool]) -> Iterator[None]:
@@ -198,23 +199,17 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Around the function of a checkpoint, which eager runs again where it has saved a tensor."""
+    """Around the function of a checkpoint, which eager runs again where tensors are saved for a
+    backward pass: hooks that would tell keep them alive."""
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
-        saved: list[None] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(None)
-            return tensor
-
-        with recording.refusing_writes(lambda: bool(saved)), saved_tensors_hooks(note, _itself):
+        before = len(recording.made())
+        with recording.refusing_writes(
+            lambda: any(made.requires_grad for made in recording.made()[before:])
+        ):
             yield
 
     return no_hooks
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +480,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     if hooks is None:
         yield
         return
-    with saved_tensors_hooks(_itself, _itself):
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 

@@ -37,6 +37,7 @@ from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import key_value_cache, trees
 from rockplan.python_state.contents import data_in
+from rockplan.python_state.given import Given
 from rockplan.python_state.reach import Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
 
@@ -89,12 +90,12 @@ class ForwardCall:
     def run(self, recorder: Recorder) -> ForwardRun:
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
-        paths = _module_paths(self.module, recorder)
+        paths, given = _module_paths(self.module, recorder), Given.of(args, kwargs)
         with recorder, paths, host_random.refused(self.snapshot.reached, refuse) as drawn:
             result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
         self.reader.refuse_writes()
-        leaves, spec = trees.tree_flatten(result)
+        leaves, spec = trees.tree_flatten(given.with_contents(result))
         # The frame of a comprehension would keep the recorder, and so every tensor, in an error.
         known = functools.partial(known_output, recorder)
         outputs = [*map(known, range(len(leaves)), leaves)]
@@ -175,6 +176,7 @@ def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
         *(refuse, read_all, recorder.is_active, recorder.refuse, recorder.place),
         make_own=recorder.make_own,
         callers_writes=recorder.callers_writes,
+        made=recorder.made,
     )
     patches = (
         *(*eager_paths.PATCHES, *flex_attention.PATCHES),

@@ -19,6 +19,7 @@ from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
+from rockplan.python_state.given import GivenContainer, WithContents
 from rockplan.values.interface import GivenLeaf, Incoming, OutputLeaf, Precedent, Unmade
 
 # FullyShardedDataParallel keeps the parameters of a module in one.
@@ -40,7 +41,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
 
 def _refuse_opaque(output: object, position: int) -> None:
     plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
-    plain += (torch.dtype, torch.device, torch.Size)
+    plain += (torch.dtype, torch.device, torch.Size, GivenLeaf, GivenContainer)
     if isinstance(output, plain):
         return
     name = "key-value cache" if "Cache" in type(output).__name__ else "opaque result"
@@ -198,8 +199,17 @@ def without_unread(
 def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:
     """Of the leaf that the result of the module calls `loss`, if one is called so."""
     result = trees.tree_unflatten(outputs, spec)
-    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    return next((i for i, o in enumerate(outputs) if o is named), None)
+    if isinstance(result, WithContents):
+        named = [_loss_of(r) for r in (result.result, *result.contents.values())]
+    else:
+        named = [_loss_of(result)]
+    return next(
+        (i for i, o in enumerate(outputs) if any(o is n for n in named if n is not None)), None
+    )
+
+
+def _loss_of(result: Any) -> Any:
+    return result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
 
 
 def first_places(outputs: Sequence[Any]) -> tuple[int, ...]:

@@ -469,6 +469,10 @@ class Recorder(TorchDispatchMode):
                 self._index_of[id(tensor)] = self.value(view)
             self._overwritten.add(storage)
 
+    def made(self) -> list[torch.Tensor]:
+        """The tensors that were met so far, in order."""
+        return [t for t in self._alive if isinstance(t, torch.Tensor)]
+
     def callers_writes(self) -> list[RecordedCall]:
         """Calls so far that have changed a tensor of the caller's, in order."""
         callers = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}

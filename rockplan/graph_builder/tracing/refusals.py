@@ -632,7 +632,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "change of the caller's",
         When.FORWARD,
         "the forward changes {place}, which the caller has given, and a planned run would not",
-        "return what it adds there, or pass a copy in and leave it alone",
+        "return what it adds there, or put it into a dictionary or a list that is an argument",
         "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
