@@ -28,7 +28,7 @@ from rockplan.errors import CheckFailed
 from rockplan.graph_builder.tracing import eager_paths
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
-from rockplan.python_state.given import Given
+from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.interface import ABSENT
@@ -337,7 +337,7 @@ def _run(
     """tangent: the gradient of a result in these strides; None: ones."""
     arguments = with_stand_ins(given.forward, args, kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
-    leaves, call = trees.tree_leaves((args, kwargs)), Given.of(args, kwargs)
+    leaves, call = trees.tree_leaves((args, kwargs)), GivenCall.of(args, kwargs)
     targets: dict[str, torch.Tensor] = {
         n: p for n, p in given.module.named_parameters() if p.requires_grad
     }

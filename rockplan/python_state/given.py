@@ -33,7 +33,7 @@ class WithContents(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenCall:
     """What a call is made with, before its forward runs. leaves, numbers: of leaves, and of
     containers and objects, by identity; containers: number, dictionary or list, and what it
     holds."""
@@ -44,7 +44,7 @@ class Given:
     alive: Sequence[Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GivenCall:
         leaves = trees.tree_leaves((args, kwargs))
         objects = [*trees.objects((args, kwargs))]
         positions = {id(x): i for i, x in reversed([*enumerate(leaves)]) if not _is_plain(x)}

@@ -37,7 +37,7 @@ from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import key_value_cache, trees
 from rockplan.python_state.contents import data_in
-from rockplan.python_state.given import Given
+from rockplan.python_state.given import GivenCall
 from rockplan.python_state.reach import Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
 
@@ -90,7 +90,7 @@ class ForwardCall:
     def run(self, recorder: Recorder) -> ForwardRun:
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
-        paths, given = _module_paths(self.module, recorder), Given.of(args, kwargs)
+        paths, given = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
         with recorder, paths, host_random.refused(self.snapshot.reached, refuse) as drawn:
             result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
