@@ -45,7 +45,7 @@ from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.parts import named_in_refusals
 from rockplan.python_state import key_value_cache
-from rockplan.remedies import remedies
+from rockplan.remedies import changes, remedies, written
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of
@@ -255,6 +255,35 @@ def load(
         )
         _plan_ahead(planned, others, make_program)
         return planned
+
+
+def kept_peaks(
+    model: nn.Module,
+    sample_input: object,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> dict[str, int]:
+    """What the call needs with everything kept, in bytes, under options that lower it, as they are
+    written. Arguments are those of `plan`."""
+    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    call = largest_call(model, args, kwargs, options)
+
+    def problems(used: Options) -> tuple[CapturedCall, tuple[Problem, ...]]:
+        with outside_of_initialization():
+            source = captured_call(model, call.args, call.kwargs, used, is_asked=False)
+            return source, _problems(source, used)
+
+    source, (plain, *_) = problems(options)
+    let_go = releasable(source.lowered.graph, source.lowered.interface, options.released)
+    peaks: dict[str, int] = {}
+    for change in changes(options, let_go):
+        with contextlib.suppress(RockplanError):
+            changed = replace(options, **change)
+            made, tried = problems(changed)
+            if made.in_parts or not changed.tile:
+                peaks[written(change)] = tried[-1].unplanned.peak_bytes
+    return {text: size for text, size in peaks.items() if size < plain.unplanned.peak_bytes}
 
 
 def arguments(

@@ -31,14 +31,13 @@ def remedies(
     """What to change, from the least on, until a budget of `error` is enough; '' where nothing
     helps."""
     found: dict[int, str] = {}
-    for change in _changes(options, let_go):
+    for change in changes(options, let_go):
         limit_s = min(options.time_limit_s, TIME_LIMIT_S)
         needed_bytes = least(replace(options, **change, time_limit_s=limit_s))
         if needed_bytes is None or needed_bytes >= min([error.minimum_bytes, *found]):
             continue
-        text = ", ".join(f"{name}={value!r}" for name, value in change.items())
         found[needed_bytes] = (
-            f"Options({text}) needs {needed_bytes} bytes ({format_bytes(needed_bytes)})"
+            f"{written(change)} needs {needed_bytes} bytes ({format_bytes(needed_bytes)})"
         )
         if needed_bytes <= error.budget_bytes:
             break
@@ -48,12 +47,18 @@ def remedies(
     return f" With other options a plan was found for less: {', '.join(found.values())}{untried}."
 
 
-def _changes(options: Options, let_go: Releasable | None) -> Iterator[Change]:
+def written(change: Change) -> str:
+    """As users write it."""
+    return f"Options({', '.join(f'{name}={value!r}' for name, value in change.items())})"
+
+
+def changes(options: Options, let_go: Releasable | None) -> Iterator[Change]:
     """Of the options, from what asks least of the caller and of the numbers on."""
+    only_loss: Change = {"only_loss": True, **({"released": ()} if options.released else {})}
     if let_go:
         yield {"released": tuple(sorted({*let_go.positions, *options.released}))}
-        yield {"only_loss": True, "released": ()}
+        yield only_loss
     if not options.tile:
         yield {"tile": True}
         if let_go:
-            yield {"only_loss": True, "released": (), "tile": True}
+            yield {**only_loss, "tile": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import re
 from collections import namedtuple
@@ -298,6 +299,13 @@ def test_compare_and_the_command_line(tmp_path: Path) -> None:
         ended = CliRunner().invoke(app, [*asked, *flags])
         assert ended.exit_code == 0, ended.output
         assert ("held by the caller" in ended.output) is holds
+    ended = CliRunner().invoke(app, ["profile", f"{model}:make", "--no-cache", "--json"])
+    lower = json.loads(ended.output)["kept_peak_bytes_with"]
+    assert [*lower] == ["Options(released=(0,))", "Options(only_loss=True)"]
+    kept = rockplan.plan(net(), batch(), "100%", options=OPTIONS).eager_peak_bytes
+    assert lower["Options(only_loss=True)"] == kept
+    ended = CliRunner().invoke(app, ["profile", f"{model}:make", "--no-cache"])
+    assert "with everything kept less is needed by" in ended.output
 
 
 @pytest.mark.parametrize("part", [0.9, 0.5, 0.1])
@@ -315,7 +323,7 @@ def test_an_error_names_options_that_are_enough(part: float) -> None:
         plan = rockplan.plan(net(), batch(256), int(needed), options=replace(options, **changes))
         assert plan.peak_bytes <= int(needed) <= least_bytes
         assert int(needed) > budget or number == len(said)
-    has_all = "only_loss=True, released=(), tile=True"
+    has_all = "only_loss=True, tile=True"
     assert has_all in said[-1][0] if part == 0.1 else int(said[-1][1]) <= budget
     quiet = replace(options, on_infeasible="smallest")
     with pytest.warns(UserWarning, match="no plan fits"):

@@ -26,6 +26,8 @@ def profile(
     no_cache: NoCache = False,
 ) -> None:
     """Who owns the peak of MODEL, what is kept for its backward pass, and what that costs."""
+    from rockplan.api import kept_peaks
+
     with ending(as_json), waiting():
         subject = make_subject(model)
         with under_autocast(subject, autocast):
@@ -33,6 +35,12 @@ def profile(
                 subject.model,
                 subject.sample_input,
                 "100%",
+                sample_kwargs=subject.sample_kwargs,
+                options=planning_options(no_cache, None),
+            )
+            lower = kept_peaks(
+                subject.model,
+                subject.sample_input,
                 sample_kwargs=subject.sample_kwargs,
                 options=planning_options(no_cache, None),
             )
@@ -50,6 +58,7 @@ def profile(
                 "modules": [display.share_row(s) for s in modules],
                 "operators": [display.share_row(s) for s in operators],
                 "explanation": explanation.as_json(),
+                "kept_peak_bytes_with": lower,
             }
         )
         return
@@ -61,7 +70,13 @@ def profile(
     counted = "bytes beyond parameters, buffers, inputs and .grad"
     source = [*wrapped(plan.profile_source), counted]
     lines = [*wrapped(facts_text), *source, "", str(explanation), ""]
+    if lower:
+        lines += ["with everything kept less is needed by", *_sizes(lower), ""]
     print(display.printable("\n".join(lines)))
     display.show_shares("module", modules, top)
     print()
     display.show_shares("operator", operators, top)
+
+
+def _sizes(peaks: dict[str, int]) -> list[str]:
+    return [f"  {format_bytes(size):>10}  {text}" for text, size in peaks.items()]
