@@ -29,10 +29,10 @@ from benchmarks import models as zoo
 from benchmarks.models import Case
 from benchmarks.priced import CASES
 from benchmarks.timing import machine, mebibytes
-from rockplan.codegen import planned_module as planned_modules
-from rockplan.codegen.program import PlannedProgram, build_program
 from rockplan.graph_builder.lowering.backward_order import predecessors
 from rockplan.oracles.simulate import simulate, taken_over, timeline
+from rockplan.runtime import planned_module as planned_modules
+from rockplan.runtime.program import PlannedProgram, build_program
 from rockplan.values.graph import (
     CDGraph,
     DataKind,

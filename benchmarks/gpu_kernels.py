@@ -27,8 +27,8 @@ from benchmarks.kernel_record import (
     twins,
 )
 from rockplan.graph_builder.costs.ruler import rise_of
-from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.fusion import kernels
+from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import Kernel
 
 DRAWS = 3

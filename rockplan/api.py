@@ -19,13 +19,8 @@ from torch import nn
 
 from rockplan.budget import Budget, parse_budget
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
-from rockplan.codegen import planned_module as planned_modules
 from rockplan.codegen import rng_replay
-from rockplan.codegen.differences import described_call
 from rockplan.codegen.executable import build
-from rockplan.codegen.guards import outside_of_initialization
-from rockplan.codegen.hooks import has_hooks
-from rockplan.codegen.program import MakeProgram, PlannedProgram, build_program
 from rockplan.errors import (
     ForwardRaises,
     InfeasibleBudget,
@@ -34,11 +29,12 @@ from rockplan.errors import (
     RockplanError,
 )
 from rockplan.free_memory import in_bytes
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
-from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
 from rockplan.options import DEFAULT_OPTIONS, Options
@@ -46,6 +42,11 @@ from rockplan.oracles.verify import verify
 from rockplan.parts import named_in_refusals
 from rockplan.python_state import key_value_cache
 from rockplan.remedies import changes, remedies, written
+from rockplan.runtime import planned_module as planned_modules
+from rockplan.runtime.differences import described_call
+from rockplan.runtime.guards import outside_of_initialization
+from rockplan.runtime.hooks import has_hooks
+from rockplan.runtime.program import MakeProgram, PlannedProgram, build_program
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from rockplan.codegen.hooks import hooks_aside
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.codegen.unmade import UnmadeResult
 from rockplan.errors import CheckFailed
@@ -31,6 +30,7 @@ from rockplan.python_state import trees
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
+from rockplan.runtime.hooks import hooks_aside
 from rockplan.values.interface import ABSENT
 
 _REPEATS = 2

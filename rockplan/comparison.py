@@ -24,7 +24,6 @@ from torch import nn
 from rockplan.api import arguments, solve
 from rockplan.budget import Budget, parse_budget
 from rockplan.checkpointing import wrap
-from rockplan.codegen.planned_module import plan_of, unplanned
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
@@ -32,6 +31,7 @@ from rockplan.graph_builder.tracing.outputs import likely_starts
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.python_state import trees
 from rockplan.reports.pictures import Series
+from rockplan.runtime.planned_module import plan_of, unplanned
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
 from rockplan.untouched import untouched
 from rockplan.values.measured_timeline import MeasuredTimeline

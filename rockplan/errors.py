@@ -176,7 +176,7 @@ class IllegalSchedule(RockplanError):
 
 
 class IllegalForm(RockplanError):
-    """A recorded run or a graph breaks a rule of its table (`graph_builder.run_rules`,
+    """A recorded run or a graph breaks a rule of its table (`graph_builder.recorded.rules`,
     `oracles.graph_rules`). Always a bug in rockplan, never in the model."""
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from rockplan.codegen.hooks import hooks_aside
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.graph_builder.tracing import host_random
 from rockplan.graph_builder.tracing.writes import copied_on_write
@@ -29,6 +28,7 @@ from rockplan.python_state.gradients import gradients_aside, unsharded_gradients
 from rockplan.python_state.memory import Content, content_of, is_copyable, put_back
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
+from rockplan.runtime.hooks import hooks_aside
 
 
 @dataclass(frozen=True, slots=True)

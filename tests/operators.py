@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.values.graph import Call, ValueRef
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

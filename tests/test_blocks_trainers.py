@@ -22,8 +22,8 @@ from torch import nn
 
 import rockplan
 from rockplan.blocks import kinds
-from rockplan.codegen import planned_module
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from rockplan.runtime import planned_module
 from tests.blocks import QUICK, imports_frozen
 from tests.training import assert_same_state
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, densenet, encoder, gpt2, t5
-from rockplan.codegen.planned_module import Planned
-from rockplan.codegen.program import build_program
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime.planned_module import Planned
+from rockplan.runtime.program import build_program
 from rockplan.values.graph import caller_bytes
 from rockplan.values.schedule import Schedule
 from tests.graphs import random_schedule

@@ -31,7 +31,8 @@ from rockplan.graph_builder.fusion.fuse import Proposal, fused, proposed
 from rockplan.graph_builder.fusion.parts import PartKind, parts_of
 from rockplan.graph_builder.fusion.stored import COMPUTED
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel, Phase, TensorSpec, is_kernel, producers
 from tests.kernels import distance, gradients, interpret, mean_square, run, stack

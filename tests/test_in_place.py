@@ -27,7 +27,8 @@ from benchmarks.zoo_cases import loss_of
 from rockplan.graph_builder.fusion import in_place, kernels
 from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate, taken_over
 from rockplan.reports.listing import kernel_calls

@@ -16,6 +16,7 @@ LIBRARIES = {
     "torch": {
         "graph_builder",
         "codegen",
+        "runtime",
         "python_state",
         "checkpointing",
         "search",
@@ -32,11 +33,17 @@ LIBRARIES = {
 """Which folders import them; files beside the folders may import any."""
 
 
-def layers() -> dict[str, int]:
-    """Folder, or file beside the folders -> its layer, from the table in docs/model.md."""
+def table(heading: str) -> dict[str, int]:
+    """Folder, or file beside the folders -> its level, from the table in docs/model.md whose first
+    column has this heading."""
     text = (ROOT / "docs" / "model.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.MULTILINE)
-    return {part: int(level) for level, parts in rows for part in re.findall(r"`(\w+)`", parts)}
+    (rows,) = re.findall(rf"^\| {heading} \|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    levels = re.findall(r"^\| (\d+) \| ([^|]+) \|", rows, re.MULTILINE)
+    return {part: int(level) for level, parts in levels for part in re.findall(r"`(\w+)`", parts)}
+
+
+def layers() -> dict[str, int]:
+    return table("layer")
 
 
 def imports(path: Path) -> set[str]:
@@ -72,6 +79,29 @@ def test_imports_point_down(path: Path) -> None:
         is_file = not (PACKAGE / own).is_dir()
         may = level[other] < level[own] or (is_file and level[other] == level[own])
         assert other == own or may, f"{own} (layer {level[own]}) imports {name}"
+
+
+ROOMS = sorted((PACKAGE / "graph_builder").rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE / "graph_builder").parts[0].removesuffix(".py")
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in ROOMS} - {"__init__"} == set(table("floor"))
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_import_from_floors_below(path: Path) -> None:
+    floors, own = table("floor"), room_of(path)
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[:2] != ["rockplan", "graph_builder"] or len(parts) < 3 or parts[2] not in floors:
+            continue
+        other = parts[2]
+        below = floors[other] < floors[own]
+        assert other == own or below, f"{own} (floor {floors[own]}) imports {name}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -25,7 +25,7 @@ from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled
 from rockplan.graph_builder.costs.scaled import plain_workspace_bytes, sized
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.recorder import tensor_spec
+from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
 from rockplan.search.adapt import adapted

@@ -13,9 +13,11 @@ from torch import nn
 import rockplan
 from rockplan import Options
 from rockplan.errors import IllegalForm, InvalidInput
-from rockplan.graph_builder import pipeline, run_rules
+from rockplan.graph_builder import pipeline
 from rockplan.graph_builder.lowering.lower import Lowered
-from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.graph_builder.recorded import rules as run_rules
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles import graph_rules
 from rockplan.search import pipeline as search
 from rockplan.values.graph import CDGraph, Phase, Takeover, ValueRef

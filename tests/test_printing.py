@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rockplan.codegen.program import build_program
 from rockplan.oracles.simulate import simulate
 from rockplan.python_state import trees
 from rockplan.reports.listing import schedule_listing
+from rockplan.runtime.program import build_program
 from rockplan.values.block import Block
 from rockplan.values.graph import Takeover
 from rockplan.values.interface import Interface, OutputLeaf

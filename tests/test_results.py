@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.operators import facts, layouts
-from rockplan.graph_builder.tracing.fake_results import Results
+from rockplan.graph_builder.recorded.results import Results
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]

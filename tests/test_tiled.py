@@ -24,9 +24,10 @@ from rockplan.cli.main import app
 from rockplan.errors import InvalidInput, PlanMismatch
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.pipeline import lower
+from rockplan.graph_builder.recorded import evaluate
+from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tiling.tile import tiled
-from rockplan.graph_builder.tracing import evaluate
-from rockplan.graph_builder.tracing.capture import Capture, capture
+from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.search import planning, problem
 from rockplan.values.graph import Phase

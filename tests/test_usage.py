@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rockplan
 from benchmarks.models import Case
 from benchmarks.zoo_cases import loss_of
-from rockplan.codegen import planned_module as planned_modules
+from rockplan.runtime import planned_module as planned_modules
 from tests.training import (
     QUICK,
     assert_equal_trees,

@@ -21,15 +21,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rockplan.blocks.sharded import sharded_modules
-from rockplan.codegen.call_checks import refuse_transforms
-from rockplan.codegen.guards import Autocast, autocast_state
-from rockplan.codegen.planned_module import kind_of_call, original_forward
 from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths
 from rockplan.python_state import trees
 from rockplan.python_state.holders import Element, same_elements
 from rockplan.python_state.reach import Held, reached
+from rockplan.runtime.call_checks import refuse_transforms
+from rockplan.runtime.guards import Autocast, autocast_state
+from rockplan.runtime.planned_module import kind_of_call, original_forward
 from rockplan.untouched import untouched
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from rockplan.api import CapturedCall, built_program, captured_call, program_in_training
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
-from rockplan.codegen.differences import described_call
-from rockplan.codegen.planned_module import PLANNING, original_forward
-from rockplan.codegen.program import PlannedProgram
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
+from rockplan.runtime.differences import described_call
+from rockplan.runtime.planned_module import PLANNING, original_forward
+from rockplan.runtime.program import PlannedProgram
 from rockplan.search.adapt import WORSE, carried_over
 from rockplan.search.boundary import (
     bounded_plan,

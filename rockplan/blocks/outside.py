@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rockplan.codegen.autograd import ends_of_backward
 from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
+from rockplan.runtime.autograd import ends_of_backward
 from rockplan.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment
 

@@ -44,20 +44,20 @@ from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget, parse_budget
-from rockplan.codegen.guards import outside_of_initialization, under_autocast
-from rockplan.codegen.planned_module import (
+from rockplan.comparison import Loss, device_of, step_of
+from rockplan.errors import CaptureError, InvalidInput, NothingToDifferentiate
+from rockplan.free_memory import in_bytes
+from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.python_state import key_value_cache
+from rockplan.runtime.guards import outside_of_initialization, under_autocast
+from rockplan.runtime.planned_module import (
     is_in_place,
     latest_of,
     make_program_of,
     plan_in_place,
     take_out,
 )
-from rockplan.codegen.program import PlannedProgram
-from rockplan.comparison import Loss, device_of, step_of
-from rockplan.errors import CaptureError, InvalidInput, NothingToDifferentiate
-from rockplan.free_memory import in_bytes
-from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.python_state import key_value_cache
+from rockplan.runtime.program import PlannedProgram
 from rockplan.search.boundary import eager_option, first_options, peak_of
 from rockplan.sizes import SizedCall
 from rockplan.values.block_sequence import (

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from rockplan.codegen.planned_module import class_of
 from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS
+from rockplan.runtime.planned_module import class_of
 
 Forward = Callable[..., Any]
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import ResultNotMade
-from rockplan.graph_builder.costs.specs import dtype_of
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.values.interface import Unmade
 
 _aten = torch.ops.aten

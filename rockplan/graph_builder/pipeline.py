@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TypeVar
 
-from rockplan.graph_builder import run_rules
 from rockplan.graph_builder.costs.layouts import check_layouts
 from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.fusion.in_place import with_kernels_in_place
@@ -26,9 +25,10 @@ from rockplan.graph_builder.lowering.buffer_copies import with_copies
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.lower import Lowered, assembled
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
+from rockplan.graph_builder.recorded import rules as run_rules
+from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tiling.embedding import with_rows_added
 from rockplan.graph_builder.tiling.tile import tiled
-from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles import graph_rules
 from rockplan.values.graph import CDGraph, Phase

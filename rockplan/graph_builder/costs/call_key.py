@@ -5,9 +5,9 @@ takes: a CDGraph, a call. returns: a digest, a device.
 
 from __future__ import annotations
 
-from rockplan.graph_builder.costs.specs import needed_bytes
 from rockplan.graph_builder.digests import canonical_literal, digest, spec_fields
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import Call, CDGraph, ValueRef, value_refs
 

@@ -27,9 +27,9 @@ from rockplan.graph_builder.costs.ruler import (
     profiled,
     profiler_events,
 )
-from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import OPAQUE
+from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import Call, CDGraph, Phase, value_refs
 from rockplan.values.progress import report
 

@@ -15,10 +15,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from rockplan.graph_builder.costs.call_key import call_key, device_of
-from rockplan.graph_builder.costs.specs import distinct_bytes, needed_bytes
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
-from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.specs import distinct_bytes, needed_bytes
 from rockplan.values.graph import Call, CDGraph, value_refs
 from rockplan.values.profile import OpCost, Profile
 

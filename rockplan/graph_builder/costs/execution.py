@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.costs.call_key import copies_storages, device_of
-from rockplan.graph_builder.costs.specs import dtype_of, is_floating, span
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.specs import dtype_of, is_floating, span
 from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, is_kernel, value_refs
 
 # Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.errors import InvalidInput, PlanFormatError
+from rockplan.graph_builder.compiler_settings import FINGERPRINT
 from rockplan.graph_builder.costs.call_key import Keys, call_keys, calls_by_key, device_of
 from rockplan.graph_builder.costs.call_memory import measure_memory, run_first
 from rockplan.graph_builder.costs.call_time import (
@@ -30,10 +31,9 @@ from rockplan.graph_builder.costs.call_time import (
 )
 from rockplan.graph_builder.costs.estimate import estimate, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
-from rockplan.graph_builder.costs.specs import distinct_bytes
-from rockplan.graph_builder.fusion.settings import FINGERPRINT
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.recorded.specs import distinct_bytes
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 from rockplan.values.profile import OpCost, Profile

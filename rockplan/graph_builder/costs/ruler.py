@@ -19,7 +19,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.costs.specs import CUDA_GRANULE_BYTES
+from rockplan.graph_builder.recorded.specs import CUDA_GRANULE_BYTES
 from rockplan.values.measured_timeline import MeasuredTimeline
 
 # The profiler writes two lines to stderr for each session unless told not to before the first.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rockplan.graph_builder.fusion.parts import OperatorPart, PartKind, Parts
-from rockplan.graph_builder.tracing.recorder import RecordedValue
+from rockplan.graph_builder.recorded.run import RecordedValue
 from rockplan.values.graph import Phase
 
 

@@ -16,9 +16,8 @@ from rockplan.graph_builder.fusion.groups import groups_of
 from rockplan.graph_builder.fusion.kinds import Fused, fused_group
 from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of
 from rockplan.graph_builder.fusion.stored import stored
-from rockplan.graph_builder.lowering import gradient_sums
-from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.graph_builder.tracing.recorder import RecordedCall
+from rockplan.graph_builder.recorded import gradient_sums
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 from rockplan.values.graph import Call, Phase, ValueRef, refs
 from rockplan.values.progress import report
 

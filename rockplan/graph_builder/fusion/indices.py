@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.evaluate import substitute
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput, MissingLibrary
-from rockplan.graph_builder.fusion import settings
+from rockplan.graph_builder import compiler_settings as settings
 from rockplan.graph_builder.fusion.indices import filled, trial_inputs
 from rockplan.graph_builder.operators import facts
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef

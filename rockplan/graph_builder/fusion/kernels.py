@@ -27,10 +27,10 @@ import torch
 from rockplan.errors import CaptureError, MissingLibrary
 from rockplan.graph_builder.costs.execution import FUNCTIONS
 from rockplan.graph_builder.costs.ruler import rise_of
-from rockplan.graph_builder.costs.specs import allocated_bytes
 from rockplan.graph_builder.fusion import inductor
 from rockplan.graph_builder.fusion.groups import MOST_READ
 from rockplan.graph_builder.fusion.indices import computed, is_within, look_at_indices, trial_inputs
+from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, ValueRef
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]

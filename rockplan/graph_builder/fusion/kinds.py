@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.digests import canonical_literal, digest, spec_fields
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 from rockplan.graph_builder.fusion.groups import Group
 from rockplan.graph_builder.fusion.parts import PartKind, renamed, words
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec
 
 _ALIGNED_BYTES = 16

@@ -19,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockplan.graph_builder.costs.execution import flat_results
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
-from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.values.graph import Call, Phase, ValueRef, refs
 
 _LOGGER = logging.getLogger("rockplan")

@@ -16,11 +16,10 @@ from itertools import pairwise
 import networkx
 
 from rockplan.errors import UnsupportedModel
-from rockplan.graph_builder.lowering.gradient_sums import contributions
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.operators.facts import unread_arguments
-from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.graph_builder.tracing.recorder import RecordedCall
+from rockplan.graph_builder.recorded.gradient_sums import contributions
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 from rockplan.values.graph import DataKind, Phase, value_refs
 
 

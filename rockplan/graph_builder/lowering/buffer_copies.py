@@ -4,7 +4,7 @@ takes: Capture. returns: a Capture that makes the copies. guarantees: all else s
 as it is; copies take at most `SHARE` of what the forward pass makes, or `LEAST_BYTES`.
 
 A second backward pass, or one from other outputs or strides than planned, runs the forward again
-(`codegen.backward_pass`). Where that reads a buffer that it changes (spectral norm, moving averages
+(`runtime.backward_pass`). Where that reads a buffer that it changes (spectral norm, moving averages
 that are used), it would read what the first run left. So two copies are made in one tensor before
 the first operation that touches the buffer: one stays what it was, and the forward runs again on
 the other.
@@ -27,8 +27,7 @@ from rockplan.graph_builder.lowering.atomic_units import (
     reads_mutated,
     touched_outside,
 )
-from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue
 from rockplan.values.graph import Call, DataKind, Phase, TensorSpec, ValueRef
 
 SHARE = 1 / 64

@@ -23,10 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.lowering.reinplace import is_dense, out_of_place
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.graph_builder.tracing.fake_results import Results
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.results import Results
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
 from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
 
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rockplan.graph_builder.lowering.gradient_sums import Gradients
 from rockplan.graph_builder.lowering.reinplace import is_dense
 from rockplan.graph_builder.operators.facts import facts_of
+from rockplan.graph_builder.recorded.gradient_sums import Gradients
 from rockplan.values.graph import ComputeNode, Phase, Value
 from rockplan.values.interface import Interface
 

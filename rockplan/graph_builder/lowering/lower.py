@@ -23,11 +23,11 @@ from rockplan.graph_builder.lowering.atomic_units import (
     mutates_outside,
     reads_mutated,
 )
-from rockplan.graph_builder.lowering.gradient_sums import Gradients, contributions
 from rockplan.graph_builder.lowering.kept_alive import keep_what_acts, summed_in_place
 from rockplan.graph_builder.operators.facts import without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
-from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.graph_builder.recorded.gradient_sums import Gradients, contributions
+from rockplan.graph_builder.recorded.run import Capture
 from rockplan.values.graph import (
     Call,
     CDGraph,

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rockplan.graph_builder.costs.specs import dtype_of
-from rockplan.graph_builder.lowering import gradient_sums
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.recorded import gradient_sums
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tiling.run import RecordedRun
-from rockplan.graph_builder.tracing.capture import Capture
-from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
 from rockplan.values.graph import Call, ValueRef, refs
 
 GRADIENT = "aten.embedding_dense_backward.default"

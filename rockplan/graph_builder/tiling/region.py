@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from rockplan.graph_builder.costs.specs import dtype_of
-from rockplan.graph_builder.lowering import gradient_sums
+from rockplan.graph_builder.recorded import gradient_sums
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tiling.rules import (
     FIRST,
     PRODUCTS,
@@ -28,7 +29,6 @@ from rockplan.graph_builder.tiling.rules import (
     viewed,
 )
 from rockplan.graph_builder.tiling.run import RecordedRun
-from rockplan.graph_builder.tracing.capture import Capture
 from rockplan.values.graph import Phase, refs
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.graph_builder.recorded.run import Capture
 from rockplan.values.graph import TensorSpec, ValueRef
 
 

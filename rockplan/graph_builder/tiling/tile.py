@@ -22,14 +22,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.costs.execution import flat_results
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.results import Results
+from rockplan.graph_builder.recorded.run import (
+    Capture,
+    RecordedCall,
+    RecordedValue,
+    Tiles,
+    tensor_spec,
+)
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tiling.region import Region, regions_of
 from rockplan.graph_builder.tiling.rules import MEANS, NLL, PRODUCT, Groups, Rows, RowWise, in_part
-from rockplan.graph_builder.tracing.capture import Capture, Tiles
-from rockplan.graph_builder.tracing.evaluate import substitute
-from rockplan.graph_builder.tracing.fake_results import Results
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, tensor_spec
 from rockplan.values.graph import Call, Phase, ValueRef, refs
 
 LEAST_ROWS, LEAST_SHORT_ROWS = 128, 64

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.errors import CaptureError, RockplanError
+from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import foreign_kernels
 from rockplan.graph_builder.tracing.forward_call import named_error
 from rockplan.graph_builder.tracing.outputs import (
@@ -20,7 +21,7 @@ from rockplan.graph_builder.tracing.outputs import (
     leaves_reached,
     sources_of,
 )
-from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder, node_name
+from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,

@@ -19,6 +19,7 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import eager_paths, essence, host_random, own_gradients
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
@@ -39,12 +40,7 @@ from rockplan.graph_builder.tracing.outputs import (
     without_unread,
 )
 from rockplan.graph_builder.tracing.places import ask_places, without_places
-from rockplan.graph_builder.tracing.recorder import (
-    RecordedCall,
-    RecordedValue,
-    Recorder,
-    why_not_planned,
-)
+from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
 from rockplan.graph_builder.tracing.repeated_calls import (
     is_overwritten,
@@ -54,7 +50,6 @@ from rockplan.graph_builder.tracing.repeated_calls import (
     refuse_fresh_constants,
     written_constants,
 )
-from rockplan.graph_builder.tracing.run_text import run_text
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
 from rockplan.graph_builder.tracing.stored_state import (
     Tables,
@@ -69,66 +64,12 @@ from rockplan.python_state import trees
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
-from rockplan.values.graph import Kernel, ValueRef
+from rockplan.values.graph import ValueRef
 from rockplan.values.interface import (
     Assignment,
-    Guard,
     Incoming,
-    OutputLeaf,
     Precedent,
-    Question,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """parts: how many; whole: values of which each part reads rows; joined: those that are made of
-    parts, put together or added up. None of these is computed part by part."""
-
-    parts: int = 0
-    whole: frozenset[int] = frozenset()
-    joined: frozenset[int] = frozenset()
-
-
-NO_TILES = Tiles()
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """One recorded run.
-
-    parameters, buffers: (dotted name, value); inputs: (leaf position, value);
-    constants: (value, tensor); gradients: (value of a parameter or input, value of its gradient
-    or None if the result does not depend on it). The backward pass is recorded without autocast;
-    backward_ignores_autocast: it would be the same under the autocast state of the forward.
-    output_spec: tree structure of the result.
-    samples: real tensors of integer inputs and of what is computed from them and constants.
-    copies: (value of a buffer, value that holds two copies of it), see
-    `lowering.buffer_copies`. kernels: that calls name, see `fusion`. tiles: the parts that the head
-    is written in, see `tiling`.
-    """
-
-    values: tuple[RecordedValue, ...]
-    calls: tuple[RecordedCall, ...]
-    parameters: tuple[tuple[str, int], ...]
-    buffers: tuple[tuple[str, int], ...]
-    inputs: tuple[tuple[int, int], ...]
-    constants: tuple[tuple[int, torch.Tensor], ...]
-    outputs: tuple[OutputLeaf, ...]
-    gradients: tuple[tuple[int, int | None], ...]
-    guards: tuple[Guard, ...]
-    questions: tuple[Question, ...]
-    assignments: tuple[Assignment, ...]
-    backward_ignores_autocast: bool
-    output_spec: trees.TreeSpec
-    samples: dict[int, torch.Tensor]
-    copies: tuple[tuple[int, int], ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-    tiles: Tiles = NO_TILES
-
-    def __str__(self) -> str:
-        """A Python-like line a call."""
-        return run_text(self)
 
 
 def capture(

@@ -26,8 +26,9 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from rockplan.errors import CaptureError, InvalidInput
+from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import foreign_kernels
-from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder, is_same_memory
+from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
 from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
 from rockplan.values.interface import is_foreign
 

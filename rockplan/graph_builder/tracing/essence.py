@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph_builder.tracing import evaluate
-from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder
+from rockplan.graph_builder.recorded import evaluate
+from rockplan.graph_builder.recorded.run import RecordedCall
+from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state.contents import data_in
 from rockplan.values.graph import Phase, ValueRef
 

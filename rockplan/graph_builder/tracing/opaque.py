@@ -28,9 +28,9 @@ from torch.autograd.function import FunctionCtx, _is_setup_context_defined
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import InvalidInput, StalePlan, UnsupportedModel
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators.rows import OPAQUE
-from rockplan.graph_builder.tracing.recorder import tensor_spec
+from rockplan.graph_builder.recorded.run import tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.python_state.contents import described
 from rockplan.python_state.reach import NOT_FOLLOWED
 from rockplan.values.graph import TensorSpec

@@ -31,7 +31,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import CaptureError, InvalidInput, RockplanError
-from rockplan.graph_builder.costs.specs import dtype_of
+from rockplan.graph_builder.recorded.run import tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.opaque import (
     KNOWN,
@@ -51,7 +52,6 @@ from rockplan.graph_builder.tracing.opaque import (
     taken,
     with_refs,
 )
-from rockplan.graph_builder.tracing.recorder import tensor_spec
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.values.graph import TensorSpec
 

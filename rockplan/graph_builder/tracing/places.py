@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from rockplan.graph_builder.costs.specs import dtype_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ShapeRule
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue, Recorder
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.tensor_questions import Questions
 from rockplan.python_state.answers import PLACE
 

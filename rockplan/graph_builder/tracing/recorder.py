@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -32,14 +31,14 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.effects import Effect
-from rockplan.graph_builder.tracing.fake_results import Results, fake_device
+from rockplan.graph_builder.recorded.results import Results, fake_device
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
 from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state.leftovers import Leftovers
-from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
+from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
 # What C++ asks of a fake tensor more often than anything else.
@@ -52,56 +51,6 @@ _INDEX = torch.ops.aten.index.Tensor
 _IS_SET_TO = torch.ops.aten.is_set_to.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 _RECURRENT = "torch.nn.modules.rnn."
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedValue:
-    """One tensor: where it lives (`storage` is an ordinal) and what it looks like."""
-
-    spec: TensorSpec
-    storage: int
-    storage_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One operator call. reads: values among its arguments, in order; writes: values that it
-    mutates in place; random: draws numbers."""
-
-    call: Call
-    phase: Phase
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    random: bool
-    module: str
-    source: str
-
-    @property
-    def effect(self) -> Effect:
-        """What it does beside its results and draws."""
-        return facts.facts_of(self.call.op).effect
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Does it do the same whenever it runs, and nothing else?"""
-        return not (self.random or self.effect)
-
-
-def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
-    """The static description of `tensor`; sparse and nested layouts have no strides.
-
-    By the functions of the base class: what a fake tensor is asked for itself goes through Python
-    while it is recorded (`tensor_questions`)."""
-    of = torch._C.TensorBase
-    return TensorSpec(
-        shape=tuple(map(int, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
-        stride=tuple(map(int, of.stride(tensor))),
-        offset=int(of.storage_offset(tensor)),
-        dtype=str(of.dtype.__get__(tensor)),  # type: ignore[attr-defined]
-        device=str(fake_device(tensor) if type(tensor) is FakeTensor else tensor.device),
-        is_conj=of.is_conj(tensor),
-        is_neg=of.is_neg(tensor),
-    )
 
 
 def node_name(node: torch.autograd.graph.Node) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import host_random
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, as_in_eager
-from rockplan.graph_builder.tracing.recorder import RecordedCall, Recorder
+from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stored_state import perturbed
 from rockplan.python_state.reach import Identity, Place

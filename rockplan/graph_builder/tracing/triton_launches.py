@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import StalePlan
 from rockplan.graph_builder.operators.rows import OPAQUE
+from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.opaque import (
     LIBRARY,
@@ -33,7 +34,7 @@ from rockplan.graph_builder.tracing.opaque import (
     with_refs,
 )
 from rockplan.graph_builder.tracing.opaque_calls import is_plain, numbered, text_of
-from rockplan.graph_builder.tracing.recorder import tensor_spec, whole_storage
+from rockplan.graph_builder.tracing.recorder import whole_storage
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.triton_writes import (
     UnknownWrites,

@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
-from rockplan.graph_builder.tracing import evaluate, value_shapes
-from rockplan.graph_builder.tracing.recorder import OUTSIDE, RecordedCall, Recorder
+from rockplan.graph_builder.recorded import evaluate
+from rockplan.graph_builder.recorded.run import RecordedCall
+from rockplan.graph_builder.tracing import value_shapes
+from rockplan.graph_builder.tracing.recorder import OUTSIDE, Recorder
 from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
 from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
 from rockplan.python_state.contents import is_same

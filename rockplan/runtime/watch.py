@@ -4,7 +4,7 @@ takes: a planned module. guarantees: one warning for each, where gradients arriv
 in a backward pass that the plan has no part in, although the module was used for it: its forward
 was replaced, or methods and submodules were used without calling it. Nothing else changes: the
 hooks that see gradients arrive, on a few parameters, only look at the number of the backward pass,
-and what is planned does not count them (`codegen.hooks`).
+and what is planned does not count them (`runtime.hooks`).
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from rockplan.codegen import rng_replay, watch
+from rockplan.codegen import rng_replay
 from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
+from rockplan.runtime import watch
 
 Replan = Callable[[Pattern], Executable]
 """The plan of the same call for incoming gradients of another pattern."""

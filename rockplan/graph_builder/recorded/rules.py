@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rockplan.errors import IllegalForm
-from rockplan.graph_builder.costs.specs import needed_bytes
-from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.values.graph import Phase, is_kernel, refs
 
 Rule = Callable[[Capture], Iterator[str]]

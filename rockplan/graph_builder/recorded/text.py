@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from rockplan.values.graph import Phase, TensorSpec, ValueRef, stem
 
 if TYPE_CHECKING:
-    from rockplan.graph_builder.tracing.capture import Capture
-    from rockplan.graph_builder.tracing.recorder import RecordedCall
+    from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 
 _INDENT = "    "
 

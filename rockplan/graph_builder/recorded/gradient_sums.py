@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rockplan.graph_builder.tracing.capture import Capture
+from rockplan.graph_builder.recorded.run import Capture
 from rockplan.values.graph import Phase, ValueRef, refs
 
 Gradients = tuple[tuple[int, tuple[int, ...]], ...]

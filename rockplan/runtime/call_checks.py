@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from rockplan.codegen.differences import Differences
 from rockplan.errors import InfeasibleBudget, StalePlan, UnsupportedModel
+from rockplan.runtime.differences import Differences
 from rockplan.values.interface import is_foreign
 
 

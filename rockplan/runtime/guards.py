@@ -19,10 +19,10 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from rockplan.codegen import parametrizations
 from rockplan.python_state import trees
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
 from rockplan.python_state.snapshot import Surroundings
+from rockplan.runtime import parametrizations
 from rockplan.values.interface import computed_attributes, foreign_hooks, is_foreign
 
 # What every nn.Module has; compared by itself.

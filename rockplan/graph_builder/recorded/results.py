@@ -19,8 +19,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rockplan.graph_builder.costs.specs import spanned
 from rockplan.graph_builder.operators import facts, layouts
+from rockplan.graph_builder.recorded.specs import spanned
 
 # By the functions of the base classes, as in `tensor_spec`: what a fake tensor is asked for itself
 # goes through Python while it is recorded, each step of a property once.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rockplan.codegen.watch import Watch
+from rockplan.runtime.watch import Watch
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 takes: calls as `described_call` has them when they are planned, signatures of modules. returns:
 sentences such as "input_ids: 4x65, planned 4x64", and what would keep it from happening again.
-Only for messages: what decides is `codegen.guards`.
+Only for messages: what decides is `runtime.guards`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_hooks
 
-from rockplan.codegen import parametrizations
-from rockplan.codegen.guards import (
+from rockplan.python_state import trees
+from rockplan.python_state.reach import named_arguments
+from rockplan.runtime import parametrizations
+from rockplan.runtime.guards import (
     ModuleSignature,
     autocast_state,
     changed_attribute,
@@ -23,8 +25,6 @@ from rockplan.codegen.guards import (
     has_other_class,
     module_entries,
 )
-from rockplan.python_state import trees
-from rockplan.python_state.reach import named_arguments
 
 Facts = tuple[tuple[str, str], ...]
 """(aspect, text) of a leaf of the arguments; the first one is what it is called by."""

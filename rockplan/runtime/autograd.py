@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from rockplan.codegen.backward_pass import PlannedCall, Replan, SavedForBackward
-from rockplan.codegen.call_checks import under_checkpoint
 from rockplan.codegen.executable import Executable
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
+from rockplan.runtime.backward_pass import PlannedCall, Replan, SavedForBackward
+from rockplan.runtime.call_checks import under_checkpoint
 
 
 class _Seam(torch.autograd.Function):

@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.codegen import autograd, rng_replay
-from rockplan.codegen.backward_pass import Replan
-from rockplan.codegen.differences import (
+from rockplan.codegen import rng_replay
+from rockplan.codegen.unmade import stand_in
+from rockplan.python_state.answers import answer_of
+from rockplan.python_state.contents import described, is_same
+from rockplan.python_state.given import returned
+from rockplan.runtime import autograd
+from rockplan.runtime.backward_pass import Replan
+from rockplan.runtime.differences import (
     DescribedCall,
     Difference,
     call_differences,
     module_differences,
 )
-from rockplan.codegen.guards import (
+from rockplan.runtime.guards import (
     ModuleSignature,
     Sharing,
     holds_for_others,
@@ -29,12 +34,8 @@ from rockplan.codegen.guards import (
     signature_holds,
     without_default_device,
 )
-from rockplan.codegen.hooks import has_hooks
-from rockplan.codegen.program import PlannedProgram
-from rockplan.codegen.unmade import stand_in
-from rockplan.python_state.answers import answer_of
-from rockplan.python_state.contents import described, is_same
-from rockplan.python_state.given import returned
+from rockplan.runtime.hooks import has_hooks
+from rockplan.runtime.program import PlannedProgram
 from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 
 

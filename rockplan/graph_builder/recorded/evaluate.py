@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.recorder import RecordedCall, RecordedValue
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
 from rockplan.values.graph import Call, ValueRef
 
 

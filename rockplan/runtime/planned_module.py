@@ -24,8 +24,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from rockplan.codegen import assignments, parametrizations
-from rockplan.codegen.bound_program import (
+from rockplan.codegen.executable import Executable, Pattern
+from rockplan.errors import BackwardError, InfeasibleBudget, InvalidInput, StalePlan
+from rockplan.python_state import trees
+from rockplan.python_state.classes import once_for_each_class
+from rockplan.python_state.snapshot import Surroundings
+from rockplan.runtime import assignments, parametrizations
+from rockplan.runtime.bound_program import (
     BoundProgram,
     bind,
     known_signature,
@@ -33,7 +38,7 @@ from rockplan.codegen.bound_program import (
     rebind,
     run,
 )
-from rockplan.codegen.call_checks import (
+from rockplan.runtime.call_checks import (
     TOO_OFTEN,
     ordinal,
     refuse_capture,
@@ -46,9 +51,8 @@ from rockplan.codegen.call_checks import (
     warn_of_original,
     warn_of_saved_tensor_hooks,
 )
-from rockplan.codegen.differences import Difference, Differences, described_call
-from rockplan.codegen.executable import Executable, Pattern
-from rockplan.codegen.guards import (
+from rockplan.runtime.differences import Difference, Differences, described_call
+from rockplan.runtime.guards import (
     Autocast,
     ModuleSignature,
     autocast_state,
@@ -61,12 +65,8 @@ from rockplan.codegen.guards import (
     with_tensors_of,
     without_default_device,
 )
-from rockplan.codegen.program import MakeProgram, PlannedProgram
-from rockplan.codegen.watch import Watch
-from rockplan.errors import BackwardError, InfeasibleBudget, InvalidInput, StalePlan
-from rockplan.python_state import trees
-from rockplan.python_state.classes import once_for_each_class
-from rockplan.python_state.snapshot import Surroundings
+from rockplan.runtime.program import MakeProgram, PlannedProgram
+from rockplan.runtime.watch import Watch
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Assignment, Incoming, Precedent
 from rockplan.values.literals import picklable

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.codegen.differences import NOTHING_SAID, DescribedCall
 from rockplan.codegen.executable import Executable, build
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
 from rockplan.python_state.given import has_contents
+from rockplan.runtime.differences import NOTHING_SAID, DescribedCall
 from rockplan.values.columns import aligned
 from rockplan.values.interface import Incoming, Interface, Precedent
 from rockplan.values.literals import picklable

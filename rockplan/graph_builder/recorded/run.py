@@ -1,0 +1,121 @@
+"""Run: the operators of one recorded step, forward then backward, as values.
+
+What a recording leaves, and what each pass of `graph_builder.pipeline` takes and returns;
+`recorded.rules` says what is legal of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.recorded.results import fake_device
+from rockplan.graph_builder.recorded.text import run_text
+from rockplan.python_state import trees
+from rockplan.values.graph import Call, Kernel, Phase, TensorSpec
+from rockplan.values.interface import Assignment, Guard, OutputLeaf, Question
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedValue:
+    """One tensor: where it lives (`storage` is an ordinal) and what it looks like."""
+
+    spec: TensorSpec
+    storage: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One operator call. reads: values among its arguments, in order; writes: values that it
+    mutates in place; random: draws numbers."""
+
+    call: Call
+    phase: Phase
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    random: bool
+    module: str
+    source: str
+
+    @property
+    def effect(self) -> Effect:
+        """What it does beside its results and draws."""
+        return facts.facts_of(self.call.op).effect
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Does it do the same whenever it runs, and nothing else?"""
+        return not (self.random or self.effect)
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """The static description of `tensor`; sparse and nested layouts have no strides.
+
+    By the functions of the base class: what a fake tensor is asked for itself goes through Python
+    while it is recorded (`tensor_questions`)."""
+    of = torch._C.TensorBase
+    return TensorSpec(
+        shape=tuple(map(int, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
+        stride=tuple(map(int, of.stride(tensor))),
+        offset=int(of.storage_offset(tensor)),
+        dtype=str(of.dtype.__get__(tensor)),  # type: ignore[attr-defined]
+        device=str(fake_device(tensor) if type(tensor) is FakeTensor else tensor.device),
+        is_conj=of.is_conj(tensor),
+        is_neg=of.is_neg(tensor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """parts: how many; whole: values of which each part reads rows; joined: those that are made of
+    parts, put together or added up. None of these is computed part by part."""
+
+    parts: int = 0
+    whole: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
+
+
+NO_TILES = Tiles()
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One recorded run.
+
+    parameters, buffers: (dotted name, value); inputs: (leaf position, value);
+    constants: (value, tensor); gradients: (value of a parameter or input, value of its gradient
+    or None if the result does not depend on it). The backward pass is recorded without autocast;
+    backward_ignores_autocast: it would be the same under the autocast state of the forward.
+    output_spec: tree structure of the result.
+    samples: real tensors of integer inputs and of what is computed from them and constants.
+    copies: (value of a buffer, value that holds two copies of it), see
+    `lowering.buffer_copies`. kernels: that calls name, see `fusion`. tiles: the parts that the head
+    is written in, see `tiling`.
+    """
+
+    values: tuple[RecordedValue, ...]
+    calls: tuple[RecordedCall, ...]
+    parameters: tuple[tuple[str, int], ...]
+    buffers: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, torch.Tensor], ...]
+    outputs: tuple[OutputLeaf, ...]
+    gradients: tuple[tuple[int, int | None], ...]
+    guards: tuple[Guard, ...]
+    questions: tuple[Question, ...]
+    assignments: tuple[Assignment, ...]
+    backward_ignores_autocast: bool
+    output_spec: trees.TreeSpec
+    samples: dict[int, torch.Tensor]
+    copies: tuple[tuple[int, int], ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    tiles: Tiles = NO_TILES
+
+    def __str__(self) -> str:
+        """A Python-like line a call."""
+        return run_text(self)
