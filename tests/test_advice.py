@@ -103,7 +103,8 @@ def zeroed() -> Net:
 
 
 def validated(self: Any, x: Tensor) -> Tensor:
-    return torch.distributions.Normal(self.a(x), self.b(x).exp()).rsample()
+    # torch.compile, once imported, switches the default off.
+    return torch.distributions.Normal(self.a(x), self.b(x).exp(), validate_args=True).rsample()
 
 
 def not_validated(self: Any, x: Tensor) -> Tensor:

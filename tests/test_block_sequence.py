@@ -113,7 +113,7 @@ def test_what_was_cut_short_is_looked_for_again_with_more_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
-    problem: Any = SimpleNamespace(graph=random_graph(random.Random(3)))
+    problem: Any = SimpleNamespace(graph=random_graph(random.Random(3)), waits=())
     runs: list[bool] = []
 
     def searched(is_cut: bool, seconds: float) -> bool:

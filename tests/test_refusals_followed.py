@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -151,8 +152,8 @@ def grown(self: Any, x: Tensor) -> Tensor:
     return self.more(plain(self, x))
 
 
-def listed(self: Any, x: Tensor, results: dict[str, Any]) -> Any:
-    results["steps"] = len(results)
+def counted_outside(self: Any, x: Tensor, results: Any) -> Any:
+    results.steps = results.x + 1
     return plain(self, x)
 
 
@@ -448,8 +449,8 @@ FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
         lambda: after_one_call(with_state(flagged, flag=0)),
     ),
     "change of the caller's": (
-        lambda: net(listed, X, {"x": 1}),
-        lambda: net(lambda self, x, results: plain(self, x), X, {"x": 1}),
+        lambda: net(counted_outside, X, SimpleNamespace(x=1)),
+        lambda: net(lambda self, x, results: plain(self, x), X, SimpleNamespace(x=1)),
     ),
 }
 

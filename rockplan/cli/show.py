@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 import rockplan
-from rockplan.api import arguments, captured_call
 from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
@@ -87,6 +86,8 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
+    from rockplan.api import arguments, captured_call  # which import torch
+
     subject = make_subject(model)
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
     with under_autocast(subject, autocast):

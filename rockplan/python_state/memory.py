@@ -26,7 +26,8 @@ def content_of(tensor: torch.Tensor) -> Content:
 
 
 def is_copyable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided
+    is_tensor = isinstance(value, torch.Tensor) and not (value.is_meta or value.is_nested)
+    return is_tensor and value.layout is torch.strided
 
 
 def put_back(contents: Iterable[Content]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,7 +182,9 @@ def _hashable(key: Any) -> Any:
 
 def told(value: Any) -> Any:
     """What is compared of an element: its plain data, or which tensor it is; nothing of a tensor
-    that a forward makes while it is recorded."""
+    that a forward makes while it is recorded, nor of our functions in place of PyTorch's."""
+    if isinstance(value, types.FunctionType) and value.__module__.startswith("rockplan."):
+        return None
     if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
         return "a tensor", id(value)
     if value is ABSENT or isinstance(value, torch.Tensor):
