@@ -496,8 +496,9 @@ def test_kinds_of_networks(make: Callable[[], Case], kernel: str, interpreted: l
     assert any(op.startswith(kernel) for op in interpreted)
 
 
-# The second has a cumprod, whose gradient is refused before torch 2.13.
-@pytest.mark.parametrize("seed", [0, 3 if torch.__version__ >= "2.13" else 2, 7])
+# Networks that eager execution trains, without a cumprod, whose gradient is refused before torch
+# 2.13.
+@pytest.mark.parametrize("seed", [7, 8, 9])
 def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
     torch.manual_seed(seed)
     model, inputs = network(random.Random(seed))
