@@ -304,7 +304,7 @@ def test_a_softmax_is_written_over_its_scores_in_two_steps(interpreted: list[str
 # By operators: bits, whatever is planned
 
 
-@pytest.mark.parametrize("seed", [0, 4, 7])
+@pytest.mark.parametrize("seed", [7, 8, 9])
 def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
     """The same bits as with nothing in place."""
     torch.manual_seed(seed)
