@@ -134,7 +134,9 @@ def capture_once() -> None:
     capture = api.captured_call
     latest: list[Any] = [None, None]
 
-    def captured_once(*call: Any) -> Any:
+    def captured_once(*call: Any, **tried: Any) -> Any:
+        if tried:  # with other options, for what an error says of them
+            return capture(*call, **tried)
         module, *_, incoming = call
         if latest[0] is None or latest[0][0] is not module or latest[0][1] != incoming:
             latest[:] = (module, incoming), capture(*call)
