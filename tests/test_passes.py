@@ -19,6 +19,7 @@ from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles import graph_rules
+from rockplan.oracles.forms import check
 from rockplan.search import pipeline as search
 from rockplan.values.graph import CDGraph, Phase, Takeover, ValueRef
 
@@ -204,11 +205,11 @@ KERNEL = _Kernel()
 
 @pytest.mark.parametrize("rule", run_rules.RULES, ids=lambda r: r.__name__)
 def test_a_run_that_breaks_a_rule_is_found(rule: run_rules.Rule, run: Capture) -> None:
-    run_rules.check(run, "as recorded")
+    check(run_rules.RULES, run, "as recorded")
     broken = BROKEN_RUNS[rule](run)
     assert [*rule(broken)]
     with pytest.raises(IllegalForm, match="after a test: "):
-        run_rules.check(broken, "after a test")
+        check(run_rules.RULES, broken, "after a test")
 
 
 def with_node(graph: CDGraph, node: int, **changed: object) -> CDGraph:
@@ -249,11 +250,11 @@ BROKEN_GRAPHS: dict[graph_rules.Rule, Callable[[CDGraph], CDGraph]] = {
 
 @pytest.mark.parametrize("rule", graph_rules.RULES, ids=lambda r: r.__name__)
 def test_a_graph_that_breaks_a_rule_is_found(rule: graph_rules.Rule, lowered: Lowered) -> None:
-    graph_rules.check(lowered.graph, "as lowered")
+    check(graph_rules.RULES, lowered.graph, "as lowered")
     broken = BROKEN_GRAPHS[rule](lowered.graph)
     assert [*rule(broken)]
     with pytest.raises(IllegalForm, match="after a test: "):
-        graph_rules.check(broken, "after a test")
+        check(graph_rules.RULES, broken, "after a test")
 
 
 def test_a_pass_that_makes_something_illegal_is_named(

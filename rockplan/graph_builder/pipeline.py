@@ -31,6 +31,7 @@ from rockplan.graph_builder.tiling.embedding import with_rows_added
 from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles import graph_rules
+from rockplan.oracles.forms import check
 from rockplan.values.graph import CDGraph, Phase
 from rockplan.values.plan import PassTrace
 
@@ -165,9 +166,9 @@ def _checked(
     """The trace of a pass, whose result is held against the table of its form."""
     if CHECKED.get() and is_changed:
         if isinstance(made, Capture):
-            run_rules.check(made, f"after {name}")
+            check(run_rules.RULES, made, f"after {name}")
         else:
-            graph_rules.check(made, f"after {name}")
+            check(graph_rules.RULES, made, f"after {name}")
     steps = made.calls if isinstance(made, Capture) else made.nodes
     forward = sum(step.phase is Phase.FORWARD for step in steps)
     return PassTrace(name, forward, len(steps) - forward, seconds, is_changed)

@@ -1,6 +1,6 @@
 """What is legal of a graph: a table of rules, each with what breaks it.
 
-takes: a CDGraph. raises IllegalForm. `graph_builder.pipeline` asks after each pass, where
+takes: a CDGraph. `oracles.forms.check` asks after each pass, where
 `CHECKED` is on; `verify` says what is legal of a schedule.
 """
 
@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rockplan.errors import IllegalForm
 from rockplan.values.graph import CDGraph, DataKind, Phase, is_kernel, value_refs
 
 Rule = Callable[[CDGraph], Iterator[str]]
 """Yields what breaks it; its docstring says what holds."""
-
-
-def check(graph: CDGraph, when: str) -> None:
-    """Raise IllegalForm with the first rule that the graph breaks. when: what made it."""
-    for rule in RULES:
-        for broken in rule(graph):
-            raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")
 
 
 def numbered_by_place(graph: CDGraph) -> Iterator[str]:
@@ -101,7 +93,7 @@ def kernels_are_known(graph: CDGraph) -> Iterator[str]:
     for node in graph.nodes:
         calls = (*node.calls, *(t.call for t in node.takes if t.call is not None))
         for call in calls:
-            if is_kernel(call.op) and known and call.op not in known:
+            if is_kernel(call.op) and call.op not in known:
                 yield f"node {node.index} calls {call.op}"
 
 

@@ -1,6 +1,6 @@
 """What is legal of a recorded run: a table of rules, each with what breaks it.
 
-takes: a Capture. raises IllegalForm. `graph_builder.pipeline` asks after each pass, where
+takes: a Capture. `oracles.forms.check` asks after each pass, where
 `CHECKED` is on; `oracles.graph_rules` is the same for graphs.
 """
 
@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rockplan.errors import IllegalForm
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.values.graph import Phase, is_kernel, refs
 
 Rule = Callable[[Capture], Iterator[str]]
 """Yields what breaks it; its docstring says what holds."""
-
-
-def check(run: Capture, when: str) -> None:
-    """Raise IllegalForm with the first rule that the run breaks. when: what made it."""
-    for rule in RULES:
-        for broken in rule(run):
-            raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")
 
 
 def values_are_there(run: Capture) -> Iterator[str]:
@@ -100,7 +92,7 @@ def kernels_are_known(run: Capture) -> Iterator[str]:
     """A kernel that is called is one of the run's."""
     known = {kernel.op for kernel in run.kernels}
     for position, recorded in enumerate(run.calls):
-        if is_kernel(recorded.call.op) and known and recorded.call.op not in known:
+        if is_kernel(recorded.call.op) and recorded.call.op not in known:
             yield f"call {position} is of {recorded.call.op}"
 
 
