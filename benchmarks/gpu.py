@@ -6,7 +6,8 @@ TASKS says what is measured, in the order of its worth; what does not fit into t
 Each task is a process of its own that writes rows as they come. One that hangs, or takes the device
 with it, is ended, has a row that says so, and goes on after it in a new process. Rows are printed
 and kept in OUT/rows.jsonl when they come; OUT/table.md is up to date whenever this process ends, by
-itself, by a signal, or by SIGKILL. This process needs no package beside Python's own.
+itself, by a signal, or by SIGKILL; OUT/logs has what each task printed. This process needs no
+package beside Python's own.
 
 With --cpu: small models without a GPU, to test the scripts. A name of --only is that of a task, or
 the first word of several. `make wheels` loads what a machine with PyTorch and no network lacks.
@@ -19,6 +20,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,17 +198,25 @@ def measured(
     tasks: Sequence[Sequence[Task]], limit: TimeLimit, report: Report, on_cpu: bool = False
 ) -> None:
     """Run the tasks one line after the other, as far as the time goes."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    logs = report.folder / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         for together in tasks:
-            _together(together, limit, report, Path(folder), on_cpu)
+            _together(together, limit, report, logs, Path(caches), on_cpu)
 
 
 def _together(
-    tasks: Sequence[Task], limit: TimeLimit, report: Report, folder: Path, on_cpu: bool
+    tasks: Sequence[Task],
+    limit: TimeLimit,
+    report: Report,
+    logs: Path,
+    caches: Path,
+    on_cpu: bool,
 ) -> None:
     cores = os.cpu_count() or 1
     at_once = min(len(tasks), max(1, cores - 1))
-    environment = _environment(folder, cores // at_once)
+    environment = _environment(caches, cores // at_once)
     waiting, running = deque(tasks), list[Running]()
     # Where they cannot all run at once, the last ones are left out, and not what comes after.
     limit = limit.at_most(max(task.limit_s for task in tasks))
@@ -217,7 +227,7 @@ def _together(
                 if limit.left_s < LEAST_S:
                     report.add({"task": task.name, "way": "", "error": "no time left"})
                     continue
-                file = folder / task.name.replace(" ", "-")
+                file = logs / task.name.replace(" ", "-")
                 own = limit.at_most(task.limit_s)
                 paths = (file.with_suffix(".jsonl"), file.with_suffix(".log"))
                 running.append(Running(task, *paths, own, on_cpu, environment))

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -70,11 +71,13 @@ class TimeLimit:
 
 
 def tried(work: Callable[[], Found], limit: TimeLimit) -> Found | str:
-    """What `work` returns; what it raises as a line of text, and its memory is free again."""
+    """What `work` returns; what it raises as a line of text (the log has all of it), and its memory
+    is free again."""
     try:
         with limit.holds():
             return work()
     except (Exception, SystemExit, TimeUp) as error:
+        traceback.print_exc()
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].replace("|", "/")
     gc.collect()
     if "torch" in sys.modules:
