@@ -226,6 +226,36 @@ def test_a_submodule_of_another_class_is_planned_again() -> None:
     assert torch.equal(planned(x), model(x))
 
 
+class InACycle(nn.Linear):
+    """A tensor that it makes is in a cycle; collects: one that is as old as all libraries."""
+
+    def __init__(self, collects: bool) -> None:
+        super().__init__(4, 4)
+        self.collects = collects
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        cycle: list[Any] = [result.exp()]
+        cycle.append(cycle)
+        if self.collects:
+            gc.collect()
+        return result.tanh()
+
+
+@pytest.mark.parametrize("collects", (False, True))
+def test_cycles_are_forgotten_without_a_look_at_all_objects(collects: bool) -> None:
+    model, x = InACycle(collects), torch.ones(2, 4)
+    generations: list[int] = []
+    gc.callbacks.append(lambda phase, info: generations.append(info["generation"]))
+    try:
+        planned = rockplan.solve(model, (x,), "min", options=OPTIONS)
+    finally:
+        gc.callbacks.pop()
+    assert 0 in generations
+    assert collects or max(generations) == 0
+    assert torch.equal(planned(x), model(x))
+
+
 def test_a_class_attribute_that_is_set_by_a_planned_module_is_that_of_all() -> None:
     class Net(nn.Linear):
         scale = 2.0

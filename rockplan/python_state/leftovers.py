@@ -27,6 +27,9 @@ from rockplan.python_state.holders import CELL, Element, Kind, kinds_of, tensors
 _DEEPEST = 5
 """Tuples, views and the like between a tensor and what can be changed."""
 
+_YOUNG, _ALL = 0, 2
+"""Generations of Python's garbage collector."""
+
 
 @dataclass(slots=True)
 class Leftovers:
@@ -65,9 +68,12 @@ class Leftovers:
     def remove(self) -> str | None:
         """Where some were still held, which do not hold them any more: the first such place. Caches
         of functions are emptied, and not named: they fill again."""
-        if not self.alive():
-            return None
-        gc.collect()
+        # What is young first: nothing has aged while collections were paused, and all that was made
+        # when libraries were imported takes longer to look through than a small forward to record.
+        for generation in (_YOUNG, _ALL):
+            if not self.alive():
+                return None
+            gc.collect(generation)
         if self.alive():
             self._empty_function_caches()
         return self._remove_others() if self.alive() else None
