@@ -35,8 +35,8 @@ from benchmarks import models
 from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds, mebibytes, where
 from rockplan.checkpointing.wrap import per_block, sharing_copy
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 
 RESULTS = Path(__file__).parent / "results"

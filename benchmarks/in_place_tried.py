@@ -20,11 +20,11 @@ import torch
 from benchmarks import models
 from benchmarks.models import Case
 from benchmarks.timing import mebibytes
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place, inductor, kernels
 from rockplan.graph_builder.fusion.indices import trial_inputs
 from rockplan.graph_builder.lowering.lower import lower
 from rockplan.graph_builder.recorded.specs import allocated_bytes
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import machine
 from rockplan.values.graph import Kernel

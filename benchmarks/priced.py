@@ -9,9 +9,9 @@ import torch
 from benchmarks import models
 from benchmarks.models import Case
 from rockplan.codegen import rng_replay
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.search.problem import Problem, problem_of
 

@@ -26,9 +26,9 @@ import rockplan
 from benchmarks.models import llama
 from benchmarks.timing import mebibytes, where
 from rockplan.budget import Budget
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.search import planning, problem
 

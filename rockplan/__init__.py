@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.comparison import Comparison, compare
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+    from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
-    from rockplan.graph_builder.tracing.opaque import opaque
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
@@ -64,7 +64,7 @@ _LATE = {
     "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
     "measured_timeline": "rockplan.graph_builder.costs.ruler",
-    "opaque": "rockplan.graph_builder.tracing.opaque",
+    "opaque": "rockplan.graph_builder.foreign.opaque",
     "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.costs.ruler",
     "plan": "rockplan.api",

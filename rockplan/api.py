@@ -29,18 +29,18 @@ from rockplan.errors import (
     RockplanError,
 )
 from rockplan.free_memory import in_bytes
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
+from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.parts import named_in_refusals
-from rockplan.python_state import key_value_cache
 from rockplan.remedies import changes, remedies, written
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call

@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.codegen.unmade import UnmadeResult
 from rockplan.errors import CheckFailed
-from rockplan.graph_builder.tracing import eager_paths
+from rockplan.graph_builder.tracing import eager_paths, modes, patches
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
 from rockplan.python_state.given import GivenCall
@@ -132,7 +132,7 @@ def check(
     given = _Given.of(module, original, args, kwargs)
 
     def steps(forward: Callable[..., Any]) -> tuple[_StepResult, ...]:
-        with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
+        with given.restored(), hooks_aside(module.parameters()), modes.without_compiling():
             given.snapshot.begin()
             return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
 
@@ -185,7 +185,7 @@ def distance(
     bound = bound_of(dtypes)
 
     def step(forward: Callable[..., Any], is_rounded: bool = False) -> NamedTensors:
-        with given.restored(), hooks_aside(module.parameters()), eager_paths.without_compiling():
+        with given.restored(), hooks_aside(module.parameters()), modes.without_compiling():
             given.snapshot.begin()
             if is_rounded:
                 round_otherwise([content.tensor for _, content in given.tensors], dtypes)
@@ -346,7 +346,7 @@ def _run(
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
-    with torch.enable_grad(), eager_paths.patched(_NOT_OF_A_STEP):
+    with torch.enable_grad(), patches.patched(_NOT_OF_A_STEP):
         outputs = trees.tree_leaves(call.with_contents(forward(*args, **kwargs)))
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.models import Case
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.values.graph import Kernel
 
 Failing = Callable[[Kernel], bool]

@@ -12,10 +12,10 @@ import rockplan
 from benchmarks.models import Case
 from rockplan import Options
 from rockplan.codegen import rng_replay
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.lowering.backward_order import predecessors, renumbered
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local import greedy_eviction
 from rockplan.search.planning import plan_of

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 import rockplan
-from rockplan.python_state import key_value_cache
+from rockplan.libraries import key_value_cache
 from tests.following import OPTIONS, Net, assert_planned, made_once
 from tests.training import assert_same_state
 

@@ -188,7 +188,7 @@ _SECOND = """
 import sys, time, torch
 from tests.test_compiled import small_llama
 from rockplan.graph_builder.fusion.fuse import fused
-from rockplan.graph_builder.tracing.capture import capture
+from rockplan.graph_builder.capture import capture
 torch.set_num_threads(1)
 case = small_llama()
 recorded = capture(case.model, case.args, case.kwargs)

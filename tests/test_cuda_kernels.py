@@ -13,9 +13,9 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, llama
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.side_by_side import interleaved_seconds
 from rockplan.values.graph import Kernel, caller_bytes

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rockplan.graph_builder.tracing import flex_attention
+from rockplan.graph_builder.foreign import flex_attention
 from rockplan.graph_builder.tracing.eager_paths import (
     PATCHES,
     WARNING_OF_COMPILED_MODULES,
-    Patch,
-    RecordingAccess,
-    patched,
 )
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess, patched
 
 ROWS = [*PATCHES, *flex_attention.PATCHES, WARNING_OF_COMPILED_MODULES]
 PRESENT = [row for row in ROWS if not isinstance(row.owner, str)]

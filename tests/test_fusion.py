@@ -24,6 +24,7 @@ from benchmarks.models import Case, gpt2, llama, resnet18, t5, unet
 from benchmarks.random_networks import network
 from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, MissingLibrary
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion import kinds as kinds_of_kernels
 from rockplan.graph_builder.fusion.dataflow import dataflow_of
@@ -32,7 +33,6 @@ from rockplan.graph_builder.fusion.parts import PartKind, parts_of
 from rockplan.graph_builder.fusion.stored import COMPUTED
 from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel, Phase, TensorSpec, is_kernel, producers
 from tests.kernels import distance, gradients, interpret, mean_square, run, stack

@@ -15,10 +15,10 @@ from benchmarks import exact_search
 from benchmarks.bounds import prove
 from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
 from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import price as price_with
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, proven_ns
 from rockplan.ilp.blocks.families import option_family
 from rockplan.ilp.blocks.pareto_search import Settings

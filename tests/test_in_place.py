@@ -24,11 +24,11 @@ import rockplan
 from benchmarks.models import Case, gpt2
 from benchmarks.random_networks import network
 from benchmarks.zoo_cases import loss_of
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place, kernels
 from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate, taken_over
 from rockplan.reports.listing import kernel_calls

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import rockplan
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import indices, inductor
 from rockplan.graph_builder.fusion.fuse import proposed
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel
 from tests.kernels import distance

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rockplan
 from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, PlanFormatError
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs import call_time
 from rockplan.graph_builder.costs.call_key import call_key
 from rockplan.graph_builder.costs.estimate import roofline
@@ -29,7 +30,6 @@ from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles.simulate import simulate
 from rockplan.side_by_side import interleaved_seconds, machine
 from rockplan.values import progress

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd import Function
 
 import rockplan
-from rockplan.graph_builder.tracing.opaque import REGISTERED
+from rockplan.graph_builder.foreign.opaque import REGISTERED
 from tests.training import assert_same_state, ensure, generator_states
 
 RUNS: Counter[str] = Counter()

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.flop_counter import flop_registry
 
 from rockplan.errors import InvalidInput
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import flops_of
 from rockplan.graph_builder.operators import facts, layouts
 from rockplan.graph_builder.operators.rows import (
@@ -24,7 +25,6 @@ from rockplan.graph_builder.operators.rows import (
     OperatorFacts,
     ViewKind,
 )
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.graph_builder.tracing.value_shapes import rule_of
 from rockplan.values.graph import Call, TensorSpec, ValueRef
 

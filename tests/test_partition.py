@@ -18,10 +18,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.digests import graph_digest, problem_digest
 from rockplan.graph_builder.partition import choose_pins, partition, side_storages
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block

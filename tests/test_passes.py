@@ -14,10 +14,10 @@ import rockplan
 from rockplan import Options
 from rockplan.errors import IllegalForm, InvalidInput
 from rockplan.graph_builder import pipeline
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles import graph_rules
 from rockplan.oracles.forms import check
 from rockplan.search import pipeline as search

@@ -14,9 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from rockplan.errors import CaptureError, InvalidInput, RockplanError
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.recorded.results import Results
-from rockplan.graph_builder.tracing.capture import capture
-from rockplan.graph_builder.tracing.foreign_kernels import of_address
+from rockplan.graph_builder.tracing.addresses import of_address
 from rockplan.graph_builder.tracing.outputs import foreign_gradient
 from rockplan.graph_builder.tracing.refusals import (
     NAMED,

@@ -14,10 +14,10 @@ from torch import nn
 
 import rockplan
 from benchmarks.models import Case, gpt2, mlp, resnet, t5, vit
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.backward_order import reordered
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import (

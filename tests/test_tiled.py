@@ -22,12 +22,12 @@ from benchmarks.models import Case, gpt2, llama
 from rockplan.budget import Budget
 from rockplan.cli.main import app
 from rockplan.errors import InvalidInput, PlanMismatch
+from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tiling.tile import tiled
-from rockplan.graph_builder.tracing.capture import capture
 from rockplan.options import Options
 from rockplan.search import planning, problem
 from rockplan.values.graph import Phase

@@ -27,7 +27,7 @@ from torch.autograd import Function
 import benchmarks  # noqa: F401
 import rockplan
 from rockplan.graph_builder.costs import call_time
-from rockplan.graph_builder.tracing.triton_writes import UnknownWrites, parameters_written
+from rockplan.graph_builder.foreign.triton_writes import UnknownWrites, parameters_written
 from tests.training import assert_same_state
 
 call_time._TIME_BOX_NS = 0

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from rockplan.blocks.sharded import sharded_modules
 from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
-from rockplan.graph_builder.tracing import eager_paths
+from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
 from rockplan.python_state.holders import Element, same_elements
 from rockplan.python_state.reach import Held, reached
@@ -198,7 +198,7 @@ def _nothing_saved(path: str) -> Iterator[None]:
 
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse),
-        eager_paths.patched([eager_paths.TRANSFORMS_UNDER_HOOKS]),
+        patches.patched([eager_paths.TRANSFORMS_UNDER_HOOKS]),
     ):
         yield
 

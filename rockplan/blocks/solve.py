@@ -47,8 +47,8 @@ from rockplan.budget import Budget, parse_budget
 from rockplan.comparison import Loss, device_of, step_of
 from rockplan.errors import CaptureError, InvalidInput, NothingToDifferentiate
 from rockplan.free_memory import in_bytes
+from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.python_state import key_value_cache
 from rockplan.runtime.guards import outside_of_initialization, under_autocast
 from rockplan.runtime.planned_module import (
     is_in_place,

@@ -30,9 +30,9 @@ import numpy
 import torch
 from torch import nn
 
-from rockplan.python_state import key_value_cache
-from rockplan.python_state.classes import once_for_each_class
+from rockplan.libraries import key_value_cache
 from rockplan.python_state.holders import is_small, slots, slots_held
+from rockplan.values.classes import once_for_each_class
 
 # Values that do not change. Classes compare by identity, as they should.
 _PLAIN = (

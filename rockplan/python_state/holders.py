@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import nn
 
-from rockplan.python_state.classes import once_for_each_class
+from rockplan.values.classes import once_for_each_class
 
 Element = tuple[Any, Any]
 """(key, position or name of an element; the element)"""

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.python_state.classes import once_for_each_class
 from rockplan.python_state.holders import (
     CLASS,
     NAMESPACE,
@@ -40,6 +39,7 @@ from rockplan.python_state.holders import (
     is_opaque_keeper,
     kinds_of,
 )
+from rockplan.values.classes import once_for_each_class
 from rockplan.values.interface import Address
 
 # Their classes, functions and global variables are not looked into.

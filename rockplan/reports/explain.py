@@ -7,7 +7,6 @@ it names as the price of a tenant are enough to make it again where it is read n
 
 from __future__ import annotations
 
-import re
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -22,9 +21,10 @@ from rockplan.oracles.lifetimes import (
     maker,
     start_times_ns,
 )
+from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers
-from rockplan.values.names import activation_names, operation_names, operator_of
+from rockplan.values.names import activation_names, operation_names, operator_of, pattern_of
 from rockplan.values.plan import format_bytes, plan_in
 from rockplan.values.schedule import Compute, Schedule, keep_all, with_frees
 
@@ -141,57 +141,6 @@ def explain(plan: object, *, unplanned: bool = False) -> Explanation:
         graph = as_eager(made.graph)
         return explain_schedule(graph, keep_all(graph))
     return explain_schedule(made.graph, made.schedule)
-
-
-@dataclass(frozen=True, slots=True)
-class PeakOwner:
-    """The tenants of a peak that own most of it together, as in `Share`.
-
-    largest: name of the largest of them; module, source: where it is made; '' where the caller
-    makes it.
-    """
-
-    pattern: str
-    tenants: int
-    size_bytes: int
-    largest: str
-    module: str
-    source: str
-
-    @property
-    def shown(self) -> str:
-        return f"{self.tenants} tensors of {self.pattern}" if self.tenants > 1 else self.largest
-
-
-def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
-    """Who owns most of what is alive at `event`, without prices; None if nothing is."""
-    operations, storages = operation_names(graph), activation_names(graph)
-    made_by = producers(graph)
-    groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
-    for lifetime in alive_at(lifetimes(graph, schedule), event):
-        of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
-        name = (operations if of_node else storages)[lifetime.index]
-        kind = "" if lifetime.owner is Owner.STORAGE else lifetime.owner.value
-        entry = (lifetime.size_bytes, _marked(name, kind), lifetime)
-        groups.setdefault(_marked(_pattern(name), kind), []).append(entry)
-    if not groups:
-        return None
-
-    def total_bytes(pattern: str) -> int:
-        return sum(size_bytes for size_bytes, *_ in groups[pattern])
-
-    pattern = max(sorted(groups), key=total_bytes)
-    _, largest, lifetime = max(groups[pattern], key=lambda entry: entry[:2])
-    number = maker(graph, made_by, lifetime)
-    node = None if number is None else graph.nodes[number]
-    return PeakOwner(
-        pattern=pattern,
-        tenants=len(groups[pattern]),
-        size_bytes=total_bytes(pattern),
-        largest=largest,
-        module=node.module if node else "",
-        source=node.source if node else "",
-    )
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
@@ -427,21 +376,7 @@ def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
 
 
 def _tenant_pattern(tenant: Tenant) -> str:
-    return _marked(_pattern(tenant.name), tenant.kind)
-
-
-def _marked(name: str, kind: str) -> str:
-    is_marked = kind in (Owner.WORKSPACE.value, Owner.COPY.value, Owner.GENERATOR.value)
-    return f"{name} ({kind})" if is_marked else name
-
-
-def _pattern(name: str) -> str:
-    """'layers.*.attn/softmax' for 'layers.3.attn/softmax#1', 'layers.*.norm/layer_norm' for
-    'layers.3.norm/layer_norm:2'."""
-    module, slash, operator = name.partition("/")
-    if not slash:
-        return name
-    return re.sub(r"\d+", "*", module) + slash + re.sub(r"(#\d+)?(:\d+)?$", "", operator)
+    return marked(pattern_of(tenant.name), tenant.kind)
 
 
 WIDTH = 80
@@ -547,7 +482,7 @@ def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recom
     first."""
     groups: dict[str, list[Recomputation]] = {}
     for again in explanation.recomputations:
-        groups.setdefault(_pattern(again.name), []).append(again)
+        groups.setdefault(pattern_of(again.name), []).append(again)
     return sorted(groups.items(), key=lambda g: (-sum(r.time_ns for r in g[1]), g[0]))
 
 

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rockplan.errors import InfeasibleBudget, StalePlan, UnsupportedModel
+from rockplan.python_state.hooks import is_foreign
 from rockplan.runtime.differences import Differences
-from rockplan.values.interface import is_foreign
 
 
 def refuse_transforms() -> None:

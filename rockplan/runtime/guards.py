@@ -21,9 +21,9 @@ from torch.utils._device import DeviceContext
 
 from rockplan.python_state import trees
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
+from rockplan.python_state.hooks import computed_attributes, foreign_hooks, is_foreign
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime import parametrizations
-from rockplan.values.interface import computed_attributes, foreign_hooks, is_foreign
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}

@@ -27,7 +27,6 @@ from torch import nn
 from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import BackwardError, InfeasibleBudget, InvalidInput, StalePlan
 from rockplan.python_state import trees
-from rockplan.python_state.classes import once_for_each_class
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime import assignments, parametrizations
 from rockplan.runtime.bound_program import (
@@ -67,6 +66,7 @@ from rockplan.runtime.guards import (
 )
 from rockplan.runtime.program import MakeProgram, PlannedProgram
 from rockplan.runtime.watch import Watch
+from rockplan.values.classes import once_for_each_class
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Assignment, Incoming, Precedent
 from rockplan.values.literals import picklable

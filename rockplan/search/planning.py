@@ -19,9 +19,9 @@ from rockplan.graph_builder.digests import takes_digest
 from rockplan.ilp.pulp_models import check_solver
 from rockplan.options import Options
 from rockplan.oracles.graph_view import view_of
+from rockplan.oracles.peak_owner import peak_owner
 from rockplan.oracles.simulate import Simulation, simulate, timeline
 from rockplan.oracles.verify import verify
-from rockplan.reports.explain import peak_owner
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.minimum_peak import LeastPeak

@@ -51,3 +51,12 @@ def operator_of(node: ComputeNode) -> str:
 def _stem(node: ComputeNode) -> str:
     phase = "backward/" if node.phase is Phase.BACKWARD else ""
     return f"{node.module or ROOT}/{phase}{operator_of(node)}"
+
+
+def pattern_of(name: str) -> str:
+    """'layers.*.attn/softmax' for 'layers.3.attn/softmax#1', 'layers.*.norm/layer_norm' for
+    'layers.3.norm/layer_norm:2'."""
+    module, slash, operator = name.partition("/")
+    if not slash:
+        return name
+    return re.sub(r"\d+", "*", module) + slash + re.sub(r"(#\d+)?(:\d+)?$", "", operator)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.errors import CaptureError, RockplanError
 from rockplan.graph_builder.recorded.run import RecordedCall
-from rockplan.graph_builder.tracing import foreign_kernels
+from rockplan.graph_builder.tracing import addresses
 from rockplan.graph_builder.tracing.forward_call import named_error
 from rockplan.graph_builder.tracing.outputs import (
     backward_nodes,
@@ -112,7 +112,7 @@ def recorded_backward(
         except RockplanError:
             raise
         except Exception as error:
-            by_address = foreign_kernels.refusal(error, module)
+            by_address = addresses.refusal(error, module)
             if by_address is not None:
                 raise by_address from error
             raise CaptureError(

@@ -1,141 +1,31 @@
 """Eager paths: what of PyTorch and of libraries is another while a forward is recorded, so that it
 takes the paths of eager execution; what a plan could not follow is refused.
 
-Functions, classes and variables are rows (`Patch`), put in place by `patched`. Modes, filters and
-registries, which are no names, have a context manager each. A new PyTorch is a diff of the rows.
+Each function, class or variable is a row (`patches.Patch`). A new PyTorch is a diff of the rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from rockplan.errors import CaptureError, InvalidInput
-from rockplan.graph_builder.recorded.run import RecordedCall
-from rockplan.graph_builder.tracing import foreign_kernels
+from rockplan.graph_builder.tracing import addresses
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
-from rockplan.graph_builder.tracing.refusals import HOOKS, NAMED
-from rockplan.values.interface import is_foreign
-
-_COMPILED = (
-    "planning runs inside a function that is being compiled by torch.compile; plan the module "
-    "before, and call the planned module there"
-)
-
-
-def _nobody(message: object) -> NoReturn:
-    raise AssertionError(message)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingAccess:
-    """What a replacement asks of the recording that it is there for. refuse: raises, with the place
-    in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
-    operator be recorded now? stop: raises an error that ends the recording; place: path of the
-    module that runs, and line of the user's; make_own: gives tensors, those of a storage together,
-    memory of their own where no plan writes into what they have; callers_writes: calls that have
-    written into tensors of the caller's; made: tensors that were met so far, in order."""
-
-    refuse: Callable[[str], NoReturn] = _nobody
-    read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
-    is_active: Callable[[], bool] = lambda: False
-    stop: Callable[[CaptureError], NoReturn] = _nobody
-    place: Callable[[], tuple[str, str]] = lambda: ("", "")
-    make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
-    callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
-    made: Callable[[], Sequence[torch.Tensor]] = lambda: ()
-
-    @contextlib.contextmanager
-    def refusing_writes(self, run_again: Callable[[], bool]) -> Iterator[None]:
-        """Around what eager runs once more in the backward pass, if `run_again` says so then."""
-        before = len(self.callers_writes())
-        yield
-        written = self.callers_writes()[before:] if run_again() else ()
-        for call in written:
-            place = f" in module '{call.module}'" if call.module else ""
-            self.refuse(NAMED["write in a checkpoint"].text(operator=call.call.op, place=place))
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """One name that is another while a forward is recorded.
-
-    owner: a class or a module, or the name of a package: those of its files that have the name.
-    replacement: from what was there, and the recording. why: it is there at all."""
-
-    owner: Any
-    name: str
-    replacement: Callable[[Any, RecordingAccess], Any]
-    why: str
-
-    def owners(self) -> list[Any]:
-        if not isinstance(self.owner, str):
-            return [self.owner]
-        files = [f for name, f in sys.modules.items() if name.split(".")[0] == self.owner]
-        return [file for file in files if self.name in vars(file)]
-
-
-@contextlib.contextmanager
-def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) -> Iterator[None]:
-    """The rows hold meanwhile, in this thread: functions that others call are what they were."""
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            for owner in patch.owners():
-                before = getattr(owner, patch.name)
-                made = patch.replacement(before, recording or RecordingAccess())
-                stack.enter_context(_exchanged(owner, patch.name, _in_this_thread(made, before)))
-        yield
-
-
-_ABSENT = object()
-
-
-@contextlib.contextmanager
-def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    own = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if own is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-
-def _in_this_thread(replacement: Any, elsewhere: Any) -> Any:
-    """Functions, and properties that are set, tell threads apart; classes and data do not."""
-    if isinstance(replacement, property):
-        return property(replacement.fget, _here(replacement.fset, elsewhere.__set__))
-    is_function = callable(replacement) and not isinstance(replacement, type)
-    return _here(replacement, elsewhere) if is_function else replacement
-
-
-def _here(function: Any, elsewhere: Any) -> Callable[..., Any]:
-    """`function` in this thread, `elsewhere` in others."""
-    thread = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        chosen = function if threading.get_ident() == thread else elsewhere
-        return chosen(*args, **kwargs)
-
-    return call
-
+from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.python_state.hooks import is_foreign
 
 # Replacements
 
@@ -283,7 +173,7 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
         if is_copied and isinstance(owner, FakeTensor):
             return 0
         if not is_copied and recording.is_active():
-            recording.refuse(foreign_kernels.of_address(foreign_kernels.running()))
+            recording.refuse(addresses.of_address(addresses.running()))
         return original(owner)
 
     return data_ptr
@@ -449,84 +339,3 @@ PATCHES: tuple[Patch, ...] = (
     Patch(torch.cuda, "set_rng_state", _SEED, _OF_SEED),
 )
 """While a forward is recorded."""
-
-
-# Modes, filters and registries
-
-
-@contextlib.contextmanager
-def without_compiling() -> Iterator[None]:
-    """What `torch.compile` was applied to, in whatever way, runs as it is written: the compiler
-    cannot run below dispatch modes, where it ends the process."""
-    try:
-        eager = torch.compiler.set_stance("force_eager")
-    except RuntimeError as error:
-        raise InvalidInput(_COMPILED) from error
-    with eager, patched([WARNING_OF_COMPILED_MODULES]):
-        yield
-
-
-def refuse_compiling() -> None:
-    """Raise where the compiler follows this very code."""
-    follows = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)()
-    if follows is not None and follows is not False:
-        raise InvalidInput(_COMPILED)
-
-
-@contextlib.contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """Keep the caller's hooks on saved tensors (an activation checkpoint around the planned
-    module, save_on_cpu) away from the recorded run."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        yield
-        return
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        yield
-
-
-@contextlib.contextmanager
-def without_logs_of_fake_tensors() -> Iterator[None]:
-    """Keep from stderr the traceback that fake tensors log of an operator that fails; what it
-    raised is raised all the same, and becomes an error of ours."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("failed while attempting to run meta")
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
-
-
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """Leave modes of the caller in which autograd records nothing (inference mode), looks at the
-    values of gradients (anomaly mode), or calls of operators go through Python (dispatch modes):
-    these see the calls of planned steps, and of planning nothing."""
-    anomaly = torch.autograd.set_detect_anomaly(False)
-    with torch.inference_mode(False), anomaly, _disable_current_modes():
-        yield
-
-
-@contextlib.contextmanager
-def without_hooks_on_all_modules() -> Iterator[None]:
-    """Keep from this thread's calls those hooks that may be there while a module is planned: they
-    follow which module runs (FlopCounterMode does so), and would follow what is not run."""
-    registries: list[dict[int, Any]] = [
-        getattr(nn.modules.module, f"_global{name}") for name in HOOKS
-    ]
-    before = [dict(registry) for registry in registries]
-    for registry in registries:
-        registry |= {key: _here(_nothing, hook) for key, hook in registry.items()}
-    try:
-        yield
-    finally:
-        for registry, hooks in zip(registries, before, strict=True):
-            registry |= {key: hook for key, hook in hooks.items() if key in registry}
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a hook."""

@@ -23,19 +23,20 @@ from rockplan.errors import (
     UnsupportedModel,
 )
 from rockplan.graph_builder.tracing import (
+    addresses,
     eager_paths,
-    flex_attention,
-    foreign_kernels,
     host_random,
-    opaque_calls,
-    triton_launches,
+    modes,
+    patches,
 )
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
+from rockplan.graph_builder.tracing.patches import PatchSource
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
 from rockplan.graph_builder.tracing.value_reads import ValueReader
-from rockplan.python_state import key_value_cache, trees
+from rockplan.libraries import key_value_cache
+from rockplan.python_state import trees
 from rockplan.python_state.contents import data_in
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.reach import Reached, reached
@@ -77,7 +78,7 @@ class ForwardRun:
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """A forward with fake arguments. results_of_others: positions of those that are no leaves of
-    autograd's for the caller."""
+    autograd's for the caller; foreign_rows: patches beside those of `eager_paths`."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -86,6 +87,36 @@ class ForwardCall:
     reader: ValueReader
     snapshot: Snapshot
     stand_ins: StandIns
+    foreign_rows: PatchSource
+
+    @contextlib.contextmanager
+    def as_in_eager(self, recorder: Recorder) -> Iterator[None]:
+        """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
+        libraries led to take the path that they take in eager execution."""
+
+        def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
+            return self.reader.read_all(recorder, tensor) if recorder.is_active() else None
+
+        refuse = functools.partial(refuse_here, recorder)
+        access = patches.RecordingAccess(
+            *(refuse, read_all, recorder.is_active, recorder.refuse, recorder.place),
+            make_own=recorder.make_own,
+            callers_writes=recorder.callers_writes,
+            made=recorder.made,
+        )
+        torch.clear_autocast_cache()
+        with (
+            torch.enable_grad(),
+            modes.without_compiling(),
+            modes.without_hooks_on_all_modules(),
+            modes.without_saved_tensor_hooks(),
+            modes.without_logs_of_fake_tensors(),
+            patches.patched((*eager_paths.PATCHES, *self.foreign_rows()), access),
+        ):
+            try:
+                yield
+            finally:
+                torch.clear_autocast_cache()
 
     def run(self, recorder: Recorder) -> ForwardRun:
         args, kwargs = self.arguments.args, self.arguments.kwargs
@@ -116,7 +147,7 @@ def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any
     except RockplanError:
         raise
     except Exception as error:
-        by_address = foreign_kernels.refusal(error, call.module)
+        by_address = addresses.refusal(error, call.module)
         if by_address is not None:
             raise by_address from error
         if results_of_others and _WRITES_TO_A_LEAF in str(error):
@@ -161,40 +192,6 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def as_in_eager(recorder: Recorder, reader: ValueReader) -> Iterator[None]:
-    """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
-    libraries led to take the path that they take in eager execution."""
-
-    def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
-        return reader.read_all(recorder, tensor) if recorder.is_active() else None
-
-    refuse = functools.partial(refuse_here, recorder)
-    recording = eager_paths.RecordingAccess(
-        *(refuse, read_all, recorder.is_active, recorder.refuse, recorder.place),
-        make_own=recorder.make_own,
-        callers_writes=recorder.callers_writes,
-        made=recorder.made,
-    )
-    patches = (
-        *(*eager_paths.PATCHES, *flex_attention.PATCHES),
-        *(*opaque_calls.patches(), *triton_launches.patches()),
-    )
-    torch.clear_autocast_cache()
-    with (
-        torch.enable_grad(),
-        eager_paths.without_compiling(),
-        eager_paths.without_hooks_on_all_modules(),
-        eager_paths.without_saved_tensor_hooks(),
-        eager_paths.without_logs_of_fake_tensors(),
-        eager_paths.patched(patches, recording),
-    ):
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
 
 
 def refuse_here(recorder: Recorder, message: str) -> NoReturn:

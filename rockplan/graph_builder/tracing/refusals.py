@@ -37,7 +37,7 @@ from rockplan.graph_builder.operators.rows import (
     PAD,
 )
 from rockplan.graph_builder.operators.rows import ROWS as OPERATORS
-from rockplan.values.interface import foreign_hooks, is_foreign
+from rockplan.python_state.hooks import foreign_hooks, is_foreign
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,

@@ -12,7 +12,7 @@ import torch
 
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import host_random
-from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, as_in_eager
+from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stored_state import perturbed
@@ -75,7 +75,7 @@ def is_overwritten(run: ForwardCall, expected: ForwardRun, recorder: Recorder) -
     try:
         if not perturbed(run.snapshot, expected.changes):
             return False
-        with as_in_eager(recorder, run.reader):
+        with run.as_in_eager(recorder):
             again = run.run(recorder)
     except Exception:  # what a forward does with such data is its own
         return False

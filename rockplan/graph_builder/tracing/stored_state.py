@@ -36,9 +36,10 @@ from rockplan.python_state.holders import (
     replaced,
     tensors_in,
 )
+from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.reach import Held, Identity, Place, Reached, identity_of
 from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
-from rockplan.values.interface import ABSENT, Address, Assignment, computed_attributes
+from rockplan.values.interface import ABSENT, Address, Assignment
 
 
 @dataclass(slots=True)

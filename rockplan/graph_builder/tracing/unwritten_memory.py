@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch._ops import OpOverload
 
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.tracing.foreign_kernels import maker
+from rockplan.graph_builder.tracing.addresses import maker
 from rockplan.graph_builder.tracing.refusals import NAMED
 
 

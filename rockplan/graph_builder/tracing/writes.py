@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockplan.graph_builder.operators.facts import written
-from rockplan.graph_builder.tracing import eager_paths
+from rockplan.graph_builder.tracing import modes
 from rockplan.python_state.memory import (
     Content,
     content_of,
@@ -32,7 +32,7 @@ def copied_on_write(tensors: Iterable[torch.Tensor], found: list[Content]) -> It
     """Those of `tensors` that are written to inside are in `found`, as they were. What was compiled
     runs as it is written meanwhile."""
     before = [(t, t.detach()) for t in tensors if is_copyable(t)]
-    with eager_paths.without_compiling(), _CopyOnWrite(tensors, found):
+    with modes.without_compiling(), _CopyOnWrite(tensors, found):
         yield
     seen = {id(content.tensor) for content in found}
     for tensor, memory in before:

@@ -1,9 +1,7 @@
-"""Capture: an nn.Module with a sample -> one recorded run, forward then backward.
+"""Recording: a sample, one call of a module -> one recorded run, forward then backward.
 
-takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: the
-recorded operators are those of eager execution, nothing of the module's activations is
-allocated, and the module, the sample and every generator are left exactly as they were.
-What becomes of it: docs/model.md, Capture and lowering.
+guarantees: the recorded operators are those of eager execution, nothing of the module's activations
+is allocated, and the module, the sample and every generator are left exactly as they were.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing import eager_paths, essence, host_random, own_gradients
+from rockplan.graph_builder.tracing import essence, host_random, modes, own_gradients
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -29,16 +27,15 @@ from rockplan.graph_builder.tracing.backward import (
 from rockplan.graph_builder.tracing.forward_call import (
     ForwardCall,
     ForwardRun,
-    as_in_eager,
     refuse_here,
 )
-from rockplan.graph_builder.tracing.opaque_calls import UnknownCall
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
     output_leaves,
     without_unread,
 )
+from rockplan.graph_builder.tracing.patches import Interrupted, PatchSource
 from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
@@ -72,42 +69,32 @@ from rockplan.values.interface import (
 )
 
 
-def capture(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    forward: Callable[..., Any] | None = None,
-    incoming: Incoming | Precedent | None = None,
-    only_loss: bool = False,
-) -> Capture:
-    """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is recorded: one call of `forward`, and the backward pass from `incoming`, as in
+    `graph_builder.capture`. foreign_rows: patches beside those of `eager_paths`."""
 
-    forward: what to call instead of `module.forward`.
-    incoming: what the backward pass starts from; None: what a step may well start from
-    (`likely_starts`), with only_loss the loss. only_loss: of the result nothing but scalars and
-    what backward starts from is needed.
-    Raises CaptureError (or a subclass) naming the place in the model and the remedy.
-    """
-    eager_paths.refuse_compiling()
-    refuse(When.MODULE, module)
-    call = _Sample(module, forward or module.forward, args, kwargs, incoming, only_loss)
-    before: UnknownCall | None = None
-    while isinstance(recorded := _without_leftovers(call), UnknownCall):
-        recorded.find_out(before)
-        before = recorded
-    return recorded
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    incoming: Incoming | Precedent | None
+    only_loss: bool
+    foreign_rows: PatchSource
 
 
-def _without_leftovers(call: _Sample) -> Capture | UnknownCall:
-    """The recording, or the call of an opaque function that has to be found out about before."""
+def record(sample: Sample) -> Capture | Interrupted:
+    """The recording of a sample, or what has to be found out about before."""
+    modes.refuse_compiling()
+    refuse(When.MODULE, sample.module)
     leftovers = Leftovers()
     try:
         with leftovers.forgotten_by_errors():
-            recorded: Capture | UnknownCall = _with_tables(call, leftovers)
-    except UnknownCall as unknown:
+            recorded: Capture | Interrupted = _with_tables(sample, leftovers)
+    except Interrupted as interrupted:
         # Its frames hold functions that hold the recording.
-        unknown.__traceback__ = unknown.__context__ = None
-        recorded = unknown
+        interrupted.__traceback__ = interrupted.__context__ = None
+        recorded = interrupted
     except BaseException:
         leftovers.remove()
         raise
@@ -122,19 +109,7 @@ _RUNS = 3
 third as well is made anew by each call."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What is recorded."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    incoming: Incoming | Precedent | None
-    only_loss: bool
-
-
-def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
+def _with_tables(call: Sample, leftovers: Leftovers) -> Capture:
     """Record `call`; where the forward keeps tables of constants that it has made, make them for
     real, let it keep those, and record it again."""
     made: list[Tables] = []
@@ -152,13 +127,13 @@ def _with_tables(call: _Sample, leftovers: Leftovers) -> Capture:
             tables.take_back()
 
 
-def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
+def _recorded(call: Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
     """One recording; or the tables that it made and that its forward keeps, if there are any.
     before: those that are there already, made by the recording before this one."""
     recording = _Recording.of(call, leftovers)
     recorder, stand_ins, snapshot = recording.recorder, recording.stand_ins, recording.snapshot
     with (
-        eager_paths.without_modes(),
+        modes.without_modes(),
         snapshot.restored(),
         host_random.restored(snapshot.reached),
         stand_ins.without_history(),
@@ -166,7 +141,7 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
     ):
         exchanged = _exchanged(recording)
         answers = exchanged.questions.answered(snapshot.reached.namespaces)
-        with as_in_eager(recorder, recording.reader), recording.fake_mode, answers:
+        with exchanged.forward.as_in_eager(recorder), recording.fake_mode, answers:
             snapshot.begin()
             first = exchanged.forward.run(recorder)
             first, backward = _with_backward(recording, exchanged, first)
@@ -204,7 +179,7 @@ def _recorded(call: _Sample, leftovers: Leftovers, before: Tables | None) -> Cap
 class _Recording:
     """What takes part in one recording of `call`."""
 
-    call: _Sample
+    call: Sample
     leftovers: Leftovers
     fake_mode: FakeTensorMode
     reader: ValueReader
@@ -213,7 +188,7 @@ class _Recording:
     snapshot: Snapshot
 
     @classmethod
-    def of(cls, call: _Sample, leftovers: Leftovers) -> _Recording:
+    def of(cls, call: Sample, leftovers: Leftovers) -> _Recording:
         # A kernel that got the address of a fake tensor would end the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -283,6 +258,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         reader=recording.reader,
         snapshot=snapshot,
         stand_ins=stand_ins,
+        foreign_rows=call.foreign_rows,
     )
     return _Exchanged(forward, parameters, buffers, inputs, questions, autograd, submodules)
 
@@ -337,7 +313,7 @@ def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reach
     another = recording.another_recorder()
     recording.stand_ins.make_known(another)
     try:
-        with as_in_eager(another, recording.reader):
+        with forward.as_in_eager(another):
             forward.run(another)
     except Exception:  # what a forward does with stand-ins that it has kept is its own
         return None
@@ -360,7 +336,7 @@ def _assignments(
     if first.changes or written or first.drawn:
         another = recording.another_recorder()
         recording.stand_ins.make_known(another)
-        with as_in_eager(another, recording.reader):
+        with forward.as_in_eager(another):
             second = forward.run(another)
         refuse_changes(snapshot, first.changes, second.changes)
         refuse_another_call(snapshot, first, second)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
 
 # Their packages have functions of these names.
 _PUBLIC = importlib.import_module("torch.nn.attention.flex_attention")

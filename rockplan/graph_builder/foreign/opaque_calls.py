@@ -30,11 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import CaptureError, InvalidInput, RockplanError
-from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
-from rockplan.graph_builder.tracing.opaque import (
+from rockplan.errors import InvalidInput, RockplanError
+from rockplan.graph_builder.foreign.opaque import (
     KNOWN,
     REGISTERED,
     AutocastThere,
@@ -52,6 +49,9 @@ from rockplan.graph_builder.tracing.opaque import (
     taken,
     with_refs,
 )
+from rockplan.graph_builder.recorded.run import tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.patches import Interrupted, Patch, RecordingAccess
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.values.graph import TensorSpec
 
@@ -62,7 +62,7 @@ _PLAIN = (
 )
 
 
-class UnknownCall(CaptureError):
+class UnknownCall(Interrupted):
     """A recording has come to a call of which nothing is known yet."""
 
     def __init__(self, call: OpaqueForward | OpaqueBackward, module: str, source: str) -> None:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from rockplan.python_state.classes import once_for_each_class
+from rockplan.values.classes import once_for_each_class
 
 SWITCH = "use_cache"
 

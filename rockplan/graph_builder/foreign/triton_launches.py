@@ -23,24 +23,24 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import StalePlan
-from rockplan.graph_builder.operators.rows import OPAQUE
-from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.graph_builder.tracing.eager_paths import Patch, RecordingAccess
-from rockplan.graph_builder.tracing.opaque import (
+from rockplan.graph_builder.foreign.opaque import (
     LIBRARY,
     Tensors,
     new_packet,
     taken,
     with_refs,
 )
-from rockplan.graph_builder.tracing.opaque_calls import is_plain, numbered, text_of
-from rockplan.graph_builder.tracing.recorder import whole_storage
-from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.triton_writes import (
+from rockplan.graph_builder.foreign.opaque_calls import is_plain, numbered, text_of
+from rockplan.graph_builder.foreign.triton_writes import (
     UnknownWrites,
     parameters_written,
     plain_function,
 )
+from rockplan.graph_builder.operators.rows import OPAQUE
+from rockplan.graph_builder.recorded.run import tensor_spec
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.recorder import whole_storage
+from rockplan.graph_builder.tracing.refusals import NAMED
 
 _SCHEMA = "(Tensor[] given, Tensor(a!)[] changed, str call) -> ()"
 _WHY = "a plan launches the kernel itself, on tensors that have memory"

@@ -1,0 +1,53 @@
+"""Capture: an nn.Module with a sample -> one recorded run, forward then backward.
+
+takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: those
+of `tracing.recording`. A recording that comes to a call of an opaque function of which nothing is
+known yet ends there, and begins anew once that call has run.
+What becomes of it: docs/model.md, Capture and lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from rockplan.graph_builder.foreign import flex_attention, opaque_calls, triton_launches
+from rockplan.graph_builder.foreign.opaque_calls import UnknownCall
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.patches import Patch
+from rockplan.graph_builder.tracing.recording import Sample, record
+from rockplan.values.interface import Incoming, Precedent
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+    incoming: Incoming | Precedent | None = None,
+    only_loss: bool = False,
+) -> Capture:
+    """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
+
+    forward: what to call instead of `module.forward`.
+    incoming: what the backward pass starts from; None: what a step may well start from
+    (`likely_starts`), with only_loss the loss. only_loss: of the result nothing but scalars and
+    what backward starts from is needed.
+    Raises CaptureError (or a subclass) naming the place in the model and the remedy.
+    """
+    sample = Sample(module, forward or module.forward, args, kwargs, incoming, only_loss, _rows)
+    before: UnknownCall | None = None
+    while isinstance(recorded := record(sample), UnknownCall):
+        recorded.find_out(before)
+        before = recorded
+    assert isinstance(recorded, Capture)
+    return recorded
+
+
+def _rows() -> Iterator[Patch]:
+    """What the kernels of others need while a forward is recorded."""
+    yield from flex_attention.PATCHES
+    yield from opaque_calls.patches()
+    yield from triton_launches.patches()

@@ -1,0 +1,104 @@
+"""Modes, filters and registries of the caller that a recording leaves or keeps away meanwhile.
+
+What has a name is a row of `eager_paths`; what has none has a context manager here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.errors import InvalidInput
+from rockplan.graph_builder.tracing.eager_paths import WARNING_OF_COMPILED_MODULES
+from rockplan.graph_builder.tracing.patches import in_this_thread, patched
+from rockplan.graph_builder.tracing.refusals import HOOKS
+
+_COMPILED = (
+    "planning runs inside a function that is being compiled by torch.compile; plan the module "
+    "before, and call the planned module there"
+)
+
+
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """What `torch.compile` was applied to, in whatever way, runs as it is written: the compiler
+    cannot run below dispatch modes, where it ends the process."""
+    try:
+        eager = torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        raise InvalidInput(_COMPILED) from error
+    with eager, patched([WARNING_OF_COMPILED_MODULES]):
+        yield
+
+
+def refuse_compiling() -> None:
+    """Raise where the compiler follows this very code."""
+    follows = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)()
+    if follows is not None and follows is not False:
+        raise InvalidInput(_COMPILED)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Keep the caller's hooks on saved tensors (an activation checkpoint around the planned
+    module, save_on_cpu) away from the recorded run."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        yield
+        return
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
+@contextlib.contextmanager
+def without_logs_of_fake_tensors() -> Iterator[None]:
+    """Keep from stderr the traceback that fake tensors log of an operator that fails; what it
+    raised is raised all the same, and becomes an error of ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Leave modes of the caller in which autograd records nothing (inference mode), looks at the
+    values of gradients (anomaly mode), or calls of operators go through Python (dispatch modes):
+    these see the calls of planned steps, and of planning nothing."""
+    anomaly = torch.autograd.set_detect_anomaly(False)
+    with torch.inference_mode(False), anomaly, _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def without_hooks_on_all_modules() -> Iterator[None]:
+    """Keep from this thread's calls those hooks that may be there while a module is planned: they
+    follow which module runs (FlopCounterMode does so), and would follow what is not run."""
+    registries: list[dict[int, Any]] = [
+        getattr(nn.modules.module, f"_global{name}") for name in HOOKS
+    ]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        registry |= {key: in_this_thread(_nothing, hook) for key, hook in registry.items()}
+    try:
+        yield
+    finally:
+        for registry, hooks in zip(registries, before, strict=True):
+            registry |= {key: hook for key, hook in hooks.items() if key in registry}
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a hook."""

@@ -1,0 +1,66 @@
+"""Peak owner: what owns most of the bytes that are alive at one event of a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, maker
+from rockplan.values.graph import CDGraph, producers
+from rockplan.values.names import activation_names, operation_names, pattern_of
+from rockplan.values.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class PeakOwner:
+    """The tenants of a peak that own most of it together, as in `reports.explain.Share`.
+
+    largest: name of the largest of them; module, source: where it is made; '' where the caller
+    makes it.
+    """
+
+    pattern: str
+    tenants: int
+    size_bytes: int
+    largest: str
+    module: str
+    source: str
+
+    @property
+    def shown(self) -> str:
+        return f"{self.tenants} tensors of {self.pattern}" if self.tenants > 1 else self.largest
+
+
+def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
+    """Who owns most of what is alive at `event`, without prices; None if nothing is."""
+    operations, storages = operation_names(graph), activation_names(graph)
+    made_by = producers(graph)
+    groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
+    for lifetime in alive_at(lifetimes(graph, schedule), event):
+        of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
+        name = (operations if of_node else storages)[lifetime.index]
+        kind = "" if lifetime.owner is Owner.STORAGE else lifetime.owner.value
+        entry = (lifetime.size_bytes, marked(name, kind), lifetime)
+        groups.setdefault(marked(pattern_of(name), kind), []).append(entry)
+    if not groups:
+        return None
+
+    def total_bytes(pattern: str) -> int:
+        return sum(size_bytes for size_bytes, *_ in groups[pattern])
+
+    pattern = max(sorted(groups), key=total_bytes)
+    _, largest, lifetime = max(groups[pattern], key=lambda entry: entry[:2])
+    number = maker(graph, made_by, lifetime)
+    node = None if number is None else graph.nodes[number]
+    return PeakOwner(
+        pattern=pattern,
+        tenants=len(groups[pattern]),
+        size_bytes=total_bytes(pattern),
+        largest=largest,
+        module=node.module if node else "",
+        source=node.source if node else "",
+    )
+
+
+def marked(name: str, kind: str) -> str:
+    is_marked = kind in (Owner.WORKSPACE.value, Owner.COPY.value, Owner.GENERATOR.value)
+    return f"{name} ({kind})" if is_marked else name
