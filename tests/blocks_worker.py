@@ -1,9 +1,8 @@
-"""Run by torchrun: planned blocks under fully_shard and DistributedDataParallel, beside the
+"""On several processes: planned blocks under fully_shard and DistributedDataParallel, beside the
 original under the same. Exits with an error where they differ."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -148,9 +147,3 @@ def main() -> None:
         check_tensor_parallel(mesh)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    # Not by Python's own end, see `tests.processes.LEAVE`.
-    os._exit(0)

@@ -1,10 +1,9 @@
-"""Run by torchrun on two processes: forwards that exchange data, planned for other budgets on each,
+"""On two processes: forwards that exchange data, planned for other budgets on each,
 beside the original. Exits with an error where they differ."""
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -178,9 +177,3 @@ def main() -> None:
         refused(exchange)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    # Not by Python's own end, see `tests.processes.LEAVE`.
-    os._exit(0)

@@ -1,11 +1,10 @@
-"""Run by torchrun on two processes: DistributedDataParallel and fully_shard of a planned and of
+"""On two processes: DistributedDataParallel and fully_shard of a planned and of
 the original module, compared. Exits with an error where they differ."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -213,9 +212,3 @@ def main() -> None:
     compare_sharded_losses()
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    # Not by Python's own end, see `tests.processes.LEAVE`.
-    os._exit(0)

@@ -1,10 +1,17 @@
-"""Scripts that run on several processes."""
+"""Scripts that run on several processes: by torchrun, or forked by one that has imported them.
+
+`python -m tests.processes MODULE COUNT` is the one that forks.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,10 +27,19 @@ now and then while Python shuts down, 2 to 6 of 12 without rockplan in them, 'te
 without an active exception'. An error before is seen as it was."""
 
 
-def torchrun(script: list[str], cache: Path, processes: int = 2) -> None:
-    """Run `script` on `processes`; a failure shows what they wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+def torchrun(script: Path, cache: Path) -> None:
+    """Run `script` on two processes; a failure shows what they wrote."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
+    _run(command, cache)
+
+
+def on_processes(module: str, count: int, cache: Path) -> None:
+    """Run `main` of a module of tests on `count` processes, none of which imports it again."""
+    _run([sys.executable, "-m", "tests.processes", module, str(count)], cache)
+
+
+def _run(command: list[str], cache: Path) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -31,6 +47,34 @@ def torchrun(script: list[str], cache: Path, processes: int = 2) -> None:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        [*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _forked(main: Callable[[], None], count: int) -> bool:
+    """Run `main` in `count` processes that torch.distributed can connect; True if all succeed."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    started = [_started(main, rank, count, port) for rank in range(count)]
+    return not any([os.waitpid(process, 0)[1] for process in started])
+
+
+def _started(main: Callable[[], None], rank: int, count: int, port: int) -> int:
+    process = os.fork()
+    if process:
+        return process
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # see LEAVE
+
+
+if __name__ == "__main__":
+    name, count = sys.argv[1:]
+    sys.exit(not _forked(importlib.import_module(name).main, int(count)))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import torchrun
+from tests.processes import on_processes
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_planned_blocks_on_several_processes(processes: int, tmp_path: Path) -> None:
-    torchrun(["-m", "tests.blocks_worker"], tmp_path, processes)
+    on_processes("tests.blocks_worker", processes, tmp_path)

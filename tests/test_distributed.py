@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.processes import torchrun
+from tests.processes import on_processes
 
 
 def test_distributed_data_parallel(compilers: Path, tmp_path: Path) -> None:
-    torchrun(["-m", "tests.distributed_worker"], tmp_path)
+    on_processes("tests.distributed_worker", 2, tmp_path)
 
 
 def test_forwards_that_exchange_data(tmp_path: Path) -> None:
-    torchrun(["-m", "tests.collectives_worker"], tmp_path)
+    on_processes("tests.collectives_worker", 2, tmp_path)

@@ -55,7 +55,7 @@ def test_example_runs(name: str, code: str, tmp_path: Path) -> None:
     if "torchrun" in code:
         script = tmp_path / "train.py"
         script.write_text(code + LEAVE)
-        torchrun([str(script)], tmp_path)
+        torchrun(script, tmp_path)
         return
     exec(compile(code, name, "exec"), {"__name__": name})
 
