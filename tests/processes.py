@@ -58,7 +58,8 @@ def _forked(main: Callable[[], None], count: int) -> bool:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     started = [_started(main, rank, count, port) for rank in range(count)]
-    return not any([os.waitpid(process, 0)[1] for process in started])
+    failures = [os.waitpid(process, 0)[1] for process in started]
+    return not any(failures)
 
 
 def _started(main: Callable[[], None], rank: int, count: int, port: int) -> int:
