@@ -29,9 +29,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import models
-from benchmarks.models import Case
-from benchmarks.priced import CASES, prepared_case
 from benchmarks.timing import where
 from rockplan.checkpointing import wrap
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
@@ -45,6 +42,9 @@ from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import POLISH, STAGES, run
 from rockplan.search.problem import Goal, Problem
 from rockplan.values.schedule import keep_all
+from testing import models
+from testing.models import Case
+from testing.priced import CASES, prepared_case
 
 RESULTS = Path(__file__).parent / "results" / "ablation.jsonl"
 WAYS = ("3%", "10%", "25%", "50%", "checkpoint", "min")

@@ -32,7 +32,6 @@ from benchmarks.peers.orders import fastest_within
 from benchmarks.peers.per_tensor import per_tensor_schedules
 from benchmarks.peers.rockmate import grid_families, rockmate
 from benchmarks.peers.rotor import rotor
-from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import machine
 from rockplan.budget import Budget
 from rockplan.dp.chain_solver import ChainSolver
@@ -51,6 +50,7 @@ from rockplan.search.block_families import families
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph, without_takes
 from rockplan.values.schedule import Schedule, keep_all
+from testing.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -25,9 +25,6 @@ import networkx
 import torch
 
 import rockplan
-from benchmarks import models as zoo
-from benchmarks.models import Case
-from benchmarks.priced import CASES
 from benchmarks.timing import machine, mebibytes
 from rockplan.graph_builder.lowering.backward_order import predecessors
 from rockplan.oracles.simulate import simulate, taken_over, timeline
@@ -43,6 +40,9 @@ from rockplan.values.graph import (
     readers,
 )
 from rockplan.values.schedule import Compute, keep_all
+from testing import models as zoo
+from testing.models import Case
+from testing.priced import CASES
 
 MODELS: dict[str, Callable[[], Case]] = {
     **CASES,

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
 from rockplan.checkpointing import wrap
 from rockplan.side_by_side import interleaved_seconds, machine, mebibytes
+from testing import models
+from testing.models import Case
 
 RESULT = Path(__file__).parent / "results" / "blocks.md"
 

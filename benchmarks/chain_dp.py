@@ -23,7 +23,7 @@ from rockplan.dp.links import Link, Operation, RunForward, RunOption, links
 from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
 from rockplan.values.graph import Phase
-from tests.families import families, gpt_problems, join
+from testing.families import families, gpt_problems, join
 
 
 def main() -> None:

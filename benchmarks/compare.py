@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
 from rockplan.comparison import Comparison, Row, measured_series
 from rockplan.reports.pictures import Series
+from testing import models
+from testing.models import Case
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = RESULTS / "compare.jsonl"

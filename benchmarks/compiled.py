@@ -31,13 +31,13 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
 from benchmarks.timing import interleaved_seconds, mebibytes, where
 from rockplan.checkpointing.wrap import per_block, sharing_copy
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
+from testing import models
+from testing.models import Case
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = RESULTS / "compiled.jsonl"

@@ -16,8 +16,8 @@ import torch
 
 import rockplan
 from benchmarks.gpu_check import checkpointed
-from benchmarks.models import gpt2
 from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
+from testing.models import gpt2
 
 BUDGETS = ("min", "15%", "20%", "30%", "40%", "50%", "60%", "80%", "100%")
 REPEATS = 9

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import gpt2
 from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
+from testing.models import gpt2
 
 BUDGET = "40%"
 REPEATS = 9

@@ -1,6 +1,6 @@
 """Networks and uses drawn at random: is a planned module always as eager execution?
 
-Each seed is a network (`benchmarks/random_networks.py`), a budget, options, and some uses one after
+Each seed is a network (`testing/random_networks.py`), a budget, options, and some uses one after
 another, as training code has them: losses of everything or of one output, several forwards before
 a backward, retained graphs, gradients of some parameters, frozen parameters, autocast, evaluation,
 other batch sizes, copies. Results, gradients, parameters, buffers and the generator must be those
@@ -59,14 +59,14 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks import python_state
-from benchmarks.models import moved
-from benchmarks.random_networks import CALLS, Network, network
 from benchmarks.timing import where
 from benchmarks.zoo import FOR_CUDA, plan_roughly, tolerance_bytes
-from benchmarks.zoo_cases import loss_of
 from rockplan import check
 from rockplan.graph_builder.fusion import inductor, kernels
-from tests.training import assert_equal_trees, assert_same_state, generator_states
+from testing.models import moved
+from testing.random_networks import CALLS, Network, network
+from testing.training import assert_equal_trees, assert_same_state, generator_states
+from testing.zoo_cases import loss_of
 
 RESULTS = Path(__file__).parent / "results" / "fuzz.jsonl"
 OUTCOMES = ("equal", "refused", "unrepeated", "wrong")

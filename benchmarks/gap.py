@@ -28,7 +28,6 @@ import torch
 
 from benchmarks.bounds.pebbles import pebbled_peak_bytes
 from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
-from benchmarks.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 from benchmarks.timing import where
 from rockplan.budget import Budget
 from rockplan.errors import InfeasibleBudget
@@ -39,6 +38,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
 from rockplan.search.problem import Problem
 from rockplan.values.schedule import first_executions, keep_all
+from testing.priced import BYTES_PER_S, CASES, FLOPS_PER_S, prepared
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = 10

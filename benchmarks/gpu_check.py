@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import rockplan
-from benchmarks.models import Case, ResNet, gpt2, llama, resnet
 from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
 from benchmarks.zoo import FOR_CUDA
+from testing.models import Case, ResNet, gpt2, llama, resnet
 
 WAY = (0.1, 0.4)
 REPEATS = 7

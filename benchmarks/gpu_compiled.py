@@ -19,11 +19,11 @@ from torch import nn
 
 import rockplan
 from benchmarks.compiled import compiled, distance, gradients
-from benchmarks.gpu_cases import TIMED, LossCase, case_of
 from benchmarks.gpu_table import DETAIL
 from benchmarks.gpu_worker import Row, Worker, worker
 from benchmarks.kernel_record import Record, recorded
 from rockplan.checkpointing.wrap import per_block, sharing_copy
+from testing.gpu_cases import TIMED, LossCase, case_of
 
 FIRST_ROUNDS, MOST_ROUNDS = 3, 7
 TIMING_S = 20.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 import rockplan
-from benchmarks import models
 from benchmarks.gpu_compiled import synchronize
 from benchmarks.gpu_worker import Row, worker
+from testing import models
 
 
 def main() -> None:

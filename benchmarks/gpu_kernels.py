@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.gpu_cases import KERNELS, made_on
 from benchmarks.gpu_table import DETAIL
 from benchmarks.gpu_worker import Row, worker
 from benchmarks.kernel_record import (
@@ -30,6 +29,7 @@ from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.graph_builder.fusion import kernels
 from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import Kernel
+from testing.gpu_cases import KERNELS, made_on
 
 DRAWS = 3
 KERNEL_S = 15.0

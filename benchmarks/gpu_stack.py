@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks import models
-from benchmarks.gpu_cases import LLAMA, language, made_on
 from benchmarks.gpu_compiled import Say, step_seconds, synchronize
 from benchmarks.gpu_table import DETAIL
 from benchmarks.gpu_worker import Row, worker
 from benchmarks.lengths import LENGTHS, lengths_of
-from benchmarks.models import Case
+from testing import models
+from testing.gpu_cases import LLAMA, language, made_on
+from testing.models import Case
 
 ROUNDS = 7
 BUDGET = "60%"

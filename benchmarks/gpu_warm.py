@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.gpu_cases import case_of
 from benchmarks.gpu_compiled import COMPILED, Make, Ways, synchronize
 from benchmarks.gpu_table import DETAIL
 from benchmarks.gpu_worker import Row, worker
+from testing.gpu_cases import case_of
 
 
 def main() -> None:

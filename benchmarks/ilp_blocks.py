@@ -2,7 +2,7 @@
 
     python -m benchmarks.ilp_blocks [--layers 12]
 
-Blocks of GPT-2 with attention written out, roofline prices (tests/graphs.py). The corner lies at
+Blocks of GPT-2 with attention written out, roofline prices (testing/graphs.py). The corner lies at
 15 % of the range of peaks and 30 % of the range of saved bytes. Overhead: iteration time of the
 chain's schedule over one execution of every node, as simulated, at budgets that are shares of
 keep-all's peak; bound: no legal schedule is faster. Seconds are CPU seconds of this process, one
@@ -37,8 +37,8 @@ from rockplan.oracles.simulate import simulate
 from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
-from tests.families import gpt_problems, join
-from tests.graphs import attention_block, mlp_block
+from testing.families import gpt_problems, join
+from testing.graphs import attention_block, mlp_block
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

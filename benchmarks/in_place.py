@@ -19,10 +19,10 @@ import torch
 
 import rockplan
 from benchmarks.compiled import CASES
-from benchmarks.models import Case
 from benchmarks.timing import mebibytes
 from rockplan.graph_builder.fusion import in_place
 from rockplan.options import Options
+from testing.models import Case
 
 SHARES = (1, 1.25, 1.6, 2.2)
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import models
-from benchmarks.models import Case
 from benchmarks.timing import mebibytes
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place, inductor, kernels
@@ -28,6 +26,8 @@ from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.options import Options
 from rockplan.side_by_side import machine
 from rockplan.values.graph import Kernel
+from testing import models
+from testing.models import Case
 
 CASES: dict[str, tuple[Callable[[], Case], torch.dtype]] = {
     "llama": (

@@ -14,8 +14,8 @@ import functools
 import torch
 
 import rockplan
-from benchmarks.models import Case, bert, encoder, gpt2, llama, mlp, resnet
 from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
+from testing.models import Case, bert, encoder, gpt2, llama, mlp, resnet
 
 REPEATS, REPEATS_IF_TINY = 15, 61
 

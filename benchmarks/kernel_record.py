@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Case
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.values.graph import CDGraph, Kernel
+from testing.models import Case
 
 
 @dataclass(slots=True)

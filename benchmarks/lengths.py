@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
 from benchmarks.timing import where
+from testing import models
+from testing.models import Case
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = "60%"

@@ -3,7 +3,7 @@
 `make libraries` makes an environment of its own (`.venv-libraries`, of the releases in
 `benchmarks/libraries.txt`) and runs this in it. Each model is examined as in `benchmarks.zoo`, in a
 process of its own, at '50%' of what everything kept needs and at 'min'; outcomes are explained
-there. The models: `benchmarks/library_cases/`.
+there. The models: `testing/library_cases/`.
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.libraries [--jobs 2] [--only monai] [--again]
          [--retry refused]
@@ -35,7 +35,7 @@ TIME_LIMIT_S = 300
 
 def releases() -> dict[str, str]:
     """The libraries with models here, as they are installed."""
-    from benchmarks import library_cases
+    from testing import library_cases
 
     found = {name.split("/")[1] for name in library_cases.names()}
     return {library: metadata.version(library) for library in sorted(found)}
@@ -89,7 +89,7 @@ def _why(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    from benchmarks import library_cases
+    from testing import library_cases
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1, help="processes")

@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 
 import rockplan
-from benchmarks import models, odd_models, priced
-from benchmarks.models import Case
 from benchmarks.timing import where
 from rockplan.values import progress
+from testing import models, odd_models, priced
+from testing.models import Case
 
 RESULTS = Path(__file__).parent / "results"
 COLD, WARM = "40%", "50%"
@@ -53,8 +53,8 @@ CASES: dict[str, Callable[[], Case]] = {
     **odd_models.CASES,
 }
 """GPT-2: attention written out, since its dropout has no fused kernel on CPU. The DenseNet has
-no two layers alike. Beside them those of `benchmarks.priced`, of two layers each, and those of
-`benchmarks.odd_models`, for "min"."""
+no two layers alike. Beside them those of `testing.priced`, of two layers each, and those of
+`testing.odd_models`, for "min"."""
 
 AT_TEN_PERCENT = {
     "llama": "31%",

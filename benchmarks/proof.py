@@ -42,12 +42,12 @@ import torch
 from benchmarks.bounds.prove import lower_bound_ns
 from benchmarks.exact_search import Mask, Step, View, bits, certain
 from benchmarks.gap import Row, add, read, write
-from benchmarks.priced import prepared
 from benchmarks.timing import where
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.backward_order import renumbered
 from rockplan.options import Options
 from rockplan.values.graph import CDGraph
+from testing.priced import prepared
 
 SMALL = 0.005
 """Of the budget. Of 119 storages of the `gpt2-sdpa` case 117 are left, of 183 of BERT 144."""

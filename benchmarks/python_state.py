@@ -1,6 +1,6 @@
 """Is a model that keeps something in Python, beside its tensors, planned as eager or refused?
 
-Each seed is a file (`benchmarks/python_state_cases.py`) and some steps of a training loop. The file
+Each seed is a file (`testing/python_state_cases.py`) and some steps of a training loop. The file
 is imported anew for each run, so that nothing is shared. What the steps yield (results, what the
 caller can read afterwards, gradients of a loss of all that, parameters, buffers, generators) is
 compared bit for bit; then one step of another model of the class. A seed ends as
@@ -49,10 +49,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import rockplan
-from benchmarks.python_state_cases import Case, draw, plain
 from benchmarks.timing import where
 from benchmarks.zoo import plan_roughly
-from tests.training import generator_states
+from testing.python_state_cases import Case, draw, plain
+from testing.training import generator_states
 
 RESULTS = Path(__file__).parent / "results" / "fuzz_python_state.jsonl"
 OUTCOMES = ("equal", "refused", "refused later", "unrepeated", "left", "wrong", "crashed")

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case, llama
 from benchmarks.timing import interleaved_seconds, mebibytes, where
 from rockplan.checkpointing.wrap import per_block
 from rockplan.options import Options
+from testing.models import Case, llama
 
 RESULTS = Path(__file__).parent / "results"
 

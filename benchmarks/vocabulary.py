@@ -23,7 +23,6 @@ import transformers
 from torch import nn
 
 import rockplan
-from benchmarks.models import llama
 from benchmarks.timing import mebibytes, where
 from rockplan.budget import Budget
 from rockplan.graph_builder.capture import capture
@@ -31,6 +30,7 @@ from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.search import planning, problem
+from testing.models import llama
 
 RESULTS = Path(__file__).parent / "results"
 

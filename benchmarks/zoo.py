@@ -166,7 +166,7 @@ class Examination:
 
     def run(self) -> dict[str, Any]:
         import rockplan
-        from benchmarks.zoo_cases import NotBuilt
+        from testing.zoo_cases import NotBuilt
 
         try:
             self._examine()
@@ -252,7 +252,7 @@ class Examination:
         import torch
 
         import rockplan
-        from tests.training import assert_equal_trees, generator_states
+        from testing.training import assert_equal_trees, generator_states
 
         # In less time the smallest budget that is found is up to four times as large as it is, and
         # plans where memory is shortest run most again.
@@ -341,7 +341,7 @@ def without_folders(text: str) -> str:
 
 
 def make_case(name: str) -> Any:
-    from benchmarks import library_cases, zoo_cases
+    from testing import library_cases, zoo_cases
 
     source = name.split("/")[0]
     seed_everything(seed_of(name))
@@ -367,7 +367,7 @@ def train_side_by_side(case: Any, planned: Any, eager: Any) -> None:
     """Three steps of stochastic gradient descent of both; everything the same bit for bit."""
     import torch
 
-    from tests.training import assert_equal_trees, assert_same_state, generator_states
+    from testing.training import assert_equal_trees, assert_same_state, generator_states
 
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (eager, planned)]
     for step in range(STEPS):
@@ -522,7 +522,7 @@ def seed_of(name: str) -> int:
 
 
 def case_names(sources: list[str]) -> list[str]:
-    from benchmarks import zoo_cases
+    from testing import zoo_cases
 
     warnings.simplefilter("ignore")
     listed = {
@@ -602,8 +602,8 @@ def package_commit() -> str:
         "--porcelain",
         "--",
         "rockplan",
-        "benchmarks/zoo_cases.py",
-        "benchmarks/library_cases",
+        "testing/zoo_cases.py",
+        "testing/library_cases",
     )
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 

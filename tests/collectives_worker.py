@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockplan
-from tests.training import QUICK, assert_equal_trees, assert_same_state, generator_states
+from testing.training import QUICK, assert_equal_trees, assert_same_state, generator_states
 
 
 class Exchanges(TorchDispatchMode):

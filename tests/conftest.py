@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # First of all: lets torchvision be imported beside a CPU build of torch.
-import benchmarks  # noqa: F401
+import testing  # noqa: F401
 from rockplan.errors import MissingLibrary
 from rockplan.graph_builder import pipeline
 from rockplan.graph_builder.costs import call_time

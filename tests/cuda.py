@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from benchmarks import stand_in
-from benchmarks.models import Case
 from benchmarks.zoo import FOR_CUDA
-from benchmarks.zoo_cases import loss_of
+from testing.models import Case
+from testing.zoo_cases import loss_of
 
 ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
-from tests.training import QUICK
+from testing.training import QUICK
 
 
 class Unused(nn.Module):

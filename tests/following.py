@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
-from tests.training import assert_same_state, assert_same_tensor
+from testing.training import assert_same_state, assert_same_tensor
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.models import Case
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.values.graph import Kernel
+from testing.models import Case
 
 Failing = Callable[[Kernel], bool]
 

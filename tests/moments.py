@@ -12,7 +12,7 @@ from rockplan.ilp.highs import SolverStatus, solve
 from rockplan.ilp.whole_graph.program import Facts, Moments, Program, program
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
-from tests.graphs import Ranges, random_chain, random_graph
+from testing.graphs import Ranges, random_chain, random_graph
 
 RANGES = Ranges(random_percent=0, max_rng_state_bytes=0, pinned_percent=15)
 WITH_STATES = replace(RANGES, random_percent=40, max_rng_state_bytes=6)

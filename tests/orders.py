@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case
 from rockplan import Options
 from rockplan.codegen import rng_replay
 from rockplan.graph_builder.capture import capture
@@ -23,6 +22,7 @@ from rockplan.search.problem import Problem, problem_of
 from rockplan.store.plan_file import dump_plans
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, first_executions, with_frees
+from testing.models import Case
 
 
 def roofline_problem(case: Case) -> Problem:

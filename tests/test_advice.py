@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import rockplan
 from rockplan.libraries import key_value_cache
+from testing.training import assert_same_state
 from tests.following import OPTIONS, Net, assert_planned, made_once
-from tests.training import assert_same_state
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rockplan
-from benchmarks.models import Case
-from benchmarks.zoo_cases import loss_of
-from tests.training import (
+from testing.models import Case
+from testing.training import (
     solve_case,
     train_side_by_side,
 )
+from testing.zoo_cases import loss_of
 from tests.usage import (
     BUDGET,
     SAMPLE,

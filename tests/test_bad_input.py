@@ -23,9 +23,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
-from benchmarks.models import Case
 from rockplan.graph_builder.operators.layouts import Layouts
-from tests.training import solve_case, train_side_by_side, twin
+from testing.models import Case
+from testing.training import solve_case, train_side_by_side, twin
 from tests.usage import NormOfTransposed, count_programs
 
 

@@ -27,7 +27,7 @@ from rockplan.values.block_sequence import (
     useful_options,
 )
 from rockplan.values.schedule import Schedule, keep_all
-from tests.graphs import random_graph
+from testing.graphs import random_graph
 
 NO_EVENTS = Schedule((), 0)
 

@@ -24,8 +24,8 @@ import rockplan
 from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
+from testing.training import assert_same_state
 from tests.blocks import QUICK, imports_frozen
-from tests.training import assert_same_state
 
 OPTIONS = rockplan.Options(**QUICK)
 LENGTH, ROWS = 16, 4

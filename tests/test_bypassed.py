@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
-from tests.training import QUICK, assert_same_state
+from testing.training import QUICK, assert_same_state
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 OPTIONS = replace(QUICK, cache=False)

@@ -23,7 +23,7 @@ from rockplan import examples
 from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
 from rockplan.store import documents
-from tests.training import QUICK
+from testing.training import QUICK
 
 MLP = "rockplan.examples:mlp"
 TRANSFORMER = "rockplan.examples:transformer"

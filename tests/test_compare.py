@@ -12,11 +12,11 @@ from torch import nn
 
 import rockplan
 from benchmarks.compare import at_equal_memory, comparison_of
-from benchmarks.models import ResNet, UNet
 from rockplan.budget import Budget
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.comparison import Comparison, Row, measured_series, measured_timelines
-from tests.training import QUICK
+from testing.models import ResNet, UNet
+from testing.training import QUICK
 from tests.usage import StackWithCount
 
 

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case, gpt2, llama
 from rockplan.cli.main import app
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.fuse import proposed
 from rockplan.options import Options
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef
+from testing.models import Case, gpt2, llama
 from tests.kernels import LossOf, distance, gradients, mean_square, run
 from tests.planning import set_times
 

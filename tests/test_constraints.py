@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import rockplan
-from benchmarks.models import Case
 from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import IllegalSchedule, InvalidConstraint
 from rockplan.graph_builder.digests import problem_digest
@@ -24,9 +23,10 @@ from rockplan.values.graph import CDGraph, DataKind, producers
 from rockplan.values.names import activation_names
 from rockplan.values.plan import kept_data, recomputations
 from rockplan.values.schedule import keep_all, with_frees
-from tests.exhaustive import assert_agrees, listing_bits
-from tests.graphs import DEFAULT, Ranges, graph_or_block, random_chain
-from tests.training import solve_case, train_side_by_side, twin
+from testing.exhaustive import assert_agrees, listing_bits
+from testing.graphs import DEFAULT, Ranges, graph_or_block, random_chain
+from testing.models import Case
+from testing.training import solve_case, train_side_by_side, twin
 from tests.usage import StackWithCount
 
 

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks import stand_in
-from benchmarks.models import CASES, Case, gpt2
 from benchmarks.zoo import tolerance_bytes
-from benchmarks.zoo_cases import loss_of
+from testing.models import CASES, Case, gpt2
+from testing.training import generator_states, solve_case, train_side_by_side, twin
+from testing.zoo_cases import loss_of
 from tests.cuda import ON_CUDA, captured, deterministic, large  # noqa: F401
 from tests.orders import planned_in
-from tests.training import generator_states, solve_case, train_side_by_side, twin
 from tests.usage import LookupByCount, classifier, mean_square
 
 pytestmark = ON_CUDA

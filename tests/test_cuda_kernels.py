@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case, llama
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.side_by_side import interleaved_seconds
 from rockplan.values.graph import Kernel, caller_bytes
+from testing.models import Case, llama
 from tests.cuda import ON_CUDA
 from tests.kernels import gradients, stack
 

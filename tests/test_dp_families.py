@@ -12,8 +12,8 @@ from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, keep_all, with_frees
-from tests.families import enumerated_family, gpt_problems, join
-from tests.graphs import attention_block, mlp_block, random_block
+from testing.families import enumerated_family, gpt_problems, join
+from testing.graphs import attention_block, mlp_block, random_block
 
 
 def option_schedule(problem: CDGraph, option: BlockOption) -> Schedule:

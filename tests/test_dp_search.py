@@ -21,9 +21,9 @@ from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase, producers
 from rockplan.values.order import Orders, drop_dead
 from rockplan.values.schedule import Compute, keep_all, with_frees
-from tests.exhaustive import Exhaustive
-from tests.families import enumerated_family, families, gpt_problems, join
-from tests.graphs import Draft, Ranges, random_chain, repeated_chain
+from testing.exhaustive import Exhaustive
+from testing.families import enumerated_family, families, gpt_problems, join
+from testing.graphs import Draft, Ranges, random_chain, repeated_chain
 
 Chain = tuple[CDGraph, tuple[Block, ...], tuple[OptionFamily, ...]]
 

@@ -16,7 +16,7 @@ from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph, movable
 from rockplan.values.order import without_idle
 from rockplan.values.schedule import Compute, with_frees
-from tests.graphs import (
+from testing.graphs import (
     Ranges,
     constrained_graph,
     random_graph,

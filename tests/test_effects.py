@@ -17,7 +17,7 @@ import rockplan
 from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
-from tests.training import QUICK, assert_equal_trees, assert_same_state, ensure
+from testing.training import QUICK, assert_equal_trees, assert_same_state, ensure
 
 LIMIT = 1000.0
 CALLS: list[str] = []

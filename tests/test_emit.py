@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case, densenet, encoder, gpt2, t5
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_module import Planned
 from rockplan.runtime.program import build_program
 from rockplan.values.graph import caller_bytes
 from rockplan.values.schedule import Schedule
-from tests.graphs import random_schedule
-from tests.training import solve_case, train_side_by_side, twin
+from testing.graphs import random_schedule
+from testing.models import Case, densenet, encoder, gpt2, t5
+from testing.training import solve_case, train_side_by_side, twin
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
 

@@ -14,8 +14,8 @@ from rockplan.search.local.exchange import pruned, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule, keep_all
-from tests.exhaustive import Exhaustive
-from tests.graphs import Ranges, attention_block, mlp_block, random_chain, random_graph
+from testing.exhaustive import Exhaustive
+from testing.graphs import Ranges, attention_block, mlp_block, random_chain, random_graph
 
 RANGES = Ranges(pinned_percent=15)
 

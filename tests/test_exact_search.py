@@ -14,8 +14,8 @@ from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
-from tests.exhaustive import Exhaustive
-from tests.graphs import varied_graph, with_room
+from testing.exhaustive import Exhaustive
+from testing.graphs import varied_graph, with_room
 
 
 def least_bytes(graph: CDGraph) -> int:

@@ -24,8 +24,8 @@ from rockplan.search.local.exchange import (
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
-from tests.exhaustive import stage_schedules
-from tests.graphs import (
+from testing.exhaustive import stage_schedules
+from testing.graphs import (
     Ranges,
     assert_improved,
     constrained_graph,

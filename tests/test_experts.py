@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
-from benchmarks.models import Case
-from tests.training import QUICK, solve_case, train_side_by_side, twin
+from testing.models import Case
+from testing.training import QUICK, solve_case, train_side_by_side, twin
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

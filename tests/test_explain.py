@@ -17,7 +17,7 @@ from rockplan.reports.explain import Explanation, explain_schedule
 from rockplan.values.graph import CDGraph, Phase, as_eager, without_takes
 from rockplan.values.names import activation_names, operation_names
 from rockplan.values.schedule import Schedule, keep_all, with_frees
-from tests.graphs import random_graph, random_recomputations
+from testing.graphs import random_graph, random_recomputations
 from tests.usage import wide
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case, gpt2, llama, resnet
 from rockplan.checkpointing.export import _needed, _simulated, _wrapped
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.examples import mlp, transformer
-from tests.training import QUICK, solve_case
+from testing.models import Case, gpt2, llama, resnet
+from testing.training import QUICK, solve_case
 from tests.usage import both, mean_square, net_case
 
 NET = """

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as flex
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rockplan
-from tests.training import assert_same_state, assert_same_tensor
+from testing.training import assert_same_state, assert_same_tensor
 
 QUICK = rockplan.Options(time_limit_s=3, without=("exchange", "descent"))
 LENGTH, HEADS, WIDTH = 16, 2, 8

@@ -18,7 +18,7 @@ from torch import nn
 from torch._guards import active_fake_mode
 
 import rockplan
-from tests.training import assert_same_state, assert_same_tensor
+from testing.training import assert_same_state, assert_same_tensor
 
 QUICK = rockplan.Options(cache=False, time_limit_s=5)
 

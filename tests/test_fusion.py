@@ -20,9 +20,6 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import rockplan
-from benchmarks.models import Case, gpt2, llama, resnet18, t5, unet
-from benchmarks.random_networks import network
-from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import inductor, kernels
@@ -35,6 +32,9 @@ from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel, Phase, TensorSpec, is_kernel, producers
+from testing.models import Case, gpt2, llama, resnet18, t5, unet
+from testing.random_networks import network
+from testing.zoo_cases import loss_of
 from tests.kernels import distance, gradients, interpret, mean_square, run, stack
 
 TABLE = inductor.decompositions()

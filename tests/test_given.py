@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rockplan
-from tests.training import assert_equal_trees, assert_same_state
+from testing.training import assert_equal_trees, assert_same_state
 from tests.usage import count_programs
 
 IDS = torch.arange(12).reshape(3, 4)

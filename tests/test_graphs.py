@@ -11,7 +11,14 @@ from rockplan.oracles.verify import verify
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.schedule import keep_all
-from tests.graphs import attention_block, block_graphs, cd_graphs, chains, mlp_block, repeated_chain
+from testing.graphs import (
+    attention_block,
+    block_graphs,
+    cd_graphs,
+    chains,
+    mlp_block,
+    repeated_chain,
+)
 
 
 @given(cd_graphs())

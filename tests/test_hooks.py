@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import rockplan
-from benchmarks.models import Case, gpt2
-from benchmarks.zoo_cases import loss_of
 from rockplan.oracles.verify import verify
 from rockplan.search import planning
 from rockplan.values.schedule import Compute, Free, with_waits
-from tests.graphs import random_graph, random_schedule
-from tests.training import QUICK, assert_same_state, solve_case
+from testing.graphs import random_graph, random_schedule
+from testing.models import Case, gpt2
+from testing.training import QUICK, assert_same_state, solve_case
+from testing.zoo_cases import loss_of
 from tests.usage import pair
 
 BUDGETS = ["100%", "60%", "min"]

@@ -14,7 +14,6 @@ from torch import nn
 from benchmarks import exact_search
 from benchmarks.bounds import prove
 from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
-from benchmarks.priced import BYTES_PER_S, FLOPS_PER_S
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import price as price_with
@@ -30,8 +29,8 @@ from rockplan.search.local.exchange import pruned
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import keep_all
-from tests.exhaustive import Exhaustive
-from tests.graphs import (
+from testing.exhaustive import Exhaustive
+from testing.graphs import (
     Ranges,
     attention_block,
     mlp_block,
@@ -40,6 +39,7 @@ from tests.graphs import (
     random_schedule,
     with_more_held,
 )
+from testing.priced import BYTES_PER_S, FLOPS_PER_S
 from tests.moments import random_moments
 
 

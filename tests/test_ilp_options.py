@@ -25,8 +25,8 @@ from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.schedule import with_frees
-from tests.exhaustive import stage_schedules
-from tests.graphs import (
+from testing.exhaustive import stage_schedules
+from testing.graphs import (
     Roofline,
     attention_block,
     block_graphs,
@@ -203,7 +203,7 @@ def test_a_block_without_backward_has_one_option() -> None:
 SCRIPT = """
 from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.ilp.blocks.families import option_families
-from tests.graphs import attention_block, mlp_block
+from testing.graphs import attention_block, mlp_block
 print(option_families([mlp_block(), attention_block()], settings=Settings(effort=3_000)))
 """
 

@@ -24,7 +24,7 @@ from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.order import Orders
 from rockplan.values.schedule import with_frees
-from tests.graphs import random_schedule
+from testing.graphs import random_schedule
 from tests.moments import draw, is_feasible, random_moments, solution_of
 
 

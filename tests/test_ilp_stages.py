@@ -15,8 +15,8 @@ from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import UNLIMITED, in_units
 from rockplan.values.graph import CDGraph, DataKind, DataNode
 from rockplan.values.order import without_idle
-from tests.exhaustive import assert_agrees, exact_model, listing_bits
-from tests.graphs import (
+from testing.exhaustive import assert_agrees, exact_model, listing_bits
+from testing.graphs import (
     Ranges,
     attention_block,
     block_graphs,

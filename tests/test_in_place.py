@@ -21,9 +21,6 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import rockplan
-from benchmarks.models import Case, gpt2
-from benchmarks.random_networks import network
-from benchmarks.zoo_cases import loss_of
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place, kernels
 from rockplan.graph_builder.fusion.fuse import fused
@@ -46,6 +43,9 @@ from rockplan.values.graph import (
     without_takes,
 )
 from rockplan.values.schedule import Compute
+from testing.models import Case, gpt2
+from testing.random_networks import network
+from testing.zoo_cases import loss_of
 from tests.kernels import gradients, interpret, mean_square, run, stack
 
 COMPILED = Options(compile=True, cache=False, time_limit_s=5)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rockplan
 from rockplan.values.plan import recomputations
-from tests.training import QUICK, Tokens, make_gpt2
+from testing.training import QUICK, Tokens, make_gpt2
 
 BATCH = 64
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ LIBRARIES = {
 """Which folders import them; files beside the folders may import any."""
 
 
+@functools.cache
 def table(heading: str) -> dict[str, int]:
     """Folder, or file beside the folders -> its level, from the table in docs/model.md whose first
     column has this heading."""
@@ -46,6 +49,7 @@ def layers() -> dict[str, int]:
     return table("layer")
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -69,10 +73,14 @@ def test_every_part_of_the_package_has_a_layer() -> None:
     assert {part_of(path) for path in FILES} == set(layers())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    level, own = layers(), part_of(path)
-    for name in imports(path):
+def imported(paths: list[Path]) -> Iterator[tuple[Path, str]]:
+    return ((path, name) for path in paths for name in imports(path))
+
+
+def test_imports_point_down() -> None:
+    level = layers()
+    for path, name in imported(FILES):
+        own = part_of(path)
         if not name.startswith("rockplan."):
             continue
         other = name.split(".")[1]
@@ -92,11 +100,10 @@ def test_every_room_has_a_floor() -> None:
     assert {room_of(path) for path in ROOMS} - {"__init__"} == set(table("floor"))
 
 
-@pytest.mark.parametrize("path", ROOMS, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_rooms_import_from_floors_below(path: Path) -> None:
-    floors, own = table("floor"), room_of(path)
-    for name in imports(path):
-        parts = name.split(".")
+def test_rooms_import_from_floors_below() -> None:
+    floors = table("floor")
+    for path, name in imported(ROOMS):
+        own, parts = room_of(path), name.split(".")
         if parts[:2] != ["rockplan", "graph_builder"] or len(parts) < 3 or parts[2] not in floors:
             continue
         other = parts[2]
@@ -104,14 +111,10 @@ def test_rooms_import_from_floors_below(path: Path) -> None:
         assert other == own or below, f"{own} (floor {floors[own]}) imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_libraries_stay_in_their_folders(path: Path) -> None:
-    own = part_of(path)
-    if not (PACKAGE / own).is_dir():
-        return
-    for name in imports(path):
-        library = name.split(".")[0]
-        if library in LIBRARIES:
+def test_libraries_stay_in_their_folders() -> None:
+    for path, name in imported(FILES):
+        own, library = part_of(path), name.split(".")[0]
+        if (PACKAGE / own).is_dir() and library in LIBRARIES:
             assert own in LIBRARIES[library], f"{own} imports {library}"
 
 
@@ -125,9 +128,19 @@ def test_no_class_name_is_used_twice() -> None:
     assert {name: at for name, at in places.items() if len(at) > 1} == {}
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
-def test_nothing_imports_a_test_file(folder: str) -> None:
-    """What several share is in helper modules (graphs, usage, training and others)."""
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("rockplan", ("testing", "tests", "benchmarks")),
+        ("testing", ("tests", "benchmarks")),
+        ("benchmarks", ("tests",)),
+        ("tests", ("tests.test_",)),
+    ],
+)
+def test_what_tests_and_benchmarks_share_is_below_both(
+    folder: str, others: tuple[str, ...]
+) -> None:
+    """What several files of tests share is in files of other names (usage, kernels and others)."""
     for path in (ROOT / folder).rglob("*.py"):
-        borrowed = [name for name in imports(path) if name.startswith("tests.test_")]
+        borrowed = [name for name in imports(path) if name.startswith(others)]
         assert not borrowed, f"{path.relative_to(ROOT)} imports {borrowed}"

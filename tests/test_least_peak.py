@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import models, odd_models, priced
-from benchmarks.models import Case
 from rockplan.graph_builder.costs.call_memory import CallMemory
 from rockplan.graph_builder.costs.call_time import cost_of
 from rockplan.options import Options
@@ -22,6 +20,8 @@ from rockplan.search.planning import profile_source
 from rockplan.search.problem import Goal
 from rockplan.values.profile import Profile
 from rockplan.values.schedule import keep_all
+from testing import models, odd_models, priced
+from testing.models import Case
 
 CASES = {
     "mlp": lambda: models.mlp(depth=6, width=32, batch=64),

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
 from rockplan.api import captured_call
 from rockplan.budget import Budget
 from rockplan.graph_builder.costs.call_key import call_key, call_keys
@@ -31,8 +29,10 @@ from rockplan.search import planning
 from rockplan.search.adapt import adapted
 from rockplan.search.problem import Problem, problem_of
 from rockplan.values.graph import Call, CDGraph, DataKind, DataNode, Value, ValueRef
+from testing import models
+from testing.models import Case
+from testing.training import assert_same_state, assert_same_tensor, train_side_by_side
 from tests.planning import heard, set_times
-from tests.training import assert_same_state, assert_same_tensor, train_side_by_side
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0)
 

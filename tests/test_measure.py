@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockplan
-from benchmarks.zoo_cases import loss_of
 from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs import call_time
@@ -47,6 +46,7 @@ from rockplan.values.graph import (
 )
 from rockplan.values.profile import Profile
 from rockplan.values.schedule import keep_all
+from testing.zoo_cases import loss_of
 from tests.usage import LookupByCount
 
 FLOAT = torch.float32.itemsize

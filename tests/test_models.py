@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks.models import CASES, Case, encoder, gpt2, mlp, resnet
 from rockplan.values.graph import caller_bytes
-from tests.training import QUICK, solve_case, train_side_by_side, twin
+from testing.models import CASES, Case, encoder, gpt2, mlp, resnet
+from testing.training import QUICK, solve_case, train_side_by_side, twin
 
 
 def make(name: str) -> Case:

@@ -13,7 +13,7 @@ import rockplan
 from rockplan.store.plan_file import outline
 from rockplan.values.graph import DataKind
 from rockplan.values.names import activation_names, operation_names
-from tests.graphs import random_graph
+from testing.graphs import random_graph
 
 
 class Model(nn.Module):

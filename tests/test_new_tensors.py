@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.models import Case
 from rockplan.graph_builder.operators.facts import without_argument
-from tests.training import solve_case, train_side_by_side, twin
+from testing.models import Case
+from testing.training import solve_case, train_side_by_side, twin
 
 aten = torch.ops.aten
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [

@@ -31,8 +31,8 @@ import rockplan
 from rockplan.cli.main import app
 from rockplan.errors import BackwardError, InvalidInput, PlanMismatch, ResultNotMade
 from rockplan.options import Options
+from testing.training import QUICK, Tokens, assert_same_state, make_gpt2
 from tests.kernels import interpret
-from tests.training import QUICK, Tokens, assert_same_state, make_gpt2
 
 OPTIONS = replace(QUICK, only_loss=True, cache=False)
 V, D = 128, 16

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 import rockplan
 from rockplan.graph_builder.foreign.opaque import REGISTERED
-from tests.training import assert_same_state, ensure, generator_states
+from testing.training import assert_same_state, ensure, generator_states
 
 RUNS: Counter[str] = Counter()
 ROWS, WIDTH = 8, 4

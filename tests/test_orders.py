@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import Case, gpt2, t5
 from rockplan.budget import Budget
 from rockplan.graph_builder.lowering.backward_order import predecessors, renumbered
 from rockplan.ilp.whole_graph.refine import refined
@@ -22,8 +21,9 @@ from rockplan.search.local.exchange import ExchangeLimits, exchanged, squeezed
 from rockplan.search.planning import plan_anew
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import first_executions
+from testing.models import Case, gpt2, t5
+from testing.training import train_side_by_side, twin
 from tests.orders import planned_in, roofline_problem
-from tests.training import train_side_by_side, twin
 from tests.usage import mean_square
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rockplan
-from benchmarks.models import Case, mlp, resnet
 from rockplan.api import plan_each
+from testing.models import Case, mlp, resnet
 
 CASES: list[Callable[[], Case]] = [
     lambda: resnet((1, 1), batch=2, size=32),

@@ -27,7 +27,7 @@ from rockplan.oracles.verify import verify
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph, DataKind, Phase, TensorSpec, Value
 from rockplan.values.schedule import keep_all, with_frees
-from tests.graphs import Draft, Ranges, block_graphs, cd_graphs, chains, random_chain
+from testing.graphs import Draft, Ranges, block_graphs, cd_graphs, chains, random_chain
 
 # Saved generator states belong to nodes, not to blocks; without them the sums are exact.
 NO_STATES = Ranges(max_rng_state_bytes=0)
@@ -360,7 +360,7 @@ def test_results_of_nodes_that_run_once_are_kept() -> None:
 
 def test_digests_do_not_depend_on_the_process() -> None:
     script = (
-        "import random; from tests.graphs import random_chain;"
+        "import random; from testing.graphs import random_chain;"
         "from rockplan.graph_builder.digests import graph_digest;"
         "from rockplan.graph_builder.partition import partition;"
         "g, _ = random_chain(random.Random(3), (3, 4, 3));"

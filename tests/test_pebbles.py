@@ -17,8 +17,8 @@ from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
 from rockplan.values.order import Orders
 from rockplan.values.schedule import keep_all, with_frees
-from tests.exhaustive import Exhaustive, stage_schedules
-from tests.graphs import (
+from testing.exhaustive import Exhaustive, stage_schedules
+from testing.graphs import (
     Ranges,
     random_chain,
     random_graph,

@@ -28,8 +28,8 @@ from rockplan.oracles.verify import verify
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph, DataKind, Phase, producers
 from rockplan.values.schedule import Schedule, keep_all
-from tests.exhaustive import Exhaustive, stage_schedules
-from tests.graphs import Draft, Ranges, cut_chain, random_chain
+from testing.exhaustive import Exhaustive, stage_schedules
+from testing.graphs import Draft, Ranges, cut_chain, random_chain
 
 Planner = Callable[[CDGraph, tuple[Block, ...], int], Schedule | None]
 

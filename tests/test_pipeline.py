@@ -11,9 +11,6 @@ import pytest
 import torch
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
-from benchmarks.priced import prepared_case
 from rockplan import Options
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InfeasibleBudget, InvalidInput
@@ -31,8 +28,11 @@ from rockplan.search.problem import Goal, Problem
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
 from rockplan.values.schedule import first_executions, keep_all
-from tests.exhaustive import Exhaustive
-from tests.graphs import Ranges, branched, random_chain
+from testing import models
+from testing.exhaustive import Exhaustive
+from testing.graphs import Ranges, branched, random_chain
+from testing.models import Case
+from testing.priced import prepared_case
 from tests.orders import schedule_in, topological
 
 OPTIONS = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.0)

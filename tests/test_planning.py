@@ -12,9 +12,6 @@ import torch
 from torch import nn
 
 import rockplan
-from benchmarks import models
-from benchmarks.models import Case
-from benchmarks.priced import prepared, prepared_case
 from rockplan import Options
 from rockplan.api import plan_each
 from rockplan.budget import Budget, parse_budget
@@ -34,7 +31,10 @@ from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph, as_eager, caller_bytes
 from rockplan.values.plan import Plan, Status
 from rockplan.values.schedule import keep_all
-from tests.graphs import random_graph
+from testing import models
+from testing.graphs import random_graph
+from testing.models import Case
+from testing.priced import prepared, prepared_case
 from tests.usage import mean_square
 
 NO_CACHE = Options(cache=False, time_limit_s=600)

@@ -13,7 +13,7 @@ from rockplan.values.graph import Takeover
 from rockplan.values.interface import Interface, OutputLeaf
 from rockplan.values.plan import Certificate, Plan, Status
 from rockplan.values.schedule import with_frees
-from tests.graphs import gelu_of_product
+from testing.graphs import gelu_of_product
 
 GRAPH = gelu_of_product()
 SCHEDULE = with_frees(GRAPH, (0, 1), (0, 2, 3))

@@ -17,7 +17,7 @@ from benchmarks.proof import NONE, Relaxation, least_ns, proven_ns
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
-from tests.graphs import random_graph, varied_graph, with_random_takes, with_room
+from testing.graphs import random_graph, varied_graph, with_random_takes, with_room
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler"

@@ -15,7 +15,7 @@ from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph, DataKind, Phase
 from rockplan.values.order import keep_all_order, without_idle
 from rockplan.values.schedule import Schedule, keep_all, with_frees
-from tests.graphs import (
+from testing.graphs import (
     Draft,
     Ranges,
     assert_improved,

@@ -20,8 +20,8 @@ from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.pulp_models import HIGHS, at_hand, check_solver
 from rockplan.ilp.scaling import UNLIMITED, in_units
-from tests.exhaustive import assert_agrees, exact_model
-from tests.graphs import attention_block, mlp_block, random_graph
+from testing.exhaustive import assert_agrees, exact_model
+from testing.graphs import attention_block, mlp_block, random_graph
 
 OTHERS = [name for name in at_hand() if name != HIGHS]
 """PuLP comes with CBC, but for machines that it has none for."""

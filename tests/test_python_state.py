@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rockplan
 from benchmarks.python_state import OPTIONS, UNCLEAR, description, examine, first_difference
-from benchmarks.python_state_cases import (
+from rockplan.python_state.holders import SLOTS, kinds_of
+from testing.python_state_cases import (
     Case,
     alias_case,
     asked_case,
@@ -31,7 +32,6 @@ from benchmarks.python_state_cases import (
     result_case,
     state,
 )
-from rockplan.python_state.holders import SLOTS, kinds_of
 
 ANOTHER_SIZE, EVALUATION_FIRST, WITHOUT_GRADIENTS = 2, 3, 4
 """Steps of the training loop, by number (`python_state_cases.STEPS`)."""

@@ -32,8 +32,8 @@ from rockplan.reports.timeline import (
 )
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan
-from tests.graphs import random_graph, random_recomputations
-from tests.training import QUICK
+from testing.graphs import random_graph, random_recomputations
+from testing.training import QUICK
 
 
 class Body(nn.Module):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case, gpt2, mlp, resnet, t5, vit
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.backward_order import reordered
 from rockplan.graph_builder.partition import partition
@@ -30,8 +29,9 @@ from rockplan.values.graph import (
     without_takes,
 )
 from rockplan.values.schedule import Compute, keep_all
-from tests.graphs import Draft, branched, with_random_takes
-from tests.training import solve_case, train_side_by_side, twin
+from testing.graphs import Draft, branched, with_random_takes
+from testing.models import Case, gpt2, mlp, resnet, t5, vit
+from testing.training import solve_case, train_side_by_side, twin
 from tests.usage import wide
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0.1)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import rockplan
 from rockplan.values import progress
-from tests.training import assert_same_state, assert_same_tensor
+from testing.training import assert_same_state, assert_same_tensor
 
 QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5, "without": ("exchange", "descent")}
 OPTIONS = rockplan.Options(**QUICK)
@@ -426,7 +426,7 @@ class Picky(nn.Module):
             case "own":
                 raise Rejected(len(y), y)
             case "assert":
-                raise AssertionError("no rows")  # as `tests.training.ensure`
+                raise AssertionError("no rows")  # as `testing.training.ensure`
             case "key":
                 y = y * self.known["b"]
             case "chained":

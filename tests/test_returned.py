@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import rockplan
-from benchmarks.models import Case
 from rockplan.codegen.result_aliasing import _are_apart
 from rockplan.values.graph import TensorSpec
-from tests.training import QUICK, assert_equal_trees, train_side_by_side
+from testing.models import Case
+from testing.training import QUICK, assert_equal_trees, train_side_by_side
 from tests.usage import SAMPLE, both, classifier, count_programs, mean_square, pair
 
 

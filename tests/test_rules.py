@@ -27,8 +27,8 @@ from rockplan.search.local.exchange import ExchangeLimits, exchanged, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Compute, keep_all
-from tests.exhaustive import Exhaustive, assert_agrees, listing_bits
-from tests.graphs import (
+from testing.exhaustive import Exhaustive, assert_agrees, listing_bits
+from testing.graphs import (
     Ranges,
     random_block,
     random_chain,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import rockplan
-from benchmarks import models
 from rockplan.cli.main import app
 from rockplan.options import SizeRange
 from rockplan.sizes import sized_calls
+from testing import models
+from testing.training import assert_same_state
 from tests.blocks import QUICK, Stack, batch, train
 from tests.planning import heard, set_times
-from tests.training import assert_same_state
 
 OPTIONS: dict[str, Any] = {**QUICK, "cache": False}
 

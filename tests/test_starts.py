@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import rockplan
-from tests.training import QUICK
+from testing.training import QUICK
 
 OPTIONS = QUICK
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,6 @@ from torch import nn
 
 import rockplan
 from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
-from benchmarks.models import Case, bert, densenet, gpt2, resnet18
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
 from rockplan.graph_builder.operators.rows import FIRST_OPERAND, ROWS
 from rockplan.graph_builder.partition import partition
@@ -42,10 +41,10 @@ from rockplan.values.graph import (
 )
 from rockplan.values.plan import Certificate, Status
 from rockplan.values.schedule import Free, Schedule, keep_all, with_frees
-from tests.exhaustive import Exhaustive
-from tests.graphs import random_graph, with_random_takes
-from tests.operators import DTYPES, SHAPE, calls, drawn, execute, same_bits
-from tests.training import (
+from testing.exhaustive import Exhaustive
+from testing.graphs import random_graph, with_random_takes
+from testing.models import Case, bert, densenet, gpt2, resnet18
+from testing.training import (
     QUICK,
     assert_equal_trees,
     assert_same_state,
@@ -53,6 +52,7 @@ from tests.training import (
     train_side_by_side,
     twin,
 )
+from tests.operators import DTYPES, SHAPE, calls, drawn, execute, same_bits
 
 OPERATORS = sorted(row.name for row in ROWS if row.may_write_into not in ("", FIRST_OPERAND))
 

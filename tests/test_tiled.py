@@ -18,7 +18,6 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import rockplan
-from benchmarks.models import Case, gpt2, llama
 from rockplan.budget import Budget
 from rockplan.cli.main import app
 from rockplan.errors import InvalidInput, PlanMismatch
@@ -31,6 +30,7 @@ from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.options import Options
 from rockplan.search import planning, problem
 from rockplan.values.graph import Phase
+from testing.models import Case, gpt2, llama
 from tests.kernels import LossOf, distance, gradients, interpret
 
 V, D = 96, 8

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
-from benchmarks.models import Case
-from benchmarks.priced import prepared_case
 from rockplan import Options
 from rockplan.budget import Budget
 from rockplan.graph_builder.lowering.backward_order import renumbered
@@ -17,7 +15,9 @@ from rockplan.search import planning
 from rockplan.search.limits import Limits
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import first_executions, keep_all
-from tests.exhaustive import Exhaustive
+from testing.exhaustive import Exhaustive
+from testing.models import Case
+from testing.priced import prepared_case
 from tests.usage import mean_square
 
 OPTIONS = Options(cache=False, time_limit_s=600)

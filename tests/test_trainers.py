@@ -23,7 +23,7 @@ from torch import nn
 import rockplan
 from rockplan.search import planning
 from rockplan.values.plan import format_bytes, recomputations
-from tests.training import QUICK, assert_same_state
+from testing.training import QUICK, assert_same_state
 
 LENGTH = 24
 ROWS = 4

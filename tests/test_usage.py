@@ -30,10 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import rockplan
-from benchmarks.models import Case
-from benchmarks.zoo_cases import loss_of
 from rockplan.runtime import planned_module as planned_modules
-from tests.training import (
+from testing.models import Case
+from testing.training import (
     QUICK,
     assert_equal_trees,
     assert_same_state,
@@ -42,6 +41,7 @@ from tests.training import (
     train_side_by_side,
     twin,
 )
+from testing.zoo_cases import loss_of
 from tests.usage import (
     BUDGET,
     SAMPLE,

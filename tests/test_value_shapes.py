@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rockplan
-from tests.training import assert_same_state, assert_same_tensor
+from testing.training import assert_same_state, assert_same_tensor
 from tests.usage import count_programs
 
 QUICK = rockplan.Options(cache=False, time_limit_s=5, without=("exchange", "descent"))

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import rockplan
-from benchmarks.models import Case
-from benchmarks.zoo_cases import loss_of
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.lowering.reinplace import out_of_place
 from rockplan.graph_builder.operators import facts, rows
 from rockplan.graph_builder.pipeline import lower
 from rockplan.values.plan import Plan
+from testing.models import Case
+from testing.training import solve_case, train_side_by_side, twin
+from testing.zoo_cases import loss_of
 from tests.operators import DTYPES, calls, execute, same_bits
-from tests.training import solve_case, train_side_by_side, twin
 
 ROWS, WIDTH = 64, 32
 ROW_BYTES = 4 * ROWS * WIDTH

@@ -24,11 +24,11 @@ import triton.runtime.interpreter as interpreter
 from torch import nn
 from torch.autograd import Function
 
-import benchmarks  # noqa: F401
 import rockplan
+import testing  # noqa: F401
 from rockplan.graph_builder.costs import call_time
 from rockplan.graph_builder.foreign.triton_writes import UnknownWrites, parameters_written
-from tests.training import assert_same_state
+from testing.training import assert_same_state
 
 call_time._TIME_BOX_NS = 0
 QUICK = rockplan.Options(cache=False, time_limit_s=2, without=("exchange", "descent", "proof"))

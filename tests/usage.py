@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.models import Case, encoder, mlp
 from rockplan import api
-from tests.training import QUICK, assert_equal_trees, assert_same_state, solve_case, twin
+from testing.models import Case, encoder, mlp
+from testing.training import QUICK, assert_equal_trees, assert_same_state, solve_case, twin
 
 SAMPLE = torch.randn(32, 16)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks import stand_in
-from benchmarks.gpu_cases import KERNELS, made_on
 from benchmarks.kernel_record import graph_of, recorded
+from testing.gpu_cases import KERNELS, made_on
 
 
 @contextmanager

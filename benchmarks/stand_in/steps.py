@@ -22,7 +22,7 @@ from torch import nn
 
 import rockplan
 from benchmarks import stand_in
-from benchmarks.gpu_cases import LossCase, case_of
+from testing.gpu_cases import LossCase, case_of
 
 BUDGETS: dict[str, tuple[str | int, bool]] = {
     "rockplan, smallest": ("min", False),

@@ -12,7 +12,7 @@ takes most memory beyond its own size first; what the node has already may go me
 
 Backward nodes run again as forward ones do, which the stage formulation does not allow; where
 memory is shortest this is what fits. The order decides: with the most expensive or the first one
-first, and what a node has kept meanwhile, least peaks were (of `benchmarks.priced`, MiB) 32.0 for
+first, and what a node has kept meanwhile, least peaks were (of `testing.priced`, MiB) 32.0 for
 GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00 (`benchmarks/bounds/pebbles`).
 """
 

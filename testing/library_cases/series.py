@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.library_cases.building import BUILDERS, Built, Wrapped, case, without_torchaudio
+from testing.library_cases.building import BUILDERS, Built, Wrapped, case, without_torchaudio
 
 # Sounds and series
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 import rockplan
-from benchmarks.models import Case
+from testing.models import Case
 
 QUICK = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.2, without=("exchange", "descent"))
 """Where what is checked does not depend on how good a plan is."""

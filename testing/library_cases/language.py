@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.library_cases.building import BUILDERS, Built, case, ids, without_torchaudio
+from testing.library_cases.building import BUILDERS, Built, case, ids, without_torchaudio
 
 # x-transformers
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.models import Case
+from testing.models import Case
 
 
 class HyperConnection(nn.Module):

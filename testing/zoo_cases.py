@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.models import Case
+from testing.models import Case
 
 MAX_PARAMETERS = 36_000_000
 

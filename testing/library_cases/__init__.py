@@ -5,10 +5,10 @@ A library is imported where a model of it is built.
 
 from __future__ import annotations
 
-from benchmarks.library_cases import images, language, science, series
-from benchmarks.library_cases.building import BUILDERS
-from benchmarks.models import Case
-from benchmarks.zoo_cases import loss_of
+from testing.library_cases import images, language, science, series
+from testing.library_cases.building import BUILDERS
+from testing.models import Case
+from testing.zoo_cases import loss_of
 
 __all__ = ["images", "language", "library_case", "names", "science", "series"]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from benchmarks import models
-from benchmarks.models import Case
+from testing import models
+from testing.models import Case
 
 Make = Callable[[], Case]
 Found = TypeVar("Found")

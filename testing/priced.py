@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks import models
-from benchmarks.models import Case
 from rockplan.codegen import rng_replay
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.search.problem import Problem, problem_of
+from testing import models
+from testing.models import Case
 
 BYTES_PER_S, FLOPS_PER_S = 100e9, 2e12
 

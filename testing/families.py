@@ -12,7 +12,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.values.block import Block, BlockOption, OptionFamily
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Phase, producers
 from rockplan.values.schedule import with_frees
-from tests.graphs import Draft, Roofline, attention_block, mlp_block
+from testing.graphs import Draft, Roofline, attention_block, mlp_block
 
 
 def enumerated_family(problem: CDGraph, small_bytes: int = 0) -> OptionFamily:

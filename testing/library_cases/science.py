@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.library_cases.building import BUILDERS, Built, Wrapped, case, ids
+from testing.library_cases.building import BUILDERS, Built, Wrapped, case, ids
 
 # Graphs
 
