@@ -30,7 +30,7 @@ from rockplan.errors import (
     ValueDependentControlFlow,
 )
 from rockplan.options import Options
-from rockplan.reports.explain import Explanation, explain
+from rockplan.reports.explain import Explanation
 from rockplan.store.fingerprint import VERSION as __version__
 from rockplan.store.plan_file import read_plans, save_plan
 from rockplan.values.curve import Curve, CurvePoint
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rockplan.blocks.solve import blocks_of, restore_blocks, solve_blocks
     from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.comparison import Comparison, compare
+    from rockplan.explained import explain
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
@@ -61,6 +62,7 @@ _LATE = {
     "draw_graph": "rockplan.reports.pictures",
     "draw_memory": "rockplan.reports.pictures",
     "draw_schedule": "rockplan.reports.pictures",
+    "explain": "rockplan.explained",
     "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
     "measured_timeline": "rockplan.graph_builder.costs.ruler",

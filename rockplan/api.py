@@ -41,7 +41,7 @@ from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.verify import verify
 from rockplan.parts import named_in_refusals
-from rockplan.remedies import changes, remedies, written
+from rockplan.remedies import needed_with, remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.guards import outside_of_initialization
@@ -60,7 +60,7 @@ from rockplan.values.graph import as_eager
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
-from rockplan.values.released import WORTH, releasable
+from rockplan.values.released import WORTH, Releasable, releasable
 from rockplan.values.schedule import Waits, keep_all
 
 _LOGGER = logging.getLogger("rockplan")
@@ -179,12 +179,12 @@ def plan_each(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = [in_bytes(budget, model) for budget in parsed]
     call = largest_call(model, args, kwargs, options)
-    problems = _prepared(model, call, options)
+    source, problems = _prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]
     solved: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
-            with call.named_in_errors():
+            with call.named_in_errors(), _advised(model, source, call.args, call.kwargs, options):
                 solved.append(_best(problems, budget, options, least))
         except InfeasibleBudget as error:
             solved.append(error)
@@ -208,7 +208,7 @@ def pareto(
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     call = largest_call(model, args, kwargs, options)
-    problems = _prepared(model, call, options)
+    _, problems = _prepared(model, call, options)
     return best_of([curve_of(problem, options) for problem in problems])
 
 
@@ -258,33 +258,42 @@ def load(
         return planned
 
 
-def kept_peaks(
-    model: nn.Module,
+def needed_bytes_with(
+    model: object,
     sample_input: object,
+    sample_kwargs: Mapping[str, Any] | None,
+    options: Options,
     *,
-    sample_kwargs: Mapping[str, Any] | None = None,
-    options: Options = DEFAULT_OPTIONS,
+    everything_kept: bool,
 ) -> dict[str, int]:
-    """What the call needs with everything kept, in bytes, under options that lower it, as they are
-    written. Arguments are those of `plan`."""
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    """What a call needs under options that lower it, as they are written: the bytes of its smallest
+    plan, or with everything kept. Arguments are those of `plan`."""
+    args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
+    assert isinstance(model, nn.Module)
+    model = planned_modules.unplanned(model)
     call = largest_call(model, args, kwargs, options)
+    needs = functools.partial(
+        _kept_bytes if everything_kept else least_bytes, model, call.args, call.kwargs
+    )
+    with outside_of_initialization():
+        source = captured_call(model, call.args, call.kwargs, options, is_asked=False)
+    plain_bytes = needs(options)
+    if plain_bytes is None:
+        return {}
+    return needed_with(options, source.releasable(options), needs, plain_bytes)
 
-    def problems(used: Options) -> tuple[CapturedCall, tuple[Problem, ...]]:
+
+def _kept_bytes(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> int | None:
+    try:
         with outside_of_initialization():
-            source = captured_call(model, call.args, call.kwargs, used, is_asked=False)
-            return source, _problems(source, used)
-
-    source, (plain, *_) = problems(options)
-    let_go = releasable(source.lowered.graph, source.lowered.interface, options.released)
-    peaks: dict[str, int] = {}
-    for change in changes(options, let_go):
-        with contextlib.suppress(RockplanError):
-            changed = replace(options, **change)
-            made, tried = problems(changed)
-            if made.in_parts or not changed.tile:
-                peaks[written(change)] = tried[-1].unplanned.peak_bytes
-    return {text: size for text, size in peaks.items() if size < plain.unplanned.peak_bytes}
+            source = captured_call(module, args, kwargs, options, is_asked=False)
+            if options.tile and source.in_parts is None:
+                return None
+            return _problems(source, options)[-1].unplanned.peak_bytes
+    except RockplanError:
+        return None
 
 
 def arguments(
@@ -390,6 +399,10 @@ class CapturedCall:
         """What the graph was made of."""
         return self.lowered.run
 
+    def releasable(self, options: Options) -> Releasable | None:
+        """What the caller could let go of the result, beside what the options release."""
+        return releasable(self.lowered.graph, self.lowered.interface, options.released)
+
     @property
     def ways(self) -> tuple[CapturedCall, ...]:
         """In which it can be planned."""
@@ -447,9 +460,12 @@ def _in_parts(
         return None
 
 
-def _prepared(module: nn.Module, call: SizedCall, options: Options) -> tuple[Problem, ...]:
+def _prepared(
+    module: nn.Module, call: SizedCall, options: Options
+) -> tuple[CapturedCall, tuple[Problem, ...]]:
     with named_in_refusals(module), outside_of_initialization(), call.named_in_errors():
-        return _problems(captured_call(module, call.args, call.kwargs, options), options)
+        source = captured_call(module, call.args, call.kwargs, options)
+        return source, _problems(source, options)
 
 
 def _problems(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
@@ -660,31 +676,33 @@ def _advised(
 ) -> Iterator[None]:
     """Where no plan fits, the error says what the caller could let go, and with which options one
     would."""
-
-    def least_bytes(changed: Options) -> int | None:
-        try:
-            tried = captured_call(module, args, kwargs, changed, is_asked=False)
-            if changed.tile and tried.in_parts is None:
-                return None
-            return _planned(
-                _problems(tried, changed), Budget(is_minimum=True), changed
-            ).budget_bytes
-        except RockplanError:
-            return None
-
     try:
         yield
     except InfeasibleBudget as error:
-        lowered = source.lowered
-        let_go = releasable(lowered.graph, lowered.interface, options.released)
+        let_go = source.releasable(options)
         if let_go and let_go.size_bytes < WORTH * error.minimum_bytes:
             let_go = None
         text = f"{error} Or: {let_go.advice(options.released)}." if let_go else str(error)
         if options.on_infeasible == "error":
-            with outside_of_initialization():
-                text += remedies(error, options, let_go, least_bytes)
+            least = functools.partial(least_bytes, module, args, kwargs)
+            text += remedies(error, options, let_go, least)
         error.args = (text,)
         raise
+
+
+def least_bytes(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> int | None:
+    """Of the smallest plan; None where there is none, or where nothing is cut of what should be."""
+    try:
+        with outside_of_initialization():
+            source = captured_call(module, args, kwargs, options, is_asked=False)
+            if options.tile and source.in_parts is None:
+                return None
+            smallest = Budget(is_minimum=True)
+            return _planned(_problems(source, options), smallest, options).budget_bytes
+    except RockplanError:
+        return None
 
 
 def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:

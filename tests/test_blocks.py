@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 import random
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -147,6 +148,31 @@ def test_a_budget_that_is_too_small_says_who_owns_it() -> None:
     least_bytes = caught.value.minimum_bytes
     assert all(type(layer) is Mixer for layer in model.layers)
     assert rockplan.blocks_of(solved(model, least_bytes)).peak_bytes == least_bytes
+
+
+def test_a_budget_that_is_too_small_names_what_the_whole_model_needs() -> None:
+    """A head beside the blocks owns the peak of a step; a plan of the whole computes it again."""
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Mixer(8) for _ in range(3))
+            self.wide, self.head = nn.Linear(8, 512), nn.Linear(512, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            h = self.wide(x)
+            return (self.head(h.sin().exp()).sin() + x).sum()
+
+    torch.manual_seed(0)
+    model, x = Headed().train(), torch.randn(4, 8)
+    with pytest.raises(rockplan.InfeasibleBudget, match=r"As a whole \(rockplan.solve\)") as caught:
+        rockplan.solve_blocks(model, x, 5_000, options=OPTIONS)
+    (needed,) = re.findall(r"the model needs (\d+) bytes", str(caught.value))
+    assert int(needed) < caught.value.minimum_bytes
+    plan = rockplan.plan(model, x, int(needed), options=OPTIONS)
+    assert plan.peak_bytes <= int(needed)
 
 
 def test_the_smallest_plan_runs_where_nothing_fits_if_the_options_say_so() -> None:

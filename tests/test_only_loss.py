@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner
 
 import rockplan
+from rockplan.api import plan_each
 from rockplan.cli.main import app
 from rockplan.errors import BackwardError, InvalidInput, PlanMismatch, ResultNotMade
 from rockplan.options import Options
@@ -305,7 +306,31 @@ def test_compare_and_the_command_line(tmp_path: Path) -> None:
     kept = rockplan.plan(net(), batch(), "100%", options=OPTIONS).eager_peak_bytes
     assert lower["Options(only_loss=True)"] == kept
     ended = CliRunner().invoke(app, ["profile", f"{model}:make", "--no-cache"])
-    assert "with everything kept less is needed by" in ended.output
+    assert "with other options less is needed" in ended.output
+    ended = CliRunner().invoke(app, ["show", f"{model}:make", "-b", "90%", "--explain"])
+    assert "Options(only_loss=True)" in ended.output
+
+
+@pytest.mark.parametrize("unplanned", [False, True])
+def test_an_explanation_names_options_that_need_less(unplanned: bool) -> None:
+    """Each figure is a plan's, with the options as they are written."""
+    options, given = replace(QUICK, cache=False), batch(96)
+    fast = rockplan.solve(net(), given, "80%", options=options)
+    assert not rockplan.explain(fast).needed_bytes_with
+    explained = rockplan.explain(fast, unplanned=unplanned, sample_input=given, options=options)
+    found = explained.needed_bytes_with
+    assert {"Options(released=(0,))", "Options(only_loss=True)"} < {*found}
+    assert "Options(only_loss=True, tile=True)" in found
+    for text, needed in found.items():
+        assert f"  {text}" in str(explained) and explained.as_json()["needed_bytes_with"] == found
+        changed = replace(options, **eval(f"dict{text.removeprefix('Options')}"))
+        plan = rockplan.plan(net(), given, "100%" if unplanned else needed, options=changed)
+        if not unplanned:
+            assert plan.peak_bytes <= needed
+        elif not changed.tile:  # where it is, either way may be taken
+            assert plan.eager_peak_bytes == needed
+    with pytest.raises(InvalidInput, match="planned module"):
+        rockplan.explain(rockplan.plan_of(fast), sample_input=given)
 
 
 @pytest.mark.parametrize("part", [0.9, 0.5, 0.1])
@@ -325,6 +350,9 @@ def test_an_error_names_options_that_are_enough(part: float) -> None:
         assert int(needed) > budget or number == len(said)
     has_all = "only_loss=True, tile=True"
     assert has_all in said[-1][0] if part == 0.1 else int(said[-1][1]) <= budget
+    if part == 0.9:  # what the command line prints
+        (row,) = plan_each(net(), batch(256), [budget], options=options)
+        assert str(row) == str(refused.value)
     quiet = replace(options, on_infeasible="smallest")
     with pytest.warns(UserWarning, match="no plan fits"):
         rockplan.plan(net(), batch(256), budget, options=quiet)

@@ -12,13 +12,14 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from rockplan.api import arguments, check_options, largest_call
+from rockplan.api import arguments, check_options, largest_call, least_bytes
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
 from rockplan.blocks.inputs import (
@@ -45,10 +46,16 @@ from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget, parse_budget
 from rockplan.comparison import Loss, device_of, step_of
-from rockplan.errors import CaptureError, InvalidInput, NothingToDifferentiate
+from rockplan.errors import (
+    CaptureError,
+    InfeasibleBudget,
+    InvalidInput,
+    NothingToDifferentiate,
+)
 from rockplan.free_memory import in_bytes
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.guards import outside_of_initialization, under_autocast
 from rockplan.runtime.planned_module import (
     is_in_place,
@@ -68,6 +75,7 @@ from rockplan.values.block_sequence import (
 )
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming
+from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
 
 _LOGGER = logging.getLogger("rockplan")
@@ -116,10 +124,30 @@ def solve_blocks(
         are_found = blocks is None
         named, run, left = _blocks_called(model, named, call, loss, are_found)
         job = _Job(model, call.args, call.kwargs, loss, options, programs, run.written, are_found)
-        job.plan({path: named[path] for path in run.calls}, run.calls, wanted, left)
+        try:
+            job.plan({path: named[path] for path in run.calls}, run.calls, wanted, left)
+        except InfeasibleBudget as error:
+            if loss is None and not (dist.is_available() and dist.is_initialized()):
+                error.args = (f"{error}{_as_a_whole(model, call, options, error)}",)
+            raise
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
     return model
+
+
+def _as_a_whole(
+    model: nn.Module, call: SizedCall, options: Options, error: InfeasibleBudget
+) -> str:
+    """What `solve` would need, which plans what is beside the blocks as well; '' where that is no
+    less, or cannot be."""
+    limited = replace(options, time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
+    needed_bytes = least_bytes(model, call.args, call.kwargs, limited)
+    if needed_bytes is None or needed_bytes >= error.minimum_bytes:
+        return ""
+    return (
+        f" As a whole (rockplan.solve) the model needs {needed_bytes} bytes "
+        f"({format_bytes(needed_bytes)})."
+    )
 
 
 Left = tuple[tuple[str, str], ...]

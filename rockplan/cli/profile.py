@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -26,7 +27,7 @@ def profile(
     no_cache: NoCache = False,
 ) -> None:
     """Who owns the peak of MODEL, what is kept for its backward pass, and what that costs."""
-    from rockplan.api import kept_peaks
+    from rockplan.api import needed_bytes_with
 
     with ending(as_json), waiting():
         subject = make_subject(model)
@@ -38,13 +39,14 @@ def profile(
                 sample_kwargs=subject.sample_kwargs,
                 options=planning_options(no_cache, None),
             )
-            lower = kept_peaks(
+            lower = needed_bytes_with(
                 subject.model,
                 subject.sample_input,
-                sample_kwargs=subject.sample_kwargs,
-                options=planning_options(no_cache, None),
+                subject.sample_kwargs,
+                planning_options(no_cache, None),
+                everything_kept=True,
             )
-        explanation = rockplan.explain(plan, unplanned=True)
+        explanation = replace(rockplan.explain(plan, unplanned=True), needed_bytes_with=lower)
         plan = display.kept_whole(plan)
     modules, operators = display.shares_by_module(plan), display.shares_by_operator(plan)
     if as_json:
@@ -70,13 +72,7 @@ def profile(
     counted = "bytes beyond parameters, buffers, inputs and .grad"
     source = [*wrapped(plan.profile_source), counted]
     lines = [*wrapped(facts_text), *source, "", str(explanation), ""]
-    if lower:
-        lines += ["with everything kept less is needed by", *_sizes(lower), ""]
     print(display.printable("\n".join(lines)))
     display.show_shares("module", modules, top)
     print()
     display.show_shares("operator", operators, top)
-
-
-def _sizes(peaks: dict[str, int]) -> list[str]:
-    return [f"  {format_bytes(size):>10}  {text}" for text, size in peaks.items()]

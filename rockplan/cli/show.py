@@ -3,7 +3,7 @@ passes before the search made of a model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -61,6 +61,7 @@ def show(
     """Print a plan: what is kept, what is recomputed, at what cost."""
     with ending(as_json), waiting():
         for_model = budget is not None or code or kernels or passes or compiled or near or tile
+        lower: dict[str, int] = {}
         if is_plan_file(source, for_model=for_model):
             plans, text = rockplan.read_plans(source), ""
         else:
@@ -69,8 +70,9 @@ def show(
             if passes:
                 _show_passes(source, autocast, options, as_json)
                 return
-            plans, text = _planned(source, budget, code, autocast, options)
-        explanations = [rockplan.explain(p) for p in plans] if explain else []
+            plans, text, lower = _planned(source, budget, code, explain, autocast, options)
+        found = [rockplan.explain(p) for p in plans] if explain else []
+        explanations = [replace(one, needed_bytes_with=lower) for one in found]
     if as_json:
         rows = [display.plan_row(f"{p.budget_bytes}", p) for p in plans]
         for row, explanation in zip(rows, explanations, strict=False):
@@ -106,19 +108,27 @@ def _kernel_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _planned(
-    model: str, budget: str | None, code: bool, autocast: str | None, options: Options
-) -> tuple[tuple[Plan, ...], str]:
-    """The plan of a model, and its generated code if that is wanted."""
+    model: str,
+    budget: str | None,
+    code: bool,
+    explain: bool,
+    autocast: str | None,
+    options: Options,
+) -> tuple[tuple[Plan, ...], str, dict[str, int]]:
+    """The plan of a model, its generated code if that is wanted, and to explain it, what it needs
+    with other options."""
+    from rockplan.api import needed_bytes_with
+
     if budget is None:
         raise InvalidInput("a MODEL needs a --budget")
     subject = make_subject(model)
     make = rockplan.solve if code else rockplan.plan
+    sample, more = subject.sample_input, subject.sample_kwargs
+    lower: dict[str, int] = {}
     with under_autocast(subject, autocast):
-        made: Any = make(
-            subject.model,
-            subject.sample_input,
-            budget,
-            sample_kwargs=subject.sample_kwargs,
-            options=options,
-        )
-    return ((rockplan.plan_of(made),), rockplan.code_of(made)) if code else ((made,), "")
+        made: Any = make(subject.model, sample, budget, sample_kwargs=more, options=options)
+        if explain:
+            lower = needed_bytes_with(subject.model, sample, more, options, everything_kept=False)
+    if code:
+        return (rockplan.plan_of(made),), rockplan.code_of(made), lower
+    return (made,), "", lower

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
 from rockplan.oracles.lifetimes import (
@@ -106,7 +106,8 @@ class Explanation:
 
     peak_operation, peak_phase, peak_source: what runs at the peak, and the line of the model.
     peak_at_ns of time_ns: when. tenants: by size; shares: the same bytes by kind.
-    recomputations: in the order of the graph.
+    recomputations: in the order of the graph. needed_bytes_with: options with which the call needs
+    less, as they are written, and how much; empty where nobody has looked.
     """
 
     peak_bytes: int
@@ -119,6 +120,7 @@ class Explanation:
     shares: tuple[Share, ...]
     tenants: tuple[Tenant, ...]
     recomputations: tuple[Recomputation, ...]
+    needed_bytes_with: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return explanation_text(self)
@@ -128,14 +130,8 @@ class Explanation:
         return asdict(self)
 
 
-def explain(plan: object, *, unplanned: bool = False) -> Explanation:
-    """Who owns the peak of `plan`, why, and what its recomputations buy.
-
-    plan: a Plan or a planned module. unplanned: explain the execution that keeps everything
-    instead, which is where to look first when a model does not fit. Each price and each
-    recomputation is one replay of the schedule: a second or so for a thousand operations. Raises
-    InvalidInput.
-    """
+def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
+    """As `rockplan.explain` does, from the plan alone. Raises InvalidInput."""
     made = plan_in(plan)
     if unplanned:
         graph = as_eager(made.graph)
@@ -415,6 +411,10 @@ def explanation_text(explanation: Explanation, rows: int = 8) -> str:
     lines = [*_headline(explanation), "", *_share_lines(explanation, rows)]
     if explanation.recomputations:
         lines += ["", *_recomputation_lines(explanation, rows)]
+    if explanation.needed_bytes_with:
+        lines += ["", "with other options less is needed"]
+        needed = explanation.needed_bytes_with.items()
+        lines += [f"  {format_bytes(size):>10}  {text}" for text, size in needed]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from rockplan.reports.explain import (
     Explanation,
     Recomputation,
     Tenant,
-    explain,
+    explain_plan,
     price_text,
     recomputation_groups,
 )
@@ -48,8 +48,8 @@ def html_report(
     measured, eager_measured: as for `pictures.draw_memory`.
     """
     made = plan_in(plan)
-    explanation = explain(made)
-    everything = explain(made, unplanned=True)
+    explanation = explain_plan(made)
+    everything = explain_plan(made, unplanned=True)
     sections = [
         _summary(made, explanation, everything),
         _section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
