@@ -58,8 +58,7 @@ def operators(proposal: Proposal) -> list[str]:
     return [
         c.call.op
         for c in found.calls
-        if not {values[r].storage for r in c.call.results if r is not None}
-        <= {values[v].storage for v in c.reads}
+        if not {values[r].storage for r in c.call.made} <= {values[v].storage for v in c.reads}
     ]
 
 
@@ -432,7 +431,7 @@ def test_an_operator_of_two_results_one_of_which_is_stored(interpreted: list[str
     planned = rockplan.solve(case.model, case.args, "100%", options=COMPILED)
     assert distance(gradients(case, planned), gradients(case, case.model)) < 1e-5
     for kernel in rockplan.plan_of(planned).graph.kernels:
-        made = [r for call in kernel.calls for r in call.results if r is not None]
+        made = [r for call in kernel.calls for r in call.made]
         assert len(set(made)) == len(made) and not set(made) & set(range(len(kernel.inputs)))
     assert any(None in c.results for k in rockplan.plan_of(planned).graph.kernels for c in k.calls)
 

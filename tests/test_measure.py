@@ -159,7 +159,7 @@ def graph_of(specs: list[TensorSpec], inputs: int, *units: tuple[Call, ...]) -> 
     that writes the storages of its last call's results."""
     nodes = []
     for index, calls in enumerate(units):
-        results = {r for c in calls for r in c.results if r is not None}
+        results = {r for c in calls for r in c.made}
         named = {a.index for c in calls for a in c.args if isinstance(a, ValueRef)}
         writes = tuple(r for r in calls[-1].results if r is not None)
         reads = tuple(sorted(named - results))
@@ -711,7 +711,7 @@ def test_recorded_layouts_are_those_of_eager_execution(kind: str) -> None:
     found = [
         (c.call.op, tuple((v.stride, v.dtype) for v in specs))
         for c in recorded.calls
-        for specs in [[values[r].spec for r in c.call.results if r is not None]]
+        for specs in [[values[r].spec for r in c.call.made]]
     ]
     expected = [(REPLACED.get(name, name), layouts) for name, layouts in real.found]
     assert found == [call for call in expected if call[0]]

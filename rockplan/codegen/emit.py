@@ -362,7 +362,7 @@ class _Emitter:
             )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
-        results = [r for c in node.calls for r in c.results if r is not None]
+        results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
             self._line(f'frame.begin_replay("{self._states[node.index]}", "{device}")')
@@ -390,7 +390,7 @@ class _Emitter:
         """One statement: the call, its results bound to variables."""
         expression = _expression(call, self._name, self._names.operator)
         read = {ref.index for ref in refs(call)}
-        fresh = [r for r in call.results if r is not None and r not in read]
+        fresh = [r for r in call.made if r not in read]
         if not fresh:
             self._line(expression)
             return
@@ -435,7 +435,7 @@ def _acts(node: ComputeNode) -> bool:
 
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
     """What a node makes that is no view -> the operator."""
-    made = ((r, c.op) for c in node.calls for r in c.results if r is not None)
+    made = ((r, c.op) for c in node.calls for r in c.made)
     return {
         r: op for r, op in made if graph.values[r].data in node.writes and not _is_view(graph, r)
     }

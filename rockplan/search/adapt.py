@@ -234,8 +234,7 @@ def _kind(node: ComputeNode) -> tuple[object, ...]:
 
 def _shapes(graph: CDGraph, node: ComputeNode) -> list[tuple[int, ...]]:
     """Of the results."""
-    results = (v for call in node.calls for v in call.results if v is not None)
-    return [graph.values[v].spec.shape for v in results]
+    return [graph.values[v].spec.shape for call in node.calls for v in call.made]
 
 
 def _order(

@@ -96,6 +96,11 @@ class Call:
     kwargs: tuple[tuple[str, object], ...]
     results: tuple[int | None, ...]
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        """Its results that have a name."""
+        return tuple([r for r in self.results if r is not None])
+
     def __reduce__(self) -> tuple[object, ...]:
         return Call, (self.op, picklable(self.args), picklable(self.kwargs), self.results)
 

@@ -58,7 +58,7 @@ def calls_by_key(graph: CDGraph, keys: Keys) -> dict[str, list[Call]]:
 def copies_storages(graph: CDGraph, call: Call) -> bool:
     """True if a result lives in more memory than its elements need, as in a copy of the storage
     that an argument is a part of (`slice_scatter` of rows)."""
-    made = [graph.values[v] for v in call.results if v is not None]
+    made = [graph.values[v] for v in call.made]
     larger = {v.data for v in made if graph.data[v.data].size_bytes > needed_bytes(v.spec)}
     if not larger:
         return False

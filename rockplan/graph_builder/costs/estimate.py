@@ -79,10 +79,9 @@ def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
 
 def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> int:
     given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
-    named = [v for v in call.results if v is not None]
     if facts.facts_of(call.op).effect is Effect.COMMUNICATES:
         bytes_per_s *= _LINK_SHARE
-    moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *named)))
+    moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *call.made)))
     return round(1e9 * max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s))
 
 

@@ -240,8 +240,7 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
             data = graph.values[value].data
             made[data] = made.get(data, 0) + size_bytes
     named = (ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs])))
-    results = (v for v in call.results if v is not None)
-    touched = frozenset(graph.values[v].data for v in (*named, *results))
+    touched = frozenset(graph.values[v].data for v in (*named, *call.made))
     return _CallReplay(cost, made, unnamed_bytes, touched)
 
 

@@ -106,7 +106,7 @@ def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
     first, and those of products where they do not lie as BLAS takes them."""
     refs = value_refs((call.args, [a for _, a in call.kwargs]))
     operands = [graph.values[ref.index].spec for ref in refs]
-    made = [graph.values[v].spec for v in call.results if v is not None]
+    made = [graph.values[v].spec for v in call.made]
     dtypes = {spec.dtype for spec in (*operands, *made)}
     if {spec.device for spec in operands} != {"cpu"} or len(dtypes) != 1:
         return None

@@ -116,8 +116,7 @@ def _is_one_operator(capture: Capture, one: Fused) -> bool:
     better."""
     if len(one.owners) != 1:
         return False
-    made = capture.calls[one.owners[0]].call.results
-    return set(one.results) == {result for result in made if result is not None}
+    return set(one.results) == set(capture.calls[one.owners[0]].call.made)
 
 
 class _KernelRun:
@@ -186,7 +185,7 @@ class _KernelRun:
         owner = self._capture.calls[part.owner]
         call, made = part.call, part.makes
         if value in owner.call.results and _is_view(self._capture, owner):
-            call, made = owner.call, tuple(r for r in owner.call.results if r is not None)
+            call, made = owner.call, owner.call.made
         self._derived.update(made)
         reads = tuple(r.index for r in refs(call))
         for read in reads:
@@ -196,7 +195,7 @@ class _KernelRun:
 
 def _is_view(capture: Capture, recorded: RecordedCall) -> bool:
     given = {capture.values[v].storage for v in recorded.reads}
-    made = {capture.values[r].storage for r in recorded.call.results if r is not None}
+    made = {capture.values[r].storage for r in recorded.call.made}
     return made <= given
 
 

@@ -228,7 +228,7 @@ class KnownKernel:
         for call in self.kernel.calls:
             calls, written = steps[sum(not d.isdisjoint(_read(call)) for d in derived)]
             calls.append(call)
-            written |= {r: early[r] for r in call.results if r is not None and r in early}
+            written |= {r: early[r] for r in call.made if r in early}
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
@@ -254,7 +254,7 @@ class KnownKernel:
         derived = {value}
         for call in self.kernel.calls:
             if not derived.isdisjoint(_read(call)):
-                derived.update(r for r in call.results if r is not None)
+                derived.update(call.made)
         return frozenset(derived)
 
     def _looks(self) -> dict[int, torch.Tensor]:
@@ -286,20 +286,20 @@ def _aligned(
     same = {root}
     for call in calls:
         read = same & _read(call)
-        made = [r for r in call.results if r is not None]
         if not read:
             continue
         operator = facts.resolve(call.op)
         packet = call.op.split(".")[1]
         sizes = {looks[v].numel() for v in read}
         if packet in REDUCTIONS:
-            if any(size <= UNROLLED * looks[m].numel() for size in sizes for m in made):
+            if any(size <= UNROLLED * looks[m].numel() for size in sizes for m in call.made):
                 return None
             continue
         is_by_element = torch.Tag.pointwise in operator.tags or packet in _BY_ELEMENT
-        if not (is_by_element or packet in _IN_ORDER) or sizes != {looks[m].numel() for m in made}:
+        made = {looks[m].numel() for m in call.made}
+        if not (is_by_element or packet in _IN_ORDER) or sizes != made:
             return None
-        same.update(made)
+        same.update(call.made)
     return frozenset(same)
 
 

@@ -45,7 +45,7 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
 
 def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
     """Of all its values."""
-    made = {r for call in kernel.calls for r in call.results if r is not None}
+    made = {r for call in kernel.calls for r in call.made}
     values = sorted({*range(len(kernel.inputs)), *made})
     shapes = [
         torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
@@ -121,7 +121,7 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
     tensors = looks_of(kernel)
     largest = max(tensors[i].numel() for i in indices.kernel.results)
     given = {tensors[i].untyped_storage()._cdata for i in range(len(kernel.inputs))}
-    for value in (r for call in indices.kernel.calls for r in call.results if r is not None):
+    for value in (r for call in indices.kernel.calls for r in call.made):
         is_view = tensors[value].untyped_storage()._cdata in given
         if not is_view and tensors[value].numel() > LARGER * largest:
             return "its indices are made of what is larger than they are"

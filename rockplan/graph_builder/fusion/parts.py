@@ -59,9 +59,7 @@ class OperatorPart:
     @property
     def makes(self) -> tuple[int, ...]:
         """What it makes, and what it changes."""
-        return tuple(
-            dict.fromkeys((*(r for r in self.call.results if r is not None), *self.writes))
-        )
+        return tuple(dict.fromkeys((*self.call.made, *self.writes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +151,15 @@ class _Expansion:
     def _is_settled(self, position: int, recorded: RecordedCall) -> bool:
         """True if nothing that the call reads or makes is written to later, and none of what it
         reads is changed outside: a kernel may read it at any time."""
-        made = (r for r in recorded.call.results if r is not None)
-        touched = {self.values[v].storage for v in (*_looked_at(recorded.call), *made)}
+        looked_at = _looked_at(recorded.call)
+        touched = {self.values[v].storage for v in (*looked_at, *recorded.call.made)}
         late = any(self._written.get(storage, -1) >= position for storage in touched)
         return not late and not touched & self._changed_outside
 
     def _is_plain(self, call: Call) -> bool:
         """True for tensors with elements, on one device, of dtypes that compilers know, where no
         result is an argument."""
-        given, made = _given(call), [r for r in call.results if r is not None]
+        given, made = _given(call), call.made
         specs = [self.values[v].spec for v in (*given, *made)]
         is_new = bool(made) and not set(given) & set(made) and len(set(made)) == len(made)
         return (
@@ -174,9 +172,7 @@ class _Expansion:
 
     def _key(self, call: Call) -> Hashable:
         """All that the parts depend on."""
-        given = _given(call)
-        made = [r for r in call.results if r is not None]
-        local = {v: i for i, v in enumerate((*given, *made))}
+        local = {v: i for i, v in enumerate((*_given(call), *call.made))}
         storages = [self.values[v].storage for v in local]
         return (
             _typed(renamed(call, local.__getitem__)),

@@ -112,8 +112,8 @@ def _views(capture: Capture, storages: Storages) -> dict[int, int]:
 
 def _is_pure_view(recorded: RecordedCall, views: dict[int, int], position: int) -> bool:
     """True if the call only derives views: no memory, no effect, no work."""
-    results = [r for r in recorded.call.results if r is not None]
-    return bool(results) and not recorded.writes and all(views.get(r) == position for r in results)
+    made = recorded.call.made
+    return bool(made) and not recorded.writes and all(views.get(r) == position for r in made)
 
 
 def _live_calls(
@@ -127,7 +127,7 @@ def _live_calls(
         recorded = capture.calls[position]
         if _is_pure_view(recorded, views, position):
             continue
-        written = {storages.of[r] for r in recorded.call.results if r is not None}
+        written = {storages.of[r] for r in recorded.call.made}
         written |= {storages.of[v] for v in recorded.writes}
         effect = not recorded.is_repeatable or bool(
             written & storages.mutated_outside & {storages.of[v] for v in recorded.writes}

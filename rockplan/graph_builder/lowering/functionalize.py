@@ -100,7 +100,7 @@ class _Rewriting:
 
     def _note(self, recorded: RecordedCall, read: set[int]) -> None:
         """Which versions the next call makes, changes and reads; views read nothing."""
-        results = (r for r in recorded.call.results if r is not None)
+        results = recorded.call.made
         made = self._storages_of((*results, *recorded.writes))
         if not recorded.writes and made and made <= read:
             return
@@ -168,7 +168,7 @@ class _Rewriting:
     def _results_of(self, recorded: RecordedCall) -> tuple[int | None, ...]:
         """Of a call that makes no version of what it changes: arguments, and tensors that are met
         for the first time, in a storage of their own or in the last version of another."""
-        results = [r for r in recorded.call.results if r is not None]
+        results = recorded.call.made
         for value in results:
             storage = self._recorded[value].storage
             if value in recorded.reads or storage in self._owned:

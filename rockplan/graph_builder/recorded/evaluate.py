@@ -30,7 +30,7 @@ def prefix(
     needed = set(wanted)
     kept: list[RecordedCall] = []
     for recorded in reversed(calls):
-        made = {r for r in recorded.call.results if r is not None}
+        made = set(recorded.call.made)
         touched = {values[v].storage for v in recorded.writes}
         if not (made & needed or touched & storages):
             continue
@@ -47,7 +47,7 @@ def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
     leaves: set[int] = set()
     for recorded in calls:
         leaves |= set(recorded.reads) - made
-        made |= {r for r in recorded.call.results if r is not None}
+        made.update(recorded.call.made)
     return leaves | (set(wanted) - made)
 
 

@@ -35,7 +35,7 @@ def _split(capture: Capture) -> tuple[Gradients, frozenset[int]]:
     for position, recorded in enumerate(capture.calls):
         uses.update(recorded.reads)
         if recorded.phase is Phase.BACKWARD:
-            producer.update({r: position for r in recorded.call.results if r is not None})
+            producer |= dict.fromkeys(recorded.call.made, position)
     added: set[int] = set()
 
     # An `add` of what something else reads as well may be part of a formula for one gradient (the

@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _results(run: Capture, position: int) -> tuple[int, ...]:
-    return tuple(r for r in run.calls[position].call.results if r is not None)
+    return run.calls[position].call.made
 
 
 def _given(run: Capture) -> Iterator[int]:

@@ -84,7 +84,7 @@ class _Text:
 
     def _call(self, recorded: RecordedCall) -> str:
         call = recorded.call
-        made = [r for r in call.results if r is not None]
+        made = call.made
         arguments = [self._argument(a) for a in call.args]
         arguments += [f"{name}={self._argument(a)}" for name, a in call.kwargs]
         results = ", ".join("_" if r is None else self._typed(r) for r in call.results)

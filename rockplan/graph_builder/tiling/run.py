@@ -49,8 +49,8 @@ class RecordedRun:
     def storages(self, values: Iterable[int]) -> frozenset[int]:
         return frozenset(self.capture.values[v].storage for v in values)
 
-    def made_by(self, position: int) -> list[int]:
-        return [r for r in self.capture.calls[position].call.results if r is not None]
+    def made_by(self, position: int) -> tuple[int, ...]:
+        return self.capture.calls[position].call.made
 
     def viewed_by(self, position: int) -> int | None:
         """The value that a call does nothing to but look at; None for other calls."""

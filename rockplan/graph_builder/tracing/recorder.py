@@ -352,9 +352,9 @@ class Recorder(TorchDispatchMode):
         used = {self.value(t) for t in outputs}
         views = {view for _, _, view in self._views}
         for call in reversed(self.calls):
-            results = [r for r in call.call.results if r is not None]
-            is_made = not call.writes and len(results) == 1 and results[0] in views
-            if not (is_made and results[0] not in used):
+            made = call.call.made
+            is_made = not call.writes and len(made) == 1 and made[0] in views
+            if not (is_made and made[0] not in used):
                 used.update(call.reads)
         self._base_of = {
             number: base for number, base, view in self._views if view not in used and base in used

@@ -111,9 +111,9 @@ class ValueReader:
         if not (is_forward and _is_question(recorder, call) and len(draws) <= _FEW_DRAWS):
             return None
         wanted = [ref.index for ref in value_refs(call.args)]
-        wanted += [r for c in draws for r in c.call.results if r is not None]
+        wanted += [r for c in draws for r in c.call.made]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
-        specs = [recorder.values[r].spec for c in calls for r in c.call.results if r is not None]
+        specs = [recorder.values[r].spec for c in calls for r in c.call.made]
         is_small = all(s.device == "cpu" and math.prod(s.shape) <= _FEW for s in specs)
         written = {recorder.values[v].storage for c in calls for v in c.writes}
         is_kept = all(recorder.values[v].storage not in written for v in leaves)
@@ -305,7 +305,7 @@ class ValueReader:
                 poisoned |= {recorder.values[v].storage for v in recorded.writes}
                 continue
             computable.append(recorded.call)
-            available |= {r for r in recorded.call.results if r is not None}
+            available.update(recorded.call.made)
         # What was made here and written to later, with something unknown, is nothing's content.
         return {
             v: t
