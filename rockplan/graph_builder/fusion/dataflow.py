@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rockplan.graph_builder.fusion.parts import OperatorPart, PartKind, Parts
 from rockplan.graph_builder.recorded.run import RecordedValue
+from rockplan.graph_builder.recorded.view import Step, needed
 from rockplan.values.graph import Phase
 
 
@@ -101,11 +102,13 @@ class Dataflow:
         return users
 
 
-def dataflow_of(parts: Parts, roots: Collection[int], kept: Collection[int]) -> Dataflow:
-    """roots: values that the caller or autograd gets; kept: positions of opaque parts that run
+def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> Dataflow:
+    """roots: storages that the caller or autograd gets; kept: positions of opaque parts that run
     whatever needs them."""
     values = parts.values
-    needed, forced, opaque = _needed(parts, roots, kept)
+    running, there = needed(_steps(parts), roots, kept.__contains__)
+    opaque = tuple(p for p in running if parts.parts[p].kind is PartKind.OPAQUE)
+    forced = _storages(values, (v for p in opaque for v in parts.parts[p].reads)) | roots
     made: dict[int, Fusible] = {}
     for position, part in enumerate(parts.parts):
         if part.kind not in (PartKind.POINTWISE, PartKind.REDUCTION):
@@ -113,7 +116,7 @@ def dataflow_of(parts: Parts, roots: Collection[int], kept: Collection[int]) -> 
         reads = tuple(dict.fromkeys(values[v].storage for v in part.reads))
         for value in part.makes:
             storage = values[value].storage
-            if storage in needed:
+            if storage in there:
                 made[storage] = Fusible(
                     storage,
                     position,
@@ -159,30 +162,18 @@ def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
             yield from ((value, position) for value in part.makes)
 
 
-def _needed(
-    parts: Parts, roots: Collection[int], kept: Collection[int]
-) -> tuple[set[int], set[int], tuple[int, ...]]:
-    """Storages that something needs; those of them that opaque parts or the caller do; the opaque
-    parts that run."""
+def _steps(parts: Parts) -> list[Step]:
+    """Of all parts that are no views."""
     values = parts.values
-    forced = {values[v].storage for v in roots}
-    needed = set(forced)
-    opaque: list[int] = []
-    for position in range(len(parts.parts) - 1, -1, -1):
-        part = parts.parts[position]
-        is_needed = position in kept or bool(_storages(values, part.makes) & needed)
-        if part.kind is PartKind.VIEW or not is_needed:
-            continue
-        read = _storages(values, part.reads)
-        needed |= read
-        if part.kind is PartKind.OPAQUE:
-            forced |= read
-            opaque.append(position)
-    return needed, forced, tuple(reversed(opaque))
+    return [
+        (position, _storages(values, part.makes), _storages(values, part.reads))
+        for position, part in enumerate(parts.parts)
+        if part.kind is not PartKind.VIEW
+    ]
 
 
-def _storages(values: Sequence[RecordedValue], storages: Iterable[int]) -> set[int]:
-    return {values[v].storage for v in storages}
+def _storages(values: Sequence[RecordedValue], of: Iterable[int]) -> frozenset[int]:
+    return frozenset(values[v].storage for v in of)
 
 
 def _needed_forward(
@@ -190,18 +181,8 @@ def _needed_forward(
 ) -> frozenset[int]:
     """Storages that something of the forward phase needs. opaque: positions of the opaque parts
     that run, those of the forward phase in it, whoever needs what they make."""
-    values = parts.values
-    phase = {
-        values[v].storage: part.phase
-        for part in parts.parts
-        if part.kind is not PartKind.VIEW
-        for v in part.makes
-    }
-    needed = {s for s in _storages(values, roots) if phase.get(s) is Phase.FORWARD}
-    for position in range(len(parts.parts) - 1, -1, -1):
-        part = parts.parts[position]
-        if part.kind is PartKind.VIEW or part.phase is Phase.BACKWARD:
-            continue
-        if _storages(values, part.makes) & needed or position in opaque:
-            needed |= _storages(values, part.reads)
-    return frozenset(needed & made.keys())
+    steps = _steps(parts)
+    phase = {s: parts.parts[position].phase for position, made, _ in steps for s in made}
+    wanted = {s for s in roots if phase.get(s) is Phase.FORWARD}
+    forward = (step for step in steps if parts.parts[step[0]].phase is Phase.FORWARD)
+    return needed(forward, wanted, opaque.__contains__)[1] & made.keys()

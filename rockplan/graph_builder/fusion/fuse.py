@@ -16,7 +16,6 @@ from rockplan.graph_builder.fusion.groups import groups_of
 from rockplan.graph_builder.fusion.kinds import Fused, fused_group
 from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of
 from rockplan.graph_builder.fusion.stored import stored
-from rockplan.graph_builder.recorded import gradient_sums
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 from rockplan.values.graph import Call, Phase, ValueRef, refs
 from rockplan.values.progress import report
@@ -77,7 +76,7 @@ def proposed(
     capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
 ) -> Proposal:
     """What could be compiled. opaque: positions of calls that stay as they are."""
-    opaque |= gradient_sums.sums(capture)
+    opaque |= capture.view.sums
     # One kernel of all parts of a head would need all of them at once.
     opaque |= {
         position
@@ -85,9 +84,7 @@ def proposed(
         if capture.tiles.joined.intersection(recorded.call.results)
     }
     parts = parts_of(capture, opaque, table)
-    roots = {o.value for o in capture.outputs if o.value is not None}
-    roots |= {gradient for _, gradient in capture.gradients if gradient is not None}
-    roots |= capture.tiles.whole
+    roots = capture.view.wanted | capture.view.storages(capture.tiles.whole)
     flow = dataflow_of(parts, roots, _kept(capture, parts))
     there = stored(flow, device_type_of(capture))
     groups = [
@@ -142,12 +139,9 @@ class _KernelRun:
             for value in call.reads:
                 self._derive(value)
             self._calls.append(call)
-        for output in recorded.outputs:
-            if output.value is not None:
-                self._derive(output.value)
-        for _, gradient in recorded.gradients:
-            if gradient is not None:
-                self._derive(gradient)
+        gradients = (gradient for _, gradient in recorded.gradients if gradient is not None)
+        for value in (*recorded.view.outputs, *gradients):
+            self._derive(value)
         named = {one.kernel.op: one.kernel for one in self._proposal.fused}
         # Views of results are derived last, whatever phase makes these.
         in_phases = sorted(self._calls, key=lambda call: call.phase is Phase.BACKWARD)
@@ -184,19 +178,13 @@ class _KernelRun:
         part = self._flow.parts.parts[position]
         owner = self._capture.calls[part.owner]
         call, made = part.call, part.makes
-        if value in owner.call.results and _is_view(self._capture, owner):
+        if value in owner.call.results and self._capture.view.is_view(part.owner):
             call, made = owner.call, owner.call.made
         self._derived.update(made)
         reads = tuple(r.index for r in refs(call))
         for read in reads:
             self._derive(read)
         self._calls.append(replace(owner, call=call, reads=reads))
-
-
-def _is_view(capture: Capture, recorded: RecordedCall) -> bool:
-    given = {capture.values[v].storage for v in recorded.reads}
-    made = {capture.values[r].storage for r in recorded.call.made}
-    return made <= given
 
 
 def _say(capture: Capture, one: Fused, reason: str) -> None:

@@ -106,10 +106,9 @@ class _Expansion:
         self.values = list(capture.values)
         self._table = table
         self._fakes = FakeTensorMode()
-        self._storages = 1 + max((v.storage for v in capture.values), default=0)
+        self._view = capture.view
+        self._storages = self._view.next_storage
         self._templates: dict[Hashable, _Template | None] = {}
-        self._written = _last_writes(capture)
-        self._changed_outside = _changed_outside(capture)
 
     def add(self, position: int, recorded: RecordedCall, is_opaque: bool) -> None:
         template = None if is_opaque else self._template(position, recorded)
@@ -152,9 +151,9 @@ class _Expansion:
         """True if nothing that the call reads or makes is written to later, and none of what it
         reads is changed outside: a kernel may read it at any time."""
         looked_at = _looked_at(recorded.call)
-        touched = {self.values[v].storage for v in (*looked_at, *recorded.call.made)}
-        late = any(self._written.get(storage, -1) >= position for storage in touched)
-        return not late and not touched & self._changed_outside
+        touched = self._view.storages((*looked_at, *recorded.call.made))
+        late = any(self._view.last_change.get(storage, -1) >= position for storage in touched)
+        return not late and touched.isdisjoint(self._view.changed_outside)
 
     def _is_plain(self, call: Call) -> bool:
         """True for tensors with elements, on one device, of dtypes that compilers know, where no
@@ -210,21 +209,6 @@ def _typed(argument: Any) -> Hashable:
     if isinstance(argument, tuple):
         return tuple(map(_typed, argument))
     return (type(argument), repr(argument) if isinstance(argument, float) else argument)
-
-
-def _last_writes(capture: Capture) -> dict[int, int]:
-    """storage -> position of the last call that changes it in place."""
-    values = capture.values
-    calls = enumerate(capture.calls)
-    return {values[v].storage: position for position, c in calls for v in c.writes}
-
-
-def _changed_outside(capture: Capture) -> frozenset[int]:
-    """Storages of the caller's that the run changes."""
-    own = [v for _, v in (*capture.parameters, *capture.buffers, *capture.inputs)]
-    own += [v for v, _ in capture.constants]
-    owned = {capture.values[v].storage for v in own}
-    return frozenset(owned & _last_writes(capture).keys())
 
 
 # -- one call ----------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.results import Results
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
 
 
@@ -35,8 +37,8 @@ def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
     if not any(recorded.writes for recorded in capture.calls):
         return capture
     rewriting = _Rewriting(capture, everywhere)
-    for recorded in capture.calls:
-        rewriting.add(recorded)
+    for position in range(len(capture.calls)):
+        rewriting.add(position)
     return rewriting.capture()
 
 
@@ -63,13 +65,12 @@ class _Rewriting:
     that the run makes, `_written` the position of the last call that makes or changes it."""
 
     def __init__(self, capture: Capture, everywhere: bool) -> None:
-        self._capture = capture
+        self._capture, self._view = capture, capture.view
         self._everywhere = everywhere
-        self._recorded = capture.values
-        self._owned = _owned(capture)
-        self._unchangeable = _unchangeable(capture)
+        self._owned = self._view.storages(self._view.given)
+        self._unchangeable = _unchangeable(self._view)
         self._results = Results(FakeTensorMode())
-        self._storages = 1 + max(v.storage for v in capture.values)
+        self._storages = self._view.next_storage
         self._values = list(capture.values)
         self._calls: list[RecordedCall] = []
         self._versions: dict[int, _Version] = {}
@@ -84,9 +85,10 @@ class _Rewriting:
         values, calls = tuple(self._values), tuple(self._calls)
         return replace(self._capture, values=values, calls=calls, outputs=outputs)
 
-    def add(self, recorded: RecordedCall) -> None:
+    def add(self, position: int) -> None:
         """Of the arguments as they are now; a new version, where it cannot run with the old."""
-        read = self._storages_of(recorded.reads)
+        recorded = self._view.calls[position]
+        read = self._view.storages(recorded.reads)
         call = self._renamed(recorded.call)
         reads, writes = (tuple(map(self._now, vs)) for vs in (recorded.reads, recorded.writes))
         changing = self._changing(recorded, call, read)
@@ -95,29 +97,27 @@ class _Rewriting:
             call, writes = replace(changing, results=(whole,)), ()
         else:
             call = replace(call, results=self._results_of(recorded))
-        self._note(recorded, read)
+        if not self._view.is_view(position):
+            self._note(recorded, read)
         self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
 
-    def _note(self, recorded: RecordedCall, read: set[int]) -> None:
-        """Which versions the next call makes, changes and reads; views read nothing."""
-        results = recorded.call.made
-        made = self._storages_of((*results, *recorded.writes))
-        if not recorded.writes and made and made <= read:
-            return
+    def _note(self, recorded: RecordedCall, read: frozenset[int]) -> None:
+        """Which versions the next call makes, changes and reads."""
+        made = self._view.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}
             self._written[storage] = len(self._calls)
         for storage in (read - made) & self._versions.keys():
             self._versions[storage].is_read = True
 
-    def _changing(self, recorded: RecordedCall, call: Call, read: set[int]) -> Call | None:
+    def _changing(self, recorded: RecordedCall, call: Call, read: frozenset[int]) -> Call | None:
         """The operator that makes a new version of what `recorded` changes; None where it may as
         well run with the old version, or where no operator makes the same bits."""
         op = out_of_place(call.op)
         if op is None or len(recorded.writes) != 1 or recorded.call.results != recorded.writes:
             return None
         (changed,) = recorded.writes
-        value = self._recorded[changed]
+        value = self._view.values[changed]
         version = self._versions.get(value.storage)
         if version is None or version.phase is not recorded.phase:
             return None
@@ -139,9 +139,10 @@ class _Rewriting:
 
         def fake(index: int) -> torch.Tensor:
             spec = self._values[index].spec
-            dtype: torch.dtype = getattr(torch, spec.dtype.removeprefix("torch."))
             with fakes:
-                return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=spec.device)
+                return torch.empty_strided(
+                    spec.shape, spec.stride, dtype=dtype_of(spec), device=spec.device
+                )
 
         args = tuple(substitute(a, fake) for a in call.args)
         kwargs = {name: substitute(a, fake) for name, a in call.kwargs}
@@ -149,16 +150,13 @@ class _Rewriting:
 
     # -- values ----------------------------------------------------------------------------
 
-    def _storages_of(self, values: Iterable[int]) -> set[int]:
-        return {self._recorded[v].storage for v in values}
-
     def _renew(self, changed: int, phase: Phase) -> int:
         """Begin a version of which the value that is all of it is returned."""
-        value = replace(self._recorded[changed], storage=self._storages)
+        value = replace(self._view.values[changed], storage=self._storages)
         self._storages += 1
         whole = self._new(value)
         version = _Version(phase, len(self._calls), value.storage, whole)
-        self._versions[self._recorded[changed].storage] = version
+        self._versions[self._view.values[changed].storage] = version
         return whole
 
     def _new(self, value: RecordedValue) -> int:
@@ -168,31 +166,30 @@ class _Rewriting:
     def _results_of(self, recorded: RecordedCall) -> tuple[int | None, ...]:
         """Of a call that makes no version of what it changes: arguments, and tensors that are met
         for the first time, in a storage of their own or in the last version of another."""
-        results = recorded.call.made
-        for value in results:
-            storage = self._recorded[value].storage
+        for value in recorded.call.made:
+            storage = self._view.storage(value)
             if value in recorded.reads or storage in self._owned:
                 continue
             version = self._versions.setdefault(
                 storage, _Version(recorded.phase, len(self._calls), storage)
             )
             if version.whole is not None:
-                self._values[value] = replace(self._recorded[value], storage=version.storage)
+                self._values[value] = replace(self._view.values[value], storage=version.storage)
                 version.members[value] = value
         return tuple(None if r is None else self._now(r) for r in recorded.call.results)
 
     def _now(self, value: int) -> int:
         """What `value` is in the last version of its storage."""
-        version = self._versions.get(self._recorded[value].storage)
+        version = self._versions.get(self._view.storage(value))
         if version is None or version.whole is None:
             return value
         if value not in version.members:
-            spec = self._recorded[value].spec
+            spec = self._view.spec(value)
             is_whole = spec == self._values[version.whole].spec
-            version.members[value] = version.whole if is_whole else self._view(version, spec)
+            version.members[value] = version.whole if is_whole else self._derived(version, spec)
         return version.members[value]
 
-    def _view(self, version: _Version, spec: TensorSpec) -> int:
+    def _derived(self, version: _Version, spec: TensorSpec) -> int:
         """A tensor like `spec` in the storage of the version."""
         assert version.whole is not None
         last = self._calls[-1]
@@ -217,20 +214,12 @@ class _Rewriting:
         return replace(call, args=now(call.args), kwargs=kwargs)
 
 
-def _owned(capture: Capture) -> set[int]:
-    """Storages of the caller's."""
-    named = [v for _, v in (*capture.parameters, *capture.buffers, *capture.inputs)]
-    named += [v for v, _ in capture.constants]
-    named += [o.tangent for o in capture.outputs if o.tangent is not None]
-    return {capture.values[v].storage for v in named}
-
-
-def _unchangeable(capture: Capture) -> set[int]:
+def _unchangeable(view: RunView) -> set[int]:
     """Storages that hold numbers of several kinds, of which views cannot be told by strides; and
     gradients that are handed over: which of them autograd sums is told by the calls."""
-    unchangeable = {capture.values[g].storage for _, g in capture.gradients if g is not None}
+    unchangeable = {view.storage(g) for _, g in view.gradients if g is not None}
     kinds: dict[int, str] = {}
-    for value in capture.values:
+    for value in view.values:
         spec = value.spec
         plain = kinds.setdefault(value.storage, spec.dtype) == spec.dtype
         if not plain or spec.is_conj or spec.is_neg:
@@ -240,6 +229,5 @@ def _unchangeable(capture: Capture) -> set[int]:
 
 def _is_whole(value: RecordedValue) -> bool:
     """True for a tensor that is all of its storage."""
-    dtype: torch.dtype = getattr(torch, value.spec.dtype.removeprefix("torch."))
-    is_all = math.prod(value.spec.shape) * dtype.itemsize == value.storage_bytes
+    is_all = math.prod(value.spec.shape) * dtype_of(value.spec).itemsize == value.storage_bytes
     return is_all and is_dense(value.spec)

@@ -15,19 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.lowering.atomic_units import (
-    AtomicUnits,
-    Storages,
-    check_mutation,
-    divided,
-    mutates_outside,
-    reads_mutated,
-)
+from rockplan.graph_builder.lowering.atomic_units import check_mutation, divided
 from rockplan.graph_builder.lowering.kept_alive import keep_what_acts, summed_in_place
 from rockplan.graph_builder.operators.facts import without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
-from rockplan.graph_builder.recorded.gradient_sums import Gradients, contributions
 from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.specs import allocated_bytes, dtype_of
+from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import (
     Call,
     CDGraph,
@@ -41,9 +35,6 @@ from rockplan.values.graph import (
 )
 from rockplan.values.interface import Interface
 from rockplan.values.plan import PassTrace
-
-# PyTorch's caching allocator rounds every request up to this.
-_CUDA_BLOCK_BYTES = 512
 
 # The caller's loss and its gradient.
 _CALLER_SCALARS = 2
@@ -68,106 +59,8 @@ def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = 
     released: leaves of the result that the caller does not hold in the backward phase. Raises
     InvalidInput for one that is no tensor of the forward's.
     """
-    gradients = contributions(capture)
-    return _assemble(capture, divided(capture), gradients, rng_state_bytes, released)
-
-
-def _is_same_value(call: Call) -> bool:
-    """A plan executes below autograd, where some views return what they are given."""
-    return row_of(call.op).view is ViewKind.SAME_VALUE
-
-
-class _Numbering:
-    """Recorded storages and values -> indices of the graph, in order of first appearance."""
-
-    def __init__(self, capture: Capture, parts: AtomicUnits) -> None:
-        self._capture = capture
-        self._storages = parts.storages
-        self._views = parts.views
-        self._names: dict[str, int] = defaultdict(int)
-        self.data: list[DataNode] = []
-        self.values: list[Value] = []
-        self.data_of: dict[int, int] = {}
-        self.value_of: dict[int, int] = {}
-
-    def storage(self, ordinal: int, name: str, size_bytes: int) -> int:
-        if ordinal not in self.data_of:
-            index = len(self.data)
-            self.data_of[ordinal] = index
-            kind = self._storages.kind[ordinal]
-            self.data.append(DataNode(index, name, kind, size_bytes))
-        return self.data_of[ordinal]
-
-    def value(self, recorded: int, name: str | None = None) -> int:
-        """Index of a recorded value; its chain of views is numbered first."""
-        if recorded in self.value_of:
-            return self.value_of[recorded]
-        value = self._capture.values[recorded]
-        position = self._views.get(recorded)
-        derived = None if position is None else self._capture.calls[position]
-        if derived is not None:
-            if _is_same_value(derived.call):
-                self.value_of[recorded] = self.value(derived.reads[0])
-                return self.value_of[recorded]
-            for read in derived.reads:
-                self.value(read)
-            name = name or self.name(derived.call.op)
-        name = name or self.name("value")
-        size_bytes = _allocated_bytes(value.storage_bytes, value.spec.device)
-        data = self.storage(value.storage, name, size_bytes)
-        index = len(self.values)
-        self.value_of[recorded] = index
-        view = None if derived is None else self.call(derived.call)
-        self.values.append(Value(index, data, name, value.spec, view))
-        return index
-
-    def views_with_siblings(self) -> tuple[Value, ...]:
-        """All values; a view names every result of its call that the graph uses, so that one
-        execution derives them all."""
-        values = list(self.values)
-        for recorded, index in self.value_of.items():
-            call = self._capture.calls[self._views.get(recorded, 0)].call
-            view = values[index].view
-            if view is None or recorded not in self._views or _is_same_value(call):
-                continue
-            named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
-            if named != view.results:
-                values[index] = replace(values[index], view=replace(view, results=named))
-        return tuple(values)
-
-    def name(self, op: str) -> str:
-        packet = stem(op).split(".")[1] if "." in op else op
-        name = packet.strip("_") or packet
-        number = self._names[name]
-        self._names[name] += 1
-        return f"{name}_{number}"
-
-    def call(self, call: Call) -> Call:
-        """`call` with references to values of the graph."""
-
-        def translate(argument: object) -> object:
-            if isinstance(argument, ValueRef):
-                return ValueRef(self.value(argument.index))
-            if isinstance(argument, tuple):
-                return tuple(translate(item) for item in argument)
-            return argument
-
-        return Call(
-            call.op,
-            tuple(translate(a) for a in call.args),
-            tuple((k, translate(a)) for k, a in call.kwargs),
-            tuple(None if r is None else self.value_of.get(r) for r in call.results),
-        )
-
-
-def _assemble(
-    capture: Capture,
-    parts: AtomicUnits,
-    gradients: Gradients,
-    rng_state_bytes: int,
-    released: Sequence[int],
-) -> Lowered:
-    numbering = _Numbering(capture, parts)
+    view = capture.view
+    numbering = _Numbering(view)
     for name, value in (*capture.parameters, *capture.buffers):
         numbering.value(value, name)
     for position, value in capture.inputs:
@@ -175,12 +68,12 @@ def _assemble(
     for number, (value, _) in enumerate(capture.constants):
         numbering.value(value, f"constant_{number}")
     nodes: list[ComputeNode] = []
-    for unit in sorted(parts.units, key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
+    for unit in sorted(divided(view), key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
         if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
             recorded = capture.calls[unit[0]]
             check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
-        nodes.append(_node(capture, parts.storages, numbering, unit, len(nodes)))
-    interface = _interface(capture, parts.storages, numbering, gradients)
+        nodes.append(_node(view, numbering, unit, len(nodes)))
+    interface = _interface(capture, numbering)
     contributions = {
         target: [numbering.values[g].data for g in several]
         for target, several in interface.gradients
@@ -219,13 +112,98 @@ def _assemble(
     return Lowered(graph, interface, samples, capture)
 
 
-def _interface(
-    capture: Capture, storages: Storages, numbering: _Numbering, gradients: Gradients
-) -> Interface:
+def _is_same_value(call: Call) -> bool:
+    """A plan executes below autograd, where some views return what they are given."""
+    return row_of(call.op).view is ViewKind.SAME_VALUE
+
+
+class _Numbering:
+    """Recorded storages and values -> indices of the graph, in order of first appearance."""
+
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self._names: dict[str, int] = defaultdict(int)
+        self.data: list[DataNode] = []
+        self.values: list[Value] = []
+        self.data_of: dict[int, int] = {}
+        self.value_of: dict[int, int] = {}
+
+    def storage(self, ordinal: int, name: str, size_bytes: int) -> int:
+        if ordinal not in self.data_of:
+            index = len(self.data)
+            self.data_of[ordinal] = index
+            kind = self._view.kinds[ordinal]
+            self.data.append(DataNode(index, name, kind, size_bytes))
+        return self.data_of[ordinal]
+
+    def value(self, recorded: int, name: str | None = None) -> int:
+        """Index of a recorded value; its chain of views is numbered first."""
+        if recorded in self.value_of:
+            return self.value_of[recorded]
+        value = self._view.values[recorded]
+        position = self._view.views.get(recorded)
+        derived = None if position is None else self._view.calls[position]
+        if derived is not None:
+            if _is_same_value(derived.call):
+                self.value_of[recorded] = self.value(derived.reads[0])
+                return self.value_of[recorded]
+            for read in derived.reads:
+                self.value(read)
+            name = name or self.name(derived.call.op)
+        name = name or self.name("value")
+        size_bytes = allocated_bytes(value.storage_bytes, value.spec.device)
+        data = self.storage(value.storage, name, size_bytes)
+        index = len(self.values)
+        self.value_of[recorded] = index
+        view = None if derived is None else self.call(derived.call)
+        self.values.append(Value(index, data, name, value.spec, view))
+        return index
+
+    def views_with_siblings(self) -> tuple[Value, ...]:
+        """All values; a view names every result of its call that the graph uses, so that one
+        execution derives them all."""
+        values = list(self.values)
+        for recorded, index in self.value_of.items():
+            position, view = self._view.views.get(recorded), values[index].view
+            if view is None or position is None:
+                continue
+            call = self._view.calls[position].call
+            if _is_same_value(call):
+                continue
+            named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
+            if named != view.results:
+                values[index] = replace(values[index], view=replace(view, results=named))
+        return tuple(values)
+
+    def name(self, op: str) -> str:
+        packet = stem(op).split(".")[1] if "." in op else op
+        name = packet.strip("_") or packet
+        number = self._names[name]
+        self._names[name] += 1
+        return f"{name}_{number}"
+
+    def call(self, call: Call) -> Call:
+        """`call` with references to values of the graph."""
+
+        def translate(argument: object) -> object:
+            if isinstance(argument, ValueRef):
+                return ValueRef(self.value(argument.index))
+            if isinstance(argument, tuple):
+                return tuple(translate(item) for item in argument)
+            return argument
+
+        return Call(
+            call.op,
+            tuple(translate(a) for a in call.args),
+            tuple((k, translate(a)) for k, a in call.kwargs),
+            tuple(None if r is None else self.value_of.get(r) for r in call.results),
+        )
+
+
+def _interface(capture: Capture, numbering: _Numbering) -> Interface:
     """The roles of the values, in the numbering of the graph."""
-    of = numbering.value
-    named = (*capture.parameters, *capture.buffers, *capture.inputs)
-    residents = dict.fromkeys([*(v for _, v in named), *(v for v, _ in capture.constants)])
+    of, view = numbering.value, capture.view
+    changed = (v for v in view.given if view.storage(v) in view.changed_outside)
     return Interface(
         parameters=tuple((name, of(v)) for name, v in capture.parameters),
         buffers=tuple((name, of(v)) for name, v in capture.buffers),
@@ -239,21 +217,14 @@ def _interface(
             )
             for position, o in enumerate(capture.outputs)
         ),
-        gradients=tuple((of(t), tuple(of(g) for g in parts)) for t, parts in gradients),
+        gradients=tuple((of(t), tuple(of(g) for g in parts)) for t, parts in view.contributions),
         copies=tuple((of(buffer), of(copy)) for buffer, copy in capture.copies),
-        mutated=tuple(of(v) for v in residents if storages.of[v] in storages.mutated_outside),
+        mutated=tuple(map(of, changed)),
         guards=capture.guards,
         questions=capture.questions,
         assignments=capture.assignments,
         backward_ignores_autocast=capture.backward_ignores_autocast,
     )
-
-
-def _allocated_bytes(size_bytes: int, device: str) -> int:
-    """What the allocator of `device` gives out for a storage."""
-    if not device.startswith("cuda"):
-        return size_bytes
-    return -(-size_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
 
 
 def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequence[int]) -> set[int]:
@@ -279,21 +250,16 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
     scalars = [t for t in tangents if not capture.values[t].spec.shape]
     held = {numbering.values[numbering.value(t)].data for t in scalars}
     first = numbering.values[numbering.value(tangents[0])]
-    element_bytes = getattr(torch, first.spec.dtype.removeprefix("torch.")).itemsize
     index = len(numbering.data)
-    size_bytes = _CALLER_SCALARS * _allocated_bytes(element_bytes, first.spec.device)
-    numbering.data.append(DataNode(index, "caller_loss", DataKind.TANGENT, size_bytes))
+    scalar_bytes = allocated_bytes(dtype_of(first.spec).itemsize, first.spec.device)
+    numbering.data.append(
+        DataNode(index, "caller_loss", DataKind.TANGENT, _CALLER_SCALARS * scalar_bytes)
+    )
     return held | {index}
 
 
-def _node(
-    capture: Capture,
-    storages: Storages,
-    numbering: _Numbering,
-    unit: Sequence[int],
-    index: int,
-) -> ComputeNode:
-    recorded = [capture.calls[p] for p in unit]
+def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int) -> ComputeNode:
+    recorded = [view.calls[p] for p in unit]
     reads: set[int] = set()
     writes: set[int] = set()
     calls: list[Call] = []
@@ -311,13 +277,13 @@ def _node(
                     writes.add(numbering.values[value].data)
         calls.append(numbering.call(entry.call))
     main = recorded[0]
-    effect = any(mutates_outside(e, storages) for e in recorded)
+    effect = any(view.changes_outside(e) for e in recorded)
     recalls = tuple(_again(call) for call in calls)
     pure_again = all(
-        not mutates_outside(e, storages) or again is not call
+        not view.changes_outside(e) or again is not call
         for e, call, again in zip(recorded, calls, recalls, strict=True)
     )
-    unstable = any(e.effect or reads_mutated(e, storages) for e in recorded)
+    unstable = any(e.effect or view.reads_changed(e) for e in recorded)
     return ComputeNode(
         index=index,
         name=_title(names),

@@ -20,7 +20,7 @@ def values_are_there(run: Capture) -> Iterator[str]:
     """A call names values of the run."""
     known = range(len(run.values))
     for position, recorded in enumerate(run.calls):
-        named = (*recorded.reads, *recorded.writes, *_results(run, position))
+        named = (*recorded.reads, *recorded.writes, *recorded.call.made)
         for value in named:
             if value not in known:
                 yield f"call {position} names value {value} of {len(known)}"
@@ -38,12 +38,12 @@ def reads_are_arguments(run: Capture) -> Iterator[str]:
 
 def made_before_read(run: Capture) -> Iterator[str]:
     """Nothing is read before it is made."""
-    made = set(_given(run))
+    made = set(run.view.given)
     for position, recorded in enumerate(run.calls):
         for value in recorded.reads:
             if value not in made:
                 yield f"call {position}, {recorded.call.op}, reads value {value}"
-        made.update(_results(run, position))
+        made.update(recorded.call.made)
     for role, value in _wanted(run):
         if value not in made:
             yield f"the {role} {value} is never made"
@@ -51,9 +51,9 @@ def made_before_read(run: Capture) -> Iterator[str]:
 
 def made_once(run: Capture) -> Iterator[str]:
     """A value is made by one call, or given by the caller."""
-    made = set(_given(run))
+    made = set(run.view.given)
     for position, recorded in enumerate(run.calls):
-        for value in {*_results(run, position)} - {*recorded.reads}:
+        for value in {*recorded.call.made} - {*recorded.reads}:
             if value in made:
                 yield f"call {position}, {recorded.call.op}, makes value {value} again"
             made.add(value)
@@ -61,10 +61,10 @@ def made_once(run: Capture) -> Iterator[str]:
 
 def views_read_what_they_share(run: Capture) -> Iterator[str]:
     """A result in a storage that is there already is a view of what its call reads."""
-    there = {run.values[v].storage for v in _given(run)}
+    there = run.view.storages(run.view.given)
     for position, recorded in enumerate(run.calls):
-        read = {run.values[v].storage for v in recorded.reads}
-        results = {run.values[v].storage for v in _results(run, position)}
+        read = run.view.storages(recorded.reads)
+        results = run.view.storages(recorded.call.made)
         for storage in (results & there) - read:
             yield f"call {position}, {recorded.call.op}, has a result in storage {storage}"
         there |= results
@@ -106,18 +106,6 @@ RULES: tuple[Rule, ...] = (
     forward_comes_first,
     kernels_are_known,
 )
-
-
-def _results(run: Capture, position: int) -> tuple[int, ...]:
-    return run.calls[position].call.made
-
-
-def _given(run: Capture) -> Iterator[int]:
-    """Values that the caller has before the run, or that come in between its phases."""
-    for named in (run.parameters, run.buffers, run.inputs):
-        yield from (value for _, value in named)
-    yield from (value for value, _ in run.constants)
-    yield from (o.tangent for o in run.outputs if o.tangent is not None)
 
 
 def _wanted(run: Capture) -> Iterator[tuple[str, int]]:

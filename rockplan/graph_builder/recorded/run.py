@@ -7,6 +7,7 @@ What a recording leaves, and what each pass of `graph_builder.pipeline` takes an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,6 +16,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.recorded.results import fake_device
 from rockplan.graph_builder.recorded.text import run_text
+from rockplan.graph_builder.recorded.view import RunView
 from rockplan.python_state import trees
 from rockplan.values.graph import Call, Kernel, Phase, TensorSpec
 from rockplan.values.interface import Assignment, Guard, OutputLeaf, Question
@@ -83,7 +85,7 @@ class Tiles:
 NO_TILES = Tiles()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Capture:
     """One recorded run.
 
@@ -115,6 +117,11 @@ class Capture:
     copies: tuple[tuple[int, int], ...] = ()
     kernels: tuple[Kernel, ...] = ()
     tiles: Tiles = NO_TILES
+
+    @cached_property
+    def view(self) -> RunView:
+        """What passes ask of it."""
+        return RunView(self)
 
     def __str__(self) -> str:
         """A Python-like line a call."""

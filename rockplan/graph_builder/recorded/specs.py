@@ -46,7 +46,7 @@ def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
 def needed_bytes(spec: TensorSpec) -> int:
     """Of the smallest storage that holds the tensor where it is."""
     size_bytes = _item_bytes(spec) * (spec.offset + span(spec))
-    return allocated_bytes(size_bytes, torch.device(spec.device).type)
+    return allocated_bytes(size_bytes, spec.device)
 
 
 @functools.lru_cache(_SPECS)
@@ -60,6 +60,7 @@ def _item_bytes(spec: TensorSpec) -> int:
     return dtype_of(spec).itemsize
 
 
-def allocated_bytes(size_bytes: int, device_type: str) -> int:
-    granule = CUDA_GRANULE_BYTES if device_type == "cuda" else 1
+def allocated_bytes(size_bytes: int, device: str) -> int:
+    """What the allocator of a device ('cuda:0', or its type) gives out for a storage."""
+    granule = CUDA_GRANULE_BYTES if device.startswith("cuda") else 1
     return -(-size_bytes // granule) * granule

@@ -20,11 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.recorded import gradient_sums
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.tiling.run import RecordedRun
 from rockplan.values.graph import Call, ValueRef, refs
 
 GRADIENT = "aten.embedding_dense_backward.default"
@@ -32,7 +30,7 @@ GRADIENT = "aten.embedding_dense_backward.default"
 
 def with_rows_added(capture: Capture) -> Capture:
     """`capture`, in which gradients of embeddings are added to that of a head in parts by rows."""
-    sums = dict(_sums(RecordedRun(capture)))
+    sums = dict(_sums(capture))
     if not sums:
         return capture
     writing, gone = _RowSums(capture), frozenset(sums.values())
@@ -50,20 +48,20 @@ def with_rows_added(capture: Capture) -> Capture:
     )
 
 
-def _sums(run: RecordedRun) -> Iterator[tuple[int, int]]:
+def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
     """(position of an addition to what is made of parts, of the call that makes the gradient of an
     embedding, which nothing else reads)."""
-    calls, joined = run.capture.calls, set(run.capture.tiles.joined)
-    for position in sorted(gradient_sums.sums(run.capture)):
-        before, addend = (ref.index for ref in refs(calls[position].call))
-        maker, of_embedding = run.maker_of(before), run.maker.get(addend)
-        if maker is None or of_embedding is None or joined.isdisjoint(run.made_by(maker)):
+    view, joined = capture.view, set(capture.tiles.joined)
+    for position in sorted(view.sums):
+        before, addend = (ref.index for ref in refs(view.calls[position].call))
+        maker, of_embedding = view.maker(before), view.maker(addend)
+        if maker is None or of_embedding is None or joined.isdisjoint(view.made(maker)):
             continue
-        is_read_once = run.readers[run.storage(addend)] == [position]
-        same = run.spec(before) == run.spec(run.made_by(position)[0])
-        is_gradient = calls[of_embedding].call.op == GRADIENT and run.is_plain(of_embedding)
-        if is_gradient and is_read_once and same:
-            joined.update(run.made_by(position))
+        is_read_once = view.readers[view.storage(addend)] == (position,)
+        same = view.spec(before) == view.spec(view.made(position)[0])
+        is_gradient = view.calls[of_embedding].call.op == GRADIENT and view.is_plain(of_embedding)
+        if is_gradient and is_read_once and same and addend not in view.views:
+            joined.update(view.made(position))
             yield position, of_embedding
 
 

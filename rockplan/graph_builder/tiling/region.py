@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from rockplan.graph_builder.recorded import gradient_sums
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.view import RunView
 from rockplan.graph_builder.tiling.rules import (
     FIRST,
     PRODUCTS,
@@ -28,7 +28,6 @@ from rockplan.graph_builder.tiling.rules import (
     row_wise,
     viewed,
 )
-from rockplan.graph_builder.tiling.run import RecordedRun
 from rockplan.values.graph import Phase, refs
 
 
@@ -38,7 +37,7 @@ class Region:
     values that these calls make in parts, and of views of them; depth: columns of what the seed
     multiplies."""
 
-    run: RecordedRun
+    run: RunView
     groups: Groups
     seed: int
     calls: Mapping[int, RowWise]
@@ -49,14 +48,14 @@ class Region:
     def widening(self) -> int:
         """How often as many bytes a number of some row has as one of what the seed makes."""
         dtypes = [dtype_of(self.run.spec(v)) for v in self.rows]
-        (made,) = self.run.made_by(self.seed)
+        (made,) = self.run.made(self.seed)
         floating = [d.itemsize for d in dtypes if d.is_floating_point]
         return max([1, *(n // dtype_of(self.run.spec(made)).itemsize for n in floating)])
 
 
 def regions_of(capture: Capture) -> Iterator[Region | str]:
     """For each way to cut the head the region, or why there is none."""
-    run = RecordedRun(capture)
+    run = capture.view
     seed = _seed(run)
     if isinstance(seed, str):
         yield seed
@@ -65,25 +64,25 @@ def regions_of(capture: Capture) -> Iterator[Region | str]:
         yield _Growth(run, seed, groups).region()
 
 
-def _seed(run: RecordedRun) -> int | str:
+def _seed(run: RunView) -> int | str:
     sizes: dict[int, int] = {}
     for position in run.live:
-        recorded = run.capture.calls[position]
+        recorded = run.calls[position]
         if recorded.phase is Phase.FORWARD and recorded.call.op in PRODUCTS:
-            sizes[position] = prod(run.spec(run.made_by(position)[0]).shape)
+            sizes[position] = prod(run.spec(run.made(position)[0]).shape)
     largest = [p for p, size in sizes.items() if size == max(sizes.values())]
     if not largest:
         return "the forward has no matrix product"
     if len(largest) > 1:
         return f"its {len(largest)} largest matrix products are equally large, and none is the head"
-    if run.spec(run.made_by(largest[0])[0]).shape[0] < 2:
+    if run.spec(run.made(largest[0])[0]).shape[0] < 2:
         return "its largest matrix product has one row"
     return largest[0]
 
 
-def _groups_of(run: RecordedRun, seed: int) -> Iterator[Groups]:
+def _groups_of(run: RunView, seed: int) -> Iterator[Groups]:
     """By single rows; or by what views of the seed have as their first dimension."""
-    (made,) = run.made_by(seed)
+    (made,) = run.made(seed)
     rows = run.spec(made).shape[0]
     yield Groups(rows)
     shapes = [run.spec(v).shape for v in run.views if run.storage(v) == run.storage(made)]
@@ -104,11 +103,10 @@ class _Growth:
     """Walks down from the seed, and from what is wide and not made of it, which is found on the
     way up from what reads it."""
 
-    def __init__(self, run: RecordedRun, seed: int, groups: Groups) -> None:
+    def __init__(self, run: RunView, seed: int, groups: Groups) -> None:
         self._run, self._seed, self._groups = run, seed, groups
-        self._sums = gradient_sums.sums(run.capture)
-        (self._made,) = run.made_by(seed)
-        self._left = refs(run.capture.calls[seed].call)[-2].index
+        (self._made,) = run.made(seed)
+        self._left = refs(run.calls[seed].call)[-2].index
         self._elements = prod(run.spec(self._made).shape)
         self._known: dict[int, Rows] = {}
         self._cuts: dict[int, RowWise] = {}
@@ -133,26 +131,26 @@ class _Growth:
         reason = self._open_at(calls)
         if reason:
             return reason
-        made = run.storages(v for p in calls for v in run.made_by(p))
+        made = run.storages(v for p in calls for v in run.made(p))
         rows = {v: r for v, r in self._known.items() if run.storage(v) in made}
         depth = run.spec(self._left).shape[1]
         return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
 
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
-        run, call = self._run, self._run.capture.calls[self._seed].call
+        run, call = self._run, self._run.calls[self._seed].call
         # Where the caller gets the result of the seed it is whole, and parts read rows of it.
         self._known = {self._made: FIRST}
         self._cuts = {position: maker.cut for position, maker in makers.items()}
         for maker in makers.values():
             self._known |= maker.rows
         seed = row_wise(call, run.spec, {self._left: FIRST}, self._groups)
-        if seed and run.storage(self._made) not in run.roots and run.is_plain(self._seed):
+        if seed and run.storage(self._made) not in run.wanted and run.is_plain(self._seed):
             self._cuts[self._seed] = seed
         self._core = set(self._cuts)
 
     def _go_down(self) -> None:
-        live = frozenset(self._run.live) - self._sums
-        for position in range(len(self._run.capture.calls)):
+        live = frozenset(self._run.live) - self._run.sums
+        for position in range(len(self._run.calls)):
             base = self._run.viewed_by(position)
             if base in self._known:
                 self._look(position, self._known[base])
@@ -163,15 +161,15 @@ class _Growth:
         return 2 * prod(self._run.spec(value).shape) >= self._elements
 
     def _look(self, position: int, rows: Rows) -> None:
-        recorded = self._run.capture.calls[position]
+        recorded = self._run.calls[position]
         view = viewed(recorded.call, self._run.spec, rows, self._groups)
         if view is not None:
-            self._known[self._run.made_by(position)[0]] = view
+            self._known[self._run.made(position)[0]] = view
 
     def _add(self, position: int) -> None:
         """A call that reads what is known to have rows, if it is independent by rows."""
         run = self._run
-        recorded = run.capture.calls[position]
+        recorded = run.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):
             return
         row_wise_call = row_wise(recorded.call, run.spec, self._known, self._groups)
@@ -188,7 +186,7 @@ class _Growth:
         if not is_wide and recorded.call.op in PRODUCTS:
             return
         self._known |= made
-        if any(self._is_wide(v) and run.storage(v) in run.roots for v in made):
+        if any(self._is_wide(v) and run.storage(v) in run.wanted for v in made):
             return
         self._cuts[position] = row_wise_call
         if is_wide:
@@ -200,7 +198,7 @@ class _Growth:
         for position in sorted(self._cuts, reverse=True):
             if position in needed:
                 read = (v for v in self._cuts[position].operands if v in self._known)
-                makers = {run.maker_of(v) for v in read}
+                makers = {run.maker(v) for v in read}
                 needed |= {m for m in makers if m in self._cuts}
         return {p: kept for p, kept in self._cuts.items() if p in needed}
 
@@ -208,14 +206,14 @@ class _Growth:
         """Of wide things that the calls read, and that are not made by them."""
         run, makers = self._run, dict[int, _WideMaker]()
         for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
-            position = run.maker_of(value)
+            position = run.maker(value)
             if position is None or position in calls or not run.is_plain(position):
                 continue
-            base = next(v for v in run.made_by(position) if run.storage(v) == run.storage(value))
-            if not self._is_wide(base) or run.storage(base) in run.roots:
+            base = next(v for v in run.made(position) if run.storage(v) == run.storage(value))
+            if not self._is_wide(base) or run.storage(base) in run.wanted:
                 continue
             of_views = self._cut_of_base(value, rows)
-            call = run.capture.calls[position].call
+            call = run.calls[position].call
             cut = of_views and row_wise(call, run.spec, {}, self._groups, wanted=of_views[base])
             if of_views and cut:
                 makers[position] = _WideMaker(cut, of_views)
@@ -229,7 +227,7 @@ class _Growth:
             if base is None:
                 return None
             dims = range(len(run.spec(base).shape))
-            call = run.capture.calls[position].call
+            call = run.calls[position].call
             tried = (Rows(a, b) for a in dims for b in dims if a <= b)
             shape = run.spec(base).shape
             fit = (
@@ -247,12 +245,12 @@ class _Growth:
     def _open_at(self, calls: Mapping[int, RowWise]) -> str:
         """Why the calls are no region, '' if they are one."""
         run = self._run
-        (seed,) = run.made_by(self._seed)
+        (seed,) = run.made(self._seed)
         if calls.keys() <= {self._seed}:
             reader = next(iter(run.readers.get(run.storage(seed), ())), None)
             return self._reason(reader) if reader else "its loss is computed by the caller"
         for position in calls:
-            for value in run.made_by(position):
+            for value in run.made(position):
                 readers = run.readers.get(run.storage(value), ())
                 outside = next((r for r in readers if r not in calls), None)
                 if value in self._known and self._is_wide(value) and outside is not None:
@@ -260,8 +258,8 @@ class _Growth:
         return ""
 
     def _reason(self, position: int) -> str:
-        recorded = self._run.capture.calls[position]
-        is_returned = self._run.storages(self._run.made_by(position)) & self._run.roots
+        recorded = self._run.calls[position]
+        is_returned = self._run.storages(self._run.made(position)) & self._run.wanted
         what = "makes what the caller gets of all rows" if is_returned else "reads all rows at once"
         return (
             f"{recorded.call.op} in module '{recorded.module or '(root)'}' at "

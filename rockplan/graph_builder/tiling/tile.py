@@ -54,22 +54,22 @@ def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
     """`capture` with its head in parts, or why it has none. parts: how many; None: by size."""
     reason = ""
     for region in regions_of(capture):
-        made = region if isinstance(region, str) else _written(region, parts)
+        made = region if isinstance(region, str) else _written(capture, region, parts)
         if not isinstance(made, str):
             return made
         reason = reason or made
     return reason
 
 
-def _written(region: Region, parts: int | None) -> Capture | str:
-    (seed,) = region.run.made_by(region.seed)
+def _written(capture: Capture, region: Region, parts: int | None) -> Capture | str:
+    (seed,) = region.run.made(region.seed)
     rows = region.run.spec(seed).shape[0]
     size = _size(region.groups, rows, region.depth, region.widening, parts)
     if size >= region.groups.count:
         kind = "sequences" if region.groups.of_sequences else "rows"
         return f"its head has {region.groups.count} {kind}, which are one part"
     try:
-        return _TiledRun(region, size).capture()
+        return _TiledRun(capture, region, size).capture()
     except _NotTiled as reason:
         return str(reason)
 
@@ -100,23 +100,23 @@ class _RowsPart:
 class _TiledRun:
     """Calls in their new order. Values keep their numbers; those of parts are new."""
 
-    def __init__(self, region: Region, size: int) -> None:
+    def __init__(self, recorded: Capture, region: Region, size: int) -> None:
         self._region, self._run, self._groups = region, region.run, region.groups
-        self._recorded = region.run.capture
+        self._recorded = recorded
         self._values = list(self._recorded.values)
         self._calls: list[RecordedCall] = []
         self._results = Results(FakeTensorMode())
         self._fakes: dict[int, torch.Tensor] = {}
         self._ordinals: dict[int, int] = {}
         self._memory: dict[int, torch.Tensor] = {}
-        self._storages = 1 + max(v.storage for v in self._values)
+        self._storages = self._run.next_storage
         self._merged: dict[tuple[int, Rows], int] = {}
         self._sums: dict[int, int] = {}
         self._sliced: set[int] = set()
         self._joined: set[int] = set()
         count = self._groups.count
         self._parts = [_RowsPart(b, min(size, count - b), {}) for b in range(0, count, size)]
-        made = {v for p in region.calls for v in self._run.made_by(p) if v in region.rows}
+        made = {v for p in region.calls for v in self._run.made(p) if v in region.rows}
         self._whole = {v for v in made if self._is_read_whole(v)}
         self._in_parts = self._run.storages(made - self._whole)
 
@@ -139,8 +139,8 @@ class _TiledRun:
 
     def _is_read_whole(self, value: int) -> bool:
         storage = self._run.storage(value)
-        readers = self._run.readers.get(storage, [])
-        return storage in self._run.roots or any(r not in self._region.calls for r in readers)
+        readers = self._run.readers.get(storage, ())
+        return storage in self._run.wanted or any(r not in self._region.calls for r in readers)
 
     # -- order -----------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class _TiledRun:
             for position, is_view in self._running(phase):
                 cut = self._region.calls.get(position)
                 read = self._run.storages(self._recorded.calls[position].reads)
-                made = self._run.storages(self._run.made_by(position))
+                made = self._run.storages(self._run.made(position))
                 if cut is None:
                     level = max((ready.get(s, 0) for s in read), default=0)
                     if not is_view:
@@ -167,7 +167,7 @@ class _TiledRun:
                     continue
                 level = max((parts.get(s, ready.get(s, 0)) for s in read), default=0)
                 by_level[level][1].append(position)
-                for result in self._run.made_by(position):
+                for result in self._run.made(position):
                     place = ready if result not in self._region.rows else parts
                     storage = self._run.storage(result)
                     place[storage] = level + (place is ready)
@@ -180,12 +180,9 @@ class _TiledRun:
         """Positions of a phase, and whether they are views: without those of what is there in
         parts only, and what nothing needs."""
         live = frozenset(self._run.live)
-        made = range(len(self._recorded.calls))
+        of_dead = (p for p in range(len(self._run.calls)) if p not in live)
         dead = self._run.storages(
-            v
-            for p in made
-            if p not in live and not self._run.is_view(p)
-            for v in self._run.made_by(p)
+            v for p in of_dead if not self._run.is_view(p) for v in self._run.made(p)
         )
         without = self._in_parts | dead
         for position, recorded in enumerate(self._recorded.calls):

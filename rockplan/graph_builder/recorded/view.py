@@ -1,0 +1,229 @@
+"""RunView: what passes ask of a recorded run: what shares a storage, what makes and changes it, who
+reads it, what somebody needs, what is the caller's.
+
+takes: a Capture, whose `view` it is. guarantees: the one place that finds these facts, each once;
+`recorded.rules` says what they rest on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from rockplan.graph_builder.operators.facts import unread_arguments
+from rockplan.graph_builder.recorded import gradient_sums
+from rockplan.values.graph import DataKind, Phase, TensorSpec, ValueRef, value_refs
+
+if TYPE_CHECKING:
+    from rockplan.graph_builder.recorded.run import Capture, RecordedCall
+
+
+class RunView:
+    """Of one run; each fact is found when it is asked for first.
+
+    given: values that the caller has, before the run or, those of tangents, between its phases ->
+    of which kind; outputs: values that the caller gets, gradients left out; copies: values that
+    hold copies of buffers. It holds no run, which holds it.
+    """
+
+    def __init__(self, run: Capture) -> None:
+        self.values, self.calls, self.gradients = run.values, run.calls, run.gradients
+        self.given: dict[int, DataKind] = {}
+        for kind, values in (
+            (DataKind.PARAMETER, (v for _, v in run.parameters)),
+            (DataKind.BUFFER, (v for _, v in run.buffers)),
+            (DataKind.INPUT, (v for _, v in run.inputs)),
+            (DataKind.CONSTANT, (v for v, _ in run.constants)),
+            (DataKind.TANGENT, (o.tangent for o in run.outputs if o.tangent is not None)),
+        ):
+            for value in values:
+                self.given.setdefault(value, kind)
+        self.outputs = tuple(o.value for o in run.outputs if o.value is not None)
+        self.copies = tuple(copy for _, copy in run.copies)
+
+    # -- values and storages ---------------------------------------------------------------
+
+    def spec(self, value: int) -> TensorSpec:
+        return self.values[value].spec
+
+    def storage(self, value: int) -> int:
+        return self.values[value].storage
+
+    def storages(self, values: Iterable[int]) -> frozenset[int]:
+        return frozenset([self.values[v].storage for v in values])
+
+    @cached_property
+    def kinds(self) -> dict[int, DataKind]:
+        """Storage -> whose it is: the caller's, or made in which phase."""
+        kinds: dict[int, DataKind] = {}
+        for value, kind in self.given.items():
+            kinds.setdefault(self.storage(value), kind)
+        for recorded in self.calls:
+            own = own_kind(recorded)
+            for value in recorded.call.made:
+                kinds.setdefault(self.storage(value), own)
+        return kinds
+
+    @cached_property
+    def next_storage(self) -> int:
+        """The ordinal of one more."""
+        return 1 + max((v.storage for v in self.values), default=-1)
+
+    # -- who makes, changes and derives ----------------------------------------------------
+
+    @cached_property
+    def writers(self) -> dict[int, tuple[int, ...]]:
+        """Storage -> positions of the calls that make it or change it, in order."""
+        there = set(self.storages(self.given))
+        writers: dict[int, list[int]] = defaultdict(list)
+        for position, recorded in enumerate(self.calls):
+            new = self.storages(recorded.call.made) - there
+            there |= new
+            for storage in self.storages(recorded.writes) | new:
+                writers[storage].append(position)
+        return {storage: tuple(positions) for storage, positions in writers.items()}
+
+    @cached_property
+    def last_change(self) -> dict[int, int]:
+        """Storage -> position of the last call that changes it in place."""
+        calls = enumerate(self.calls)
+        return {self.storage(v): position for position, c in calls for v in c.writes}
+
+    @cached_property
+    def changed_outside(self) -> frozenset[int]:
+        """Storages of the model and of the caller that the run changes."""
+        return frozenset(s for s in self.last_change if self.kinds[s].resident)
+
+    @cached_property
+    def views(self) -> dict[int, int]:
+        """Value -> position of the call that derives it of another in the same storage."""
+        views: dict[int, int] = {}
+        for position, recorded in enumerate(self.calls):
+            read = self.storages(recorded.reads)
+            for value in recorded.call.made:
+                if self.storage(value) in read and value not in recorded.reads:
+                    views.setdefault(value, position)
+        return views
+
+    def is_view(self, position: int) -> bool:
+        """True if the call only derives views: no memory, no effect, no work."""
+        recorded = self.calls[position]
+        made = recorded.call.made
+        return (
+            bool(made) and not recorded.writes and all(self.views.get(v) == position for v in made)
+        )
+
+    def viewed_by(self, position: int) -> int | None:
+        """The value that a call does nothing to but look at; None for other calls."""
+        args = self.calls[position].call.args
+        base = args[0] if args else None
+        return base.index if isinstance(base, ValueRef) and self.is_view(position) else None
+
+    def maker(self, value: int) -> int | None:
+        """Position of the call that makes what `value` is, or is a view of; None: the caller."""
+        storage = self.storage(value)
+        is_made = self.kinds[storage] in (DataKind.ACTIVATION, DataKind.GRADIENT)
+        return self.writers[storage][0] if is_made else None
+
+    def made(self, position: int) -> tuple[int, ...]:
+        """What the call makes."""
+        return self.calls[position].call.made
+
+    def is_plain(self, position: int) -> bool:
+        """True if the call may run at any time, on what nobody writes to."""
+        recorded = self.calls[position]
+        touched = self.storages((*recorded.reads, *recorded.call.made))
+        is_changed = not touched.isdisjoint(self.last_change)
+        return recorded.is_repeatable and not recorded.writes and not is_changed
+
+    # -- what is needed, and who reads ------------------------------------------------------
+
+    @cached_property
+    def wanted(self) -> frozenset[int]:
+        """Storages of what the caller and autograd get."""
+        gradients = (g for _, g in self.gradients if g is not None)
+        return self.storages((*self.outputs, *gradients, *self.copies))
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """Positions of the calls that `wanted`, effects and generators need, without views, which
+        are derived where they are read."""
+        return self.needed_for(self.wanted)
+
+    def needed_for(self, storages: Iterable[int]) -> tuple[int, ...]:
+        """The same, for `storages`."""
+
+        def acts(position: int) -> bool:
+            recorded = self.calls[position]
+            return not recorded.is_repeatable or self.changes_outside(recorded)
+
+        steps = [
+            (p, self.storages((*c.call.made, *c.writes)), self.storages(c.reads))
+            for p, c in enumerate(self.calls)
+            if not self.is_view(p)
+        ]
+        return needed(steps, storages, acts)[0]
+
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """Storage -> positions of those of `live` that read it."""
+        readers: dict[int, list[int]] = defaultdict(list)
+        for position in self.live:
+            for storage in self.storages(self.calls[position].reads):
+                readers[storage].append(position)
+        return {storage: tuple(positions) for storage, positions in readers.items()}
+
+    @cached_property
+    def contributions(self) -> gradient_sums.Gradients:
+        """Of each target, the gradients that the engine of autograd sums up for it."""
+        return self._split[0]
+
+    @cached_property
+    def sums(self) -> frozenset[int]:
+        """Positions of the calls that add these contributions."""
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[gradient_sums.Gradients, frozenset[int]]:
+        return gradient_sums.split(self)
+
+    # -- one call ---------------------------------------------------------------------------
+
+    def touched_outside(self, recorded: RecordedCall) -> frozenset[int]:
+        """Storages of the caller's that the run changes, and that this call touches."""
+        return self.changed_outside & self.storages((*recorded.reads, *recorded.writes))
+
+    def changes_outside(self, recorded: RecordedCall) -> bool:
+        return not self.changed_outside.isdisjoint(self.storages(recorded.writes))
+
+    def reads_changed(self, recorded: RecordedCall) -> bool:
+        """True if the call uses the content of a storage of the caller's that the run changes."""
+        call = recorded.call
+        ignored = unread_arguments(call.op, call.args)
+        args = [a for i, a in enumerate(call.args) if i not in ignored]
+        used = value_refs((*args, *(a for _, a in call.kwargs)))
+        return not self.changed_outside.isdisjoint(self.storages(r.index for r in used))
+
+
+def own_kind(recorded: RecordedCall) -> DataKind:
+    """Of what a call makes."""
+    return DataKind.ACTIVATION if recorded.phase is Phase.FORWARD else DataKind.GRADIENT
+
+
+Step = tuple[int, frozenset[int], frozenset[int]]
+"""Position of a call, storages that it makes or changes, storages that it reads."""
+
+
+def needed(
+    steps: Iterable[Step], wanted: Iterable[int], must_run: Callable[[int], bool]
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Positions of `steps` that run for `wanted`, or must, and the storages that these, or
+    `wanted`, are of or read."""
+    storages, running = set(wanted), list[int]()
+    for position, touched, read in reversed(list(steps)):
+        if must_run(position) or not touched.isdisjoint(storages):
+            running.append(position)
+            storages |= read
+    return tuple(reversed(running)), frozenset(storages)
