@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rockplan
 from benchmarks.python_state import OPTIONS, UNCLEAR, description, examine, first_difference
-from rockplan.python_state.holders import SLOTS, kinds_of
+from rockplan.python_state.holders import kinds_of
+from rockplan.python_state.object_slots import SLOTS
 from testing.python_state_cases import (
     Case,
     alias_case,

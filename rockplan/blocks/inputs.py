@@ -25,7 +25,8 @@ from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
-from rockplan.python_state.holders import Element, same_elements
+from rockplan.python_state.holders import same_elements
+from rockplan.python_state.object_slots import Element
 from rockplan.python_state.reach import Held, reached
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.guards import Autocast, autocast_state
@@ -47,7 +48,7 @@ class SampleCall:
     @contextlib.contextmanager
     def as_called(self) -> Iterator[None]:
         """The arguments hold what they held."""
-        since = [(held, held.kind.elements(held.owner)) for held, _ in self.held]
+        since = [(held, held.elements) for held, _ in self.held]
         _write(self.held)
         try:
             yield
@@ -64,7 +65,7 @@ def _write(held: Iterable[tuple[Held, list[Element]]]) -> None:
 def _held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Held, list[Element]]]:
     for held in reached(nn.Module(), _nothing, args, kwargs).holders:
         if held.place.is_callers:
-            yield held, held.kind.elements(held.owner)
+            yield held, held.elements
 
 
 def _nothing() -> None:

@@ -31,7 +31,8 @@ import torch
 from torch import nn
 
 from rockplan.libraries import key_value_cache
-from rockplan.python_state.holders import is_small, slots, slots_held
+from rockplan.python_state.holders import is_small
+from rockplan.python_state.object_slots import slots, slots_held
 from rockplan.values.classes import once_for_each_class
 
 # Values that do not change. Classes compare by identity, as they should.

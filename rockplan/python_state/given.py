@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rockplan.python_state import trees
-from rockplan.python_state.holders import ITEMS, LIST, Element, Kind, same_elements
+from rockplan.python_state.holders import same_elements
+from rockplan.python_state.object_slots import ITEMS, LIST, Element, Kind
 from rockplan.values.interface import GivenLeaf
 
 

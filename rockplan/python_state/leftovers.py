@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from rockplan.python_state.holders import CELL, Element, Kind, kinds_of, tensors_in
+from rockplan.python_state.holders import cached_in, kinds_of, tensors_in
+from rockplan.python_state.object_slots import CELL, Element, Kind
 
 _DEEPEST = 5
 """Tuples, views and the like between a tensor and what can be changed."""
@@ -81,7 +82,7 @@ class Leftovers:
     def _empty_function_caches(self) -> None:
         identities = frozenset(map(id, self.alive()))
         for cache in _function_caches():
-            if _keeps(cache, identities):
+            if not identities.isdisjoint(map(id, cached_in(cache))):
                 cache.cache_clear()
         gc.collect()
 
@@ -144,20 +145,6 @@ def _function_caches() -> Iterator[Any]:
     return itertools.compress(
         everything, map(operator.is_, kinds, itertools.repeat(functools._lru_cache_wrapper))
     )
-
-
-def _keeps(cache: Any, identities: frozenset[int]) -> bool:
-    """Looks at the results that `cache` keeps, also in their tuples, lists and dictionaries."""
-    pending: list[object] = gc.get_referents(cache) if cache.cache_info().currsize else []
-    seen: set[int] = set()
-    while pending:
-        owner = pending.pop()
-        if id(owner) in identities:
-            return True
-        if isinstance(owner, tuple | list | dict) and id(owner) not in seen:
-            seen.add(id(owner))
-            pending += gc.get_referents(owner)
-    return False
 
 
 def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:

@@ -29,16 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.python_state.holders import (
-    CLASS,
-    NAMESPACE,
-    SET,
-    Kind,
-    Namespace,
-    is_keeper,
-    is_opaque_keeper,
-    kinds_of,
-)
+from rockplan.python_state.holders import Holder, is_keeper, is_opaque_keeper, kinds_of
+from rockplan.python_state.object_slots import CLASS, NAMESPACE, SET, Kind, Namespace
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.interface import Address
 
@@ -116,11 +108,10 @@ def identity_of(owner: Any, kind: Kind) -> Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A holder that can be changed. is_registry: of parameters, buffers or submodules."""
+class Held(Holder):
+    """A holder that can be changed, and where. is_registry: of parameters, buffers or
+    submodules."""
 
-    owner: Any
-    kind: Kind
     place: Place
     is_registry: bool = False
 
@@ -288,7 +279,7 @@ class _Walk:
                 self.seen.add(id(owner))
                 self.alive.append(owner)
             self.holders.append(held)
-            for key, element in kind.elements(owner):
+            for key, element in held.elements:
                 if not self._is_old(element):
                     self.meet(element, held.element(key))
                 if id(type(key)) not in PLAIN:
@@ -309,7 +300,7 @@ class _Walk:
             held = Held(owner, kind, place)
             self.seen.add(id(owner))
             self.holders.append(held)
-            for name, element in kind.elements(owner):
+            for name, element in held.elements:
                 if name in _REGISTRIES:
                     self._registry(element, kind, place)
                 elif not self._is_old(element):

@@ -19,14 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.python_state.contents import data_in, is_other_code, is_same
-from rockplan.python_state.holders import (
-    OF_TENSOR,
-    Element,
-    is_function_cache,
-    replaced,
-    same_elements,
-    tensors_in,
-)
+from rockplan.python_state.holders import is_function_cache, replaced, same_elements, tensors_in
+from rockplan.python_state.object_slots import OF_TENSOR, Element
 from rockplan.python_state.reach import PLAIN, Held, Identity, Place, Reached, is_library, reached
 from rockplan.values.interface import ABSENT
 
@@ -63,7 +57,7 @@ class Snapshot:
     ) -> Snapshot:
         """Of what `forward(*args, **kwargs)` can come to."""
         state = reached(module, forward, args, kwargs)
-        before = [held.kind.elements(held.owner) for held in state.holders]
+        before = [held.elements for held in state.holders]
         caches = [value for _, value in state.objects if is_function_cache(value)]
         sizes = [(cache, cache.cache_info().currsize) for cache in caches]
         tensors = ((p, v) for p, v in state.objects if isinstance(v, torch.Tensor))
@@ -83,13 +77,13 @@ class Snapshot:
         one, but for tensors."""
         has_imported = not sys.modules.keys() <= self.imported
         for held, elements in zip(self.holders, self.before, strict=True):
-            now = held.kind.elements(held.owner)
+            now = held.elements
             if has_imported and held.kind.step == "item" and not held.place.is_users:
                 known = _by_key(elements)
                 added = [(k, v) for k, v in now if _hashable(k) not in known]
                 elements = [*elements, *((k, v) for k, v in added if not any(tensors_in(v)))]
             if not same_elements(now, elements):
-                held.kind.write(held.owner, elements)
+                held.write(elements)
         for cache, size in self.caches:
             if cache.cache_info().currsize != size:
                 cache.cache_clear()
@@ -105,24 +99,24 @@ class Snapshot:
     def add(self, holders: list[Held]) -> None:
         """Holders that were made for the call."""
         self.holders += holders
-        self.before += [held.kind.elements(held.owner) for held in holders]
+        self.before += [held.elements for held in holders]
 
     def exchange(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Every holder has `of(tensor)` in place of a tensor for which there is one."""
         for held, elements in zip(self.holders, self.before, strict=True):
             exchanged = [(replaced(key, of), replaced(value, of)) for key, value in elements]
             if not same_elements(exchanged, elements):
-                held.kind.write(held.owner, exchanged)
+                held.write(exchanged)
 
     def begin(self) -> None:
         """The forward begins: changes count from here."""
-        self.start = [held.kind.elements(held.owner) for held in self.holders]
+        self.start = [held.elements for held in self.holders]
 
     def changed(self) -> Iterator[tuple[Held, dict[Any, Any], dict[Any, Any]]]:
         """(holder, what it held at the start, what it holds now), where these are not the same
         objects in the same order."""
         for held, start in zip(self.holders, self.start, strict=True):
-            now = held.kind.elements(held.owner)
+            now = held.elements
             if not same_elements(now, start):
                 yield held, _by_key(start), _by_key(now)
 
@@ -210,7 +204,7 @@ def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[F
     return [
         Found(held, key, value)
         for held in state.holders
-        for key, value in held.kind.elements(held.owner)
+        for key, value in held.elements
         if any(map(is_wanted, tensors_in(value)))
     ]
 
@@ -257,7 +251,7 @@ def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
         id(tensor) in registered
         for held in holders
         if not held.is_registry and "._flat_weight" not in held.place.text  # of recurrent layers
-        for element in held.kind.elements(held.owner)
+        for element in held.elements
         for part in element
         if id(type(part)) not in PLAIN
         for tensor in tensors_in(part)
@@ -265,7 +259,7 @@ def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
 
 
 def _named(held: Held, names: frozenset[str]) -> list[Element]:
-    elements = held.kind.elements(held.owner)
+    elements = held.elements
     if held.kind.step != "attribute" or held.kind is OF_TENSOR or "vars" in names:
         return elements
     return [element for element in elements if element[0] in names]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from rockplan.python_state.contents import copied, is_same
-from rockplan.python_state.holders import Holder, write_all
+from rockplan.python_state.holders import Holder, holder_at
 from rockplan.values.interface import ABSENT, Address, Assignment
 
 
@@ -46,62 +46,37 @@ def taken_back(module: nn.Module, assignments: Iterable[Assignment]) -> Iterator
                 _set(module, address, value)
 
 
-def _owner(module: nn.Module, address: Address) -> Any:
+def _slot(module: nn.Module, address: Address) -> tuple[Holder, Any] | None:
+    """What holds an element, and its key; None where nothing leads there any more."""
     kind, root, steps = address
-    owner: Any = root
-    if kind == "module":
-        owner = module.get_submodule(root)
-    elif kind == "file":
-        owner = sys.modules[root]
-    elif kind == "holder":
-        owner = root if steps[0][0] == "element" else root.owner
-    for step, key in steps[:-1]:
-        owner = getattr(owner, key) if step == "attribute" else owner[key]
-    return owner
-
-
-# Of a class or an object of Python's that is no longer what it was.
-_GONE = (AttributeError, KeyError, IndexError, TypeError)
+    step, key = steps[-1]
+    try:
+        owner: Any = root
+        if kind == "module":
+            owner = module.get_submodule(root)
+        elif kind == "file":
+            owner = sys.modules[root]
+        for inner, name in steps[:-1]:
+            owner = getattr(owner, name) if inner == "attribute" else owner[name]
+        return (owner if kind == "holder" else holder_at(owner, step, key)), key
+    except (AttributeError, LookupError, TypeError):  # of an object that is not what it was
+        return None
 
 
 def _get(module: nn.Module, address: Address) -> Any:
-    step, key = address[2][-1]
-    try:
-        owner = _owner(module, address)
-        if step == "all":
-            return tuple(owner)
-        if isinstance(owner, Holder):
-            return owner.get(key, ABSENT)
-        if isinstance(owner, nn.Module):
-            return owner.__dict__.get(key, ABSENT)
-        return getattr(owner, key, ABSENT) if step == "attribute" else owner[key]
-    except _GONE:
+    slot = _slot(module, address)
+    if slot is None:
         return ABSENT
+    holder, key = slot
+    return tuple(v for _, v in holder.elements) if holder.kind.step == "all" else holder.get(key)
 
 
-def _set(module: nn.Module, address: Address, value: object) -> None:
-    step, key = address[2][-1]
-    try:
-        owner = _owner(module, address)
-    except _GONE:
+def _set(module: nn.Module, address: Address, value: Any) -> None:
+    slot = _slot(module, address)
+    if slot is None:
         return
-    if step == "all":
-        write_all(owner, [copied(v) for v in value])  # type: ignore[attr-defined]
-        return
-    if isinstance(owner, Holder):
-        if value is ABSENT:
-            owner.pop(key)
-        else:
-            owner.set({key: copied(value)})
-        return
-    items = owner.__dict__ if isinstance(owner, nn.Module) else owner
-    is_item = step == "item" or items is not owner
-    if value is ABSENT:
-        if is_item:
-            items.pop(key, None)
-        elif hasattr(owner, key):
-            delattr(owner, key)
-    elif is_item:
-        items[key] = copied(value)
+    holder, key = slot
+    if holder.kind.step == "all":
+        holder.write([*enumerate(map(copied, value))])
     else:
-        setattr(owner, key, copied(value))
+        holder.put(key, copied(value))

@@ -19,7 +19,7 @@ import numpy
 from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
-from rockplan.python_state.holders import Element
+from rockplan.python_state.object_slots import Element
 from rockplan.python_state.reach import Held, Place, Reached
 
 _RANDOM = (
@@ -62,7 +62,7 @@ def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[lis
     states = [_state(g.generator) for g in generators]
     exchanged = [*_iterators(reached)]
     for held, elements in exchanged:
-        held.kind.write(held.owner, [(k, _still(v, refuse)) for k, v in elements])
+        held.write([(k, _still(v, refuse)) for k, v in elements])
     try:
         yield drawn
     except BaseException:
@@ -70,7 +70,7 @@ def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[lis
         raise
     finally:
         for held, elements in exchanged:
-            held.kind.write(held.owner, elements)
+            held.write(elements)
     moved = _moved(generators, states)
     of_users = [one for one in moved if one[0].place.is_users]
     _put_back(of_users)
@@ -139,7 +139,7 @@ def _generators(state: Reached) -> list[Drawn]:
 def _iterators(reached: Reached) -> Iterator[tuple[Held, list[Element]]]:
     """Holders of iterators of Python's own, with their elements."""
     for held in reached.holders:
-        elements = held.kind.elements(held.owner)
+        elements = held.elements
         if any(_is_iterator(value) for _, value in elements):
             yield held, elements
 

@@ -8,7 +8,6 @@ eager would have it after the call, a plan would not.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from collections import deque
@@ -27,16 +26,15 @@ from rockplan.graph_builder.tracing.refusals import NAMED, RUN_ONCE
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
 from rockplan.python_state.holders import (
-    ATTRIBUTES,
-    LIST,
-    Element,
     Holder,
+    cached_in,
     is_function_cache,
     kinds_of,
     replaced,
     tensors_in,
 )
 from rockplan.python_state.hooks import computed_attributes
+from rockplan.python_state.object_slots import ATTRIBUTES, LIST, Element
 from rockplan.python_state.reach import Held, Identity, Place, Reached, identity_of
 from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
 from rockplan.values.interface import ABSENT, Address, Assignment
@@ -57,11 +55,11 @@ class Tables:
 
     def put_in_place(self) -> None:
         for held, elements, _ in self.contents:
-            held.kind.write(held.owner, elements)
+            held.write(elements)
 
     def take_back(self) -> None:
         for held, _, before in self.contents:
-            held.kind.write(held.owner, before)
+            held.write(before)
 
     @property
     def place(self) -> Place:
@@ -92,7 +90,7 @@ def refuse_kept_arguments(
     for held in reached.holders:
         if held.place.is_callers:
             continue
-        for key, value in held.kind.elements(held.owner):
+        for key, value in held.elements:
             if isinstance(value, torch.Tensor) and id(value) in given:
                 raise _compared(held.element(key))
 
@@ -129,11 +127,11 @@ def tables_of(
     new = {owner for owner in stored if owner not in before}
     for owner in new:
         held = stored[owner][0].held
-        held.kind.write(held.owner, _with(held.kind.elements(held.owner), made.of(stored[owner])))
+        held.write(_with(held.elements, made.of(stored[owner])))
     for owner, (held, elements, start) in before.items():
         real = made.of(stored.get(owner, ()))
         if new:
-            real += _leading_to(new, start, held.kind.elements(held.owner))
+            real += _leading_to(new, start, held.elements)
         if not _are_there(elements, real):
             wanted = _with(elements, real)
             tables.contents.append((held, wanted, elements))
@@ -159,24 +157,11 @@ def _refuse_cached(reached: Reached, made: _RunTensors) -> None:
     """Raise where a cache of a function has a tensor that is no table: eager would find it at the
     next call, a plan would make it anew."""
     for place, value in reached.objects:
-        if not is_function_cache(value):
-            continue
-        for tensor in filter(made.is_ours, _cached(value)):
-            if made.real_or_none(tensor) is None:
+        kept = cached_in(value) if is_function_cache(value) else ()
+        for tensor in kept:
+            is_ours = isinstance(tensor, torch.Tensor) and made.is_ours(tensor)
+            if is_ours and made.real_or_none(tensor) is None:
                 raise NAMED["kept in a cache"].error(place.module, place=place.text)
-
-
-def _cached(cache: Any) -> Iterator[Any]:
-    """What it holds, also in tuples, lists and dictionaries."""
-    pending: list[Any] = gc.get_referents(cache) if cache.cache_info().currsize else []
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list | dict) and id(value) not in seen:
-            seen.add(id(value))
-            pending += gc.get_referents(value)
 
 
 def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
@@ -187,7 +172,7 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
     for held, before, start in _known(snapshot):
         if held.identity not in owners:
             continue
-        now = held.kind.elements(held.owner)
+        now = held.elements
         known, there = dict(before), dict(now)
         if held.kind.step == "all":
             values = [value for _, value in (*now, *before)]
@@ -212,12 +197,12 @@ def perturbed(snapshot: Snapshot, changes: Changes) -> bool:
     for held, _, _ in _known(snapshot):
         if held.identity in owners:
             other: list[Element] = []
-            for key, value in held.kind.elements(held.owner):
+            for key, value in held.elements:
                 is_changed = (held.identity, key) in changes or held.kind.step == "all"
                 other.append((key, _other(value) if is_changed else value))
                 if other[-1][1] is ABSENT:
                     return False
-            held.kind.write(held.owner, other)
+            held.write(other)
     return True
 
 

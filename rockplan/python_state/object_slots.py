@@ -1,0 +1,319 @@
+"""Object slots: one table of how objects hold others and can be changed.
+
+Each row (`Kind`) lists the slots of an owner, writes them, and names one. guarantees: reading and
+writing calls no code of the owner's class (dictionaries that import or compute what they are asked
+for stay as they are).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import types
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from rockplan.values.classes import once_for_each_class
+
+Element = tuple[Any, Any]
+"""(key, position or name of an element; the element)"""
+
+_NOTHING: Any = object()
+_LONGEST_KEY = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """elements: of an owner, in order; write: makes them what it holds, where they are others;
+    named: what a message calls an element, from the name of the owner and the key; step: the key
+    is that of an 'attribute' or an 'item'; 'all': the elements are set together; None: they cannot
+    be set later."""
+
+    elements: Callable[[Any], list[Element]]
+    write: Callable[[Any, list[Element]], None]
+    named: Callable[[str, Any], str]
+    step: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Of global variables those that code names."""
+
+    variables: dict[str, Any]
+    names: frozenset[str]
+
+
+# Names of elements
+
+
+def _key(owner: str, key: Any) -> str:
+    text = repr(key) if isinstance(key, (str, int, float, bool, bytes, type(None), tuple)) else ""
+    short = text if 0 < len(text) <= _LONGEST_KEY else type(key).__name__
+    return f"{owner}[{short}]"
+
+
+def _attribute(owner: str, key: Any) -> str:
+    return f"{owner}.{key if isinstance(key, str) else key.__name__}"
+
+
+def _itself(owner: str, key: Any) -> str:
+    return owner
+
+
+def _variable(owner: str, key: Any) -> str:
+    return str(key)
+
+
+def _default(owner: str, key: Any) -> str:
+    return f"the default {key!r} of {owner}"
+
+
+# Rows of what holds one value, or each by itself
+
+
+def _one(
+    read: Callable[[Any], Any],
+    put: Callable[[Any, Any], object],
+    named: Callable[[str, Any], str] = _itself,
+    key: str = "",
+    step: str | None = None,
+    clear: Callable[[Any], object] = lambda owner: None,
+) -> Kind:
+    """Of an owner of one value. read: `_NOTHING` where it has none."""
+
+    def elements(owner: Any) -> list[Element]:
+        value = read(owner)
+        return [] if value is _NOTHING else [(key, value)]
+
+    def write(owner: Any, wanted: list[Element]) -> None:
+        if wanted:
+            put(owner, wanted[0][1])
+        else:
+            clear(owner)
+
+    return Kind(elements, write, named, step)
+
+
+def _each(
+    elements: Callable[[Any], list[Element]],
+    put: Callable[[Any, Any, Any], object],
+    drop: Callable[[Any, Any], object],
+    named: Callable[[str, Any], str],
+) -> Kind:
+    """Of an owner of attributes that are set one by one."""
+
+    def write(owner: Any, wanted: list[Element]) -> None:
+        now, others = dict(elements(owner)), dict(wanted)
+        for key in now.keys() - others.keys():
+            drop(owner, key)
+        for key, value in others.items():
+            if now.get(key, _NOTHING) is not value:
+                put(owner, key, value)
+
+    return Kind(elements, write, named, "attribute")
+
+
+def _sequence(base: Any) -> Kind:
+    def elements(owner: Any) -> list[Element]:
+        return [*enumerate(base.__iter__(owner))]
+
+    def write(owner: Any, wanted: list[Element]) -> None:
+        base.clear(owner)
+        base.extend(owner, [value for _, value in wanted])
+
+    return Kind(elements, write, _key, "all")
+
+
+# How each reads and writes
+
+
+def _base(owner: Any) -> Any:
+    return OrderedDict if isinstance(owner, OrderedDict) else dict
+
+
+def _items(owner: Any) -> list[Element]:
+    return [*owner.items()] if type(owner) is dict else [*_base(owner).items(owner)]
+
+
+def _write_items(owner: Any, elements: list[Element]) -> None:
+    base = _base(owner)
+    if [*map(id, base.keys(owner))] != [id(key) for key, _ in elements]:
+        base.clear(owner)
+    for key, value in elements:
+        if base.get(owner, key, _NOTHING) is not value:
+            base.__setitem__(owner, key, value)
+
+
+def _set(owner: Any) -> list[Element]:
+    """Members are their own keys."""
+    return [(value, value) for value in set.__iter__(owner)]
+
+
+def _write_set(owner: Any, elements: list[Element]) -> None:
+    set.clear(owner)
+    _rewind(owner, len(elements))
+    set.update(owner, [value for _, value in elements])
+
+
+def _rewind(empty: set[Any], length: int) -> None:
+    """`pop` goes on in the table of a set where the last one found something, also after `clear`:
+    from the start again, of tables for up to `length` members."""
+    last = (1 << max(6, (16 * length).bit_length())) - 1
+    set.update(empty, range(last + 1))
+    for other in range(last):
+        set.discard(empty, other)  # which leaves the table as large as it is
+    set.pop(empty)
+    set.clear(empty)
+
+
+def _cell(owner: types.CellType) -> Any:
+    try:
+        return owner.cell_contents
+    except ValueError:  # it is empty
+        return _NOTHING
+
+
+def slots_held(owner: Any) -> list[Element]:
+    """What is in the slots of an object."""
+    held = ((key, _slot(slot, owner)) for key, slot in slots(type(owner)).items())
+    return [(key, value) for key, value in held if value is not _NOTHING]
+
+
+def _slot(slot: types.MemberDescriptorType, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:  # it is empty
+        return _NOTHING
+
+
+@once_for_each_class
+def slots(kind: type) -> dict[Any, types.MemberDescriptorType]:
+    """The slots that classes of Python declare: by name, or by themselves where something else
+    has that name in a class that is derived from theirs."""
+    found: dict[Any, types.MemberDescriptorType] = {}
+    taken: set[str] = set()
+    for base in kind.__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(base):
+                found[slot if name in taken else name] = slot
+        taken |= vars(base).keys()
+    return found
+
+
+def _class(owner: type) -> list[Element]:
+    return [(k, v) for k, v in vars(owner).items() if not _is_of_every_class(k)]
+
+
+def _is_of_every_class(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _namespace(owner: Namespace) -> list[Element]:
+    held = owner.variables
+    return [(name, held[name]) for name in sorted(owner.names) if name in held]
+
+
+def _defaults(owner: types.FunctionType) -> list[Element]:
+    positional = [*enumerate(owner.__defaults__ or ())]
+    return [*positional, *(owner.__kwdefaults__ or {}).items()]
+
+
+def _write_defaults(owner: types.FunctionType, elements: list[Element]) -> None:
+    positional = tuple(value for key, value in elements if isinstance(key, int))
+    named = {key: value for key, value in elements if isinstance(key, str)}
+    owner.__defaults__ = positional or None
+    owner.__kwdefaults__ = named or None
+
+
+def _array(owner: Any) -> list[Element]:
+    is_row = owner.ndim == 1
+    return [(i[0] if is_row else i, owner[i]) for i in numpy.ndindex(owner.shape)]
+
+
+def _write_array(owner: Any, elements: list[Element]) -> None:
+    for position, value in elements:
+        owner[position] = value
+
+
+def _rewrite(owner: Any, text: Any) -> None:
+    owner.seek(0)
+    owner.truncate()
+    owner.write(text)
+
+
+def _shorten(owner: queue.SimpleQueue[Any], length: int) -> None:
+    """What came last goes."""
+    items = [owner.get_nowait() for _ in range(owner.qsize())]
+    for value in items[:length]:
+        owner.put(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What was in an array; equal to what has the same bytes."""
+
+    content: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, owner: Any) -> Bytes:
+        if isinstance(owner, numpy.ndarray):
+            return cls(owner.tobytes(), owner.shape)
+        return cls(bytes(owner), ())
+
+    def write(self, owner: Any) -> None:
+        if isinstance(owner, numpy.ndarray):
+            owner[...] = numpy.frombuffer(self.content, owner.dtype).reshape(self.shape)
+        elif isinstance(owner, array):
+            owner[:] = array(owner.typecode, self.content)
+        else:
+            owner[:] = self.content
+
+
+ITEMS = Kind(_items, _write_items, _key, "item")
+ATTRIBUTES = Kind(_items, _write_items, _attribute, "attribute")
+OF_TENSOR = Kind(_items, _write_items, _attribute, "attribute")
+LIST = _sequence(list)
+DEQUE = _sequence(deque)
+SET = Kind(_set, _write_set, _itself, "all")
+ARRAY = Kind(_array, _write_array, _key, "item")
+SLOTS = _each(
+    slots_held,
+    lambda owner, key, value: slots(type(owner))[key].__set__(owner, value),
+    lambda owner, key: slots(type(owner))[key].__delete__(owner),
+    _attribute,
+)
+CLASS = _each(_class, type.__setattr__, type.__delattr__, _attribute)
+NAMESPACE = _each(
+    _namespace,
+    lambda owner, key, value: owner.variables.__setitem__(key, value),
+    lambda owner, key: owner.variables.pop(key),
+    _variable,
+)
+DEFAULTS = Kind(_defaults, _write_defaults, _default)
+CELL = _one(
+    _cell,
+    lambda owner, value: setattr(owner, "cell_contents", value),
+    clear=lambda owner: delattr(owner, "cell_contents"),
+)
+CONTEXT = _one(
+    lambda owner: owner.get(_NOTHING),
+    contextvars.ContextVar.set,
+    clear=lambda owner: owner.set(None),
+)
+OF_CLASS = _one(
+    type, lambda owner, kind: object.__setattr__(owner, "__class__", kind), _attribute, "__class__"
+)
+ARGUMENTS = _one(
+    lambda owner: owner.args,
+    lambda owner, args: setattr(owner, "args", args),
+    *(_attribute, "args", "attribute"),
+)
+TEXT = _one(lambda owner: _NOTHING if owner.closed else owner.getvalue(), _rewrite)
+WAITING = _one(lambda owner: owner.qsize(), _shorten)
+CONTENT = _one(Bytes.of, lambda owner, content: content.write(owner))
