@@ -34,10 +34,12 @@ from rockplan.python_state.object_slots import (
     CONTEXT,
     DEFAULTS,
     DEQUE,
+    GENERATOR,
     ITEMS,
     LIST,
     OF_CLASS,
     OF_TENSOR,
+    RANDOM,
     SET,
     SLOTS,
     TEXT,
@@ -104,7 +106,7 @@ _KEEPERS = (
     *(*_ARRAYS, types.CellType, contextvars.ContextVar),
     *(UserDict, UserList, ChainMap, threading.local, types.SimpleNamespace),
     *(argparse.Namespace, queue.Queue, queue.SimpleQueue, BaseException, io.StringIO, io.BytesIO),
-    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+    *(*RANDOM, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 
 
@@ -148,7 +150,7 @@ _PLAIN = {
 }
 """Of objects that are of these classes themselves, and so have no attributes."""
 
-_ALONE = (CELL, CONTEXT, WAITING, TEXT)
+_ALONE = (CELL, CONTEXT, WAITING, TEXT, GENERATOR)
 """Objects that hold in this way are not asked for attributes."""
 
 
@@ -160,6 +162,7 @@ def _own_kinds(kind: type) -> tuple[Kind, ...]:
         (contextvars.ContextVar, CONTEXT),
         (queue.SimpleQueue, WAITING),
         ((io.StringIO, io.BytesIO), TEXT),
+        (RANDOM, GENERATOR),
         (dict, ITEMS),
         (list, LIST),
         (deque, DEQUE),
@@ -201,7 +204,7 @@ def _is_of_keepers(kind: type) -> bool:
 
 def is_opaque_keeper(value: object) -> bool:
     """Is it one that comparisons of attributes do not look into?"""
-    seen = (*_ARRAYS, types.CellType, types.SimpleNamespace, argparse.Namespace)
+    seen = (*_ARRAYS, *RANDOM, types.CellType, types.SimpleNamespace, argparse.Namespace)
     return is_keeper(value) and not isinstance(value, seen)
 
 

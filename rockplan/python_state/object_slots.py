@@ -8,7 +8,9 @@ for stay as they are).
 from __future__ import annotations
 
 import contextvars
+import pickle
 import queue
+import random
 import types
 from array import array
 from collections import OrderedDict, deque
@@ -240,6 +242,35 @@ def _write_array(owner: Any, elements: list[Element]) -> None:
         owner[position] = value
 
 
+RANDOM = (
+    random.Random,
+    numpy.random.Generator,
+    numpy.random.BitGenerator,
+    numpy.random.RandomState,
+)
+"""Classes of generators of random numbers."""
+
+
+def _state(owner: Any) -> Any:
+    """As bytes, which compare; none of random.SystemRandom."""
+    if isinstance(owner, random.SystemRandom):
+        return _NOTHING
+    if isinstance(owner, random.Random):
+        return pickle.dumps(owner.getstate())
+    if isinstance(owner, numpy.random.RandomState):
+        return pickle.dumps(owner.get_state(legacy=False))
+    return pickle.dumps(getattr(owner, "bit_generator", owner).state)
+
+
+def _set_state(owner: Any, state: bytes) -> None:
+    if isinstance(owner, random.Random):
+        owner.setstate(pickle.loads(state))
+    elif isinstance(owner, numpy.random.RandomState):
+        owner.set_state(pickle.loads(state))
+    else:
+        getattr(owner, "bit_generator", owner).state = pickle.loads(state)
+
+
 def _rewrite(owner: Any, text: Any) -> None:
     owner.seek(0)
     owner.truncate()
@@ -314,6 +345,7 @@ ARGUMENTS = _one(
     lambda owner, args: setattr(owner, "args", args),
     *(_attribute, "args", "attribute"),
 )
+GENERATOR = _one(_state, _set_state)
 TEXT = _one(lambda owner: _NOTHING if owner.closed else owner.getvalue(), _rewrite)
 WAITING = _one(lambda owner: owner.qsize(), _shorten)
 CONTENT = _one(Bytes.of, lambda owner, content: content.write(owner))

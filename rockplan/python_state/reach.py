@@ -17,6 +17,7 @@ import dis
 import functools
 import gc
 import inspect
+import random
 import sys
 import types
 import weakref
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -153,6 +155,8 @@ def reached(
     """What `forward(*args, **kwargs)` can come to, a forward of `module`. real: identity of a
     stand-in -> the tensor whose attributes it has."""
     walk = _Walk(real or {}, frozenset(map(id, module.modules())))
+    for name, method in _EVERYBODYS.items():
+        walk.meet(method.__self__, Place(name, is_guarded=True))
     for name, value in named_arguments(forward, args, kwargs or {}):
         walk.meet(value, Place(f"the argument '{name}'", is_callers=True))
     walk.run()
@@ -162,6 +166,13 @@ def reached(
     walk.meet(forward, Place("forward"))
     walk.run()
     return walk.found()
+
+
+# Of the generators that functions of a module draw from, a method each.
+_EVERYBODYS: dict[str, Any] = {
+    "Python's `random`": random.getstate,
+    "numpy.random": numpy.random.get_state,
+}
 
 
 def named_arguments(

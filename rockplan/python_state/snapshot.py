@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.python_state.contents import data_in, is_other_code, is_same
 from rockplan.python_state.holders import is_function_cache, replaced, same_elements, tensors_in
-from rockplan.python_state.object_slots import OF_TENSOR, Element
+from rockplan.python_state.object_slots import GENERATOR, OF_TENSOR, Element
 from rockplan.python_state.reach import PLAIN, Held, Identity, Place, Reached, is_library, reached
 from rockplan.values.interface import ABSENT
 
@@ -228,7 +228,9 @@ class Surroundings:
     @classmethod
     def of(cls, module: nn.Module, forward: Callable[..., Any]) -> Surroundings:
         state = reached(module, forward)
-        guarded = [held for held in state.holders if held.place.is_guarded]
+        guarded = [
+            held for held in state.holders if held.place.is_guarded and held.kind is not GENERATOR
+        ]
         elements = tuple((held, _named(held, state.names)) for held in guarded)
         registered = {id(t) for t in (*module.parameters(), *module.buffers())}
         return cls(elements, state.names, _holds(state.holders, registered))

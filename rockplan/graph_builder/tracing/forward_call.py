@@ -39,7 +39,7 @@ from rockplan.libraries import key_value_cache
 from rockplan.python_state import trees
 from rockplan.python_state.contents import data_in
 from rockplan.python_state.given import GivenCall
-from rockplan.python_state.reach import Reached, reached
+from rockplan.python_state.reach import Held, Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
 
 # Fake tensors have no values that a kernel could look at.
@@ -58,7 +58,7 @@ class ForwardRun:
     spec: trees.TreeSpec
     done: tuple[Any, ...]
     changes: Changes
-    drawn: tuple[host_random.Drawn, ...] = ()
+    drawn: tuple[Held, ...] = ()
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class ForwardRun:
         outputs: list[Any],
         spec: trees.TreeSpec,
         changes: Changes,
-        drawn: Sequence[host_random.Drawn],
+        drawn: Sequence[Held],
     ) -> ForwardRun:
         result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
         constants = [id(tensor) for _, tensor in recorder.constants]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing import essence, host_random, modes, own_gradients
+from rockplan.graph_builder.tracing import essence, modes, own_gradients
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -135,7 +135,6 @@ def _recorded(call: Sample, leftovers: Leftovers, before: Tables | None) -> Capt
     with (
         modes.without_modes(),
         snapshot.restored(),
-        host_random.restored(snapshot.reached),
         stand_ins.without_history(),
         recorder.without_history(),
     ):
