@@ -23,14 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import StalePlan
-from rockplan.graph_builder.foreign.opaque import (
-    LIBRARY,
-    Tensors,
-    new_packet,
-    taken,
-    with_refs,
-)
-from rockplan.graph_builder.foreign.opaque_calls import is_plain, numbered, text_of
+from rockplan.graph_builder.foreign.opaque import LIBRARY, new_packet
+from rockplan.graph_builder.foreign.opaque_functions import is_plain, numbered, text_of
+from rockplan.graph_builder.foreign.outcomes import Tensors, taken, with_refs
 from rockplan.graph_builder.foreign.triton_writes import (
     UnknownWrites,
     parameters_written,

@@ -1,0 +1,395 @@
+"""Opaque functions and their calls: an `autograd.Function` that runs for real, either way.
+
+A call has everything that decides what it does but the values of tensors, and runs on those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.utils import _pytree as pytree
+
+from rockplan.errors import InvalidInput
+from rockplan.graph_builder.foreign.outcomes import (
+    Attributes,
+    Context,
+    OpaqueRun,
+    Outcome,
+    Ref,
+    Tensors,
+    run_of,
+    taken,
+    with_refs,
+)
+from rockplan.graph_builder.operators.rows import OPAQUE
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.values.graph import TensorSpec
+
+# Of autograd, which an operator's kernel runs without.
+_KEYS = [k for k in torch._C.DispatchKey.__members__ if k.startswith(("Autograd", "ADInplace"))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opaque:
+    """One function, as it was registered. declared: what `opaque` was given, as it is written;
+    backward_name: 'vjp' if it has that; packet: its name among our operators."""
+
+    kind: type[Function]
+    declared: str
+    called: str
+    packet: str
+    forward: Callable[..., Any]
+    setup_context: Callable[..., Any] | None
+    backward: Callable[..., Any]
+    backward_name: str
+    fake: Callable[..., Any] | None
+    fake_backward: Callable[..., Any] | None
+    mutates: tuple[str, ...]
+    backward_mutates: tuple[str, ...]
+
+    def line(self, mutates: Sequence[str], backward_mutates: Sequence[str]) -> str:
+        """The line that declares these as well, beside what it was declared with."""
+        written = {
+            "mutates": (*self.mutates, *mutates),
+            "backward_mutates": (*self.backward_mutates, *backward_mutates),
+        }
+        how = [f"{how}={names!r}" for how, names in written.items() if names]
+        how += [f"{n}=..." for n in ("fake", "fake_backward") if getattr(self, n) is not None]
+        return f"rockplan.opaque({', '.join([self.declared, *how])})"
+
+    @property
+    def forward_operator(self) -> Any:
+        return getattr(getattr(torch.ops, OPAQUE), self.packet).forward
+
+    @property
+    def backward_operator(self) -> Any:
+        return getattr(getattr(torch.ops, OPAQUE), self.packet).backward
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastThere:
+    """Autocast as it is around a call: for each kind of device that has it, its dtype."""
+
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @classmethod
+    def here(cls) -> AutocastThere:
+        kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+        return cls(tuple((k, torch.get_autocast_dtype(k)) for k in kinds))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """As in an autograd.Function in eager execution: no gradients are recorded, and all kernels
+        of autograd are there for who turns that on."""
+        include = torch._C._dispatch_tls_local_include_set()
+        exclude = torch._C._dispatch_tls_local_exclude_set()
+        for key in _KEYS:
+            exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+        kinds = dict(self.autocast)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._C._ForceDispatchKeyGuard(include, exclude))
+            stack.enter_context(torch.no_grad())
+            for kind in ("cpu", "cuda"):
+                if kind in kinds or torch.is_autocast_enabled(kind):
+                    on = kind in kinds
+                    stack.enter_context(torch.autocast(kind, kinds.get(kind), enabled=on))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueForward:
+    """A call of a forward. leaves, structure: of its arguments; needs: which of them need a
+    gradient; changed: places of tensors that it writes into."""
+
+    function: Opaque
+    leaves: tuple[Any, ...]
+    structure: Any
+    tensors: Tensors
+    needs: tuple[bool, ...]
+    changed: tuple[int, ...]
+    surroundings: AutocastThere
+
+    @property
+    def called(self) -> str:
+        return f"{self.function.called}.forward"
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """With places of tensors."""
+        args: tuple[Any, ...] = pytree.tree_unflatten(list(self.leaves), self.structure)
+        return args
+
+    @property
+    def needing(self) -> frozenset[int]:
+        """Places of the tensors that need a gradient."""
+        return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
+
+    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
+        given = self._as_given(tensors)
+        args = pytree.tree_unflatten([taken(x, given) for x in self.leaves], self.structure)
+        ctx, function = Context(self.needs), self.function
+        with self.surroundings.entered():
+            if is_fake and function.fake is not None:
+                result = function.fake(ctx, *args)
+            elif function.setup_context is None:
+                result = function.forward(ctx, *args)
+            else:
+                result = function.forward(*args)
+                function.setup_context(ctx, args, result)
+        return run_of(result, given, ctx)
+
+    def _as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As autograd gives them: they require a gradient if one is needed."""
+        given = [t.detach() for t in tensors]
+        for place in self.needing:
+            given[place].requires_grad_()
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueBackward:
+    """A call of a backward. saved, attributes, gradients: places of tensors among the given ones,
+    and what else there is; need: places of saved ones that require a gradient; copied: places of
+    those that it writes into, of which it gets copies."""
+
+    forward: OpaqueForward
+    saved: tuple[Any, ...]
+    attributes: Attributes
+    gradients: tuple[Any, ...]
+    tensors: Tensors
+    need: tuple[int, ...]
+    copied: tuple[int, ...]
+    surroundings: AutocastThere
+
+    @property
+    def function(self) -> Opaque:
+        return self.forward.function
+
+    @property
+    def called(self) -> str:
+        return f"{self.function.called}.{self.function.backward_name}"
+
+    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
+        given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
+        for place in self.need:
+            given[place].requires_grad_()
+        function, ctx = self.function, Context(self.forward.needs)
+        ctx.saved_tensors = tuple(taken(ref, given) for ref in self.saved)
+        for name, leaves, structure in self.attributes:
+            real = [taken(leaf, given) for leaf in leaves]
+            setattr(ctx, name, pytree.tree_unflatten(real, structure))
+        gradients = [taken(ref, given) for ref in self.gradients]
+        kept = self.kept(given)
+        with self.surroundings.entered():
+            if not is_fake or function.fake is None:
+                result = function.backward(ctx, *gradients)
+            elif function.fake_backward is not None:
+                result = function.fake_backward(ctx, *gradients)
+            else:
+                result = self._like_arguments()
+        return run_of(self._needed(result), kept, None)
+
+    def _needed(self, result: Any) -> tuple[Any, ...]:
+        """A tuple, also of one, without gradients that nobody asks for, of which autograd makes
+        nothing."""
+        needs = self.forward.needs
+        results = result if isinstance(result, tuple) else (result,)
+        return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
+
+    def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the given ones that it has itself, which the outcome refers to."""
+        return [t for i, t in enumerate(given) if i not in self.copied]
+
+    def _like_arguments(self) -> tuple[Any, ...]:
+        call = self.forward
+        pairs = zip(call.args, call.needs, strict=True)
+        return tuple(_empty(call.tensors.specs[a.place]) if needs else None for a, needs in pairs)
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=dtype_of(spec), device=spec.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """A call that was found out about. results, structure, attributes: as in `OpaqueRun`; draws:
+    from the generator of the device of its first result, or may do so."""
+
+    call: OpaqueForward | OpaqueBackward
+    outcome: Outcome
+    results: tuple[Any, ...]
+    structure: Any
+    attributes: Attributes
+    draws: bool
+
+
+KNOWN: dict[str, Known] = {}
+"""Key of a call -> what is known of it."""
+
+
+def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, list[torch.Tensor]]:
+    """The call, and its tensors."""
+    leaves, structure = pytree.tree_flatten(tuple(args))
+    refs, tensors = with_refs(leaves)
+    needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    names = argument_names(function, len(args))
+    written = [
+        leaf
+        for name, argument in zip(names, args, strict=True)
+        for leaf in pytree.tree_leaves(argument)
+        if name in function.mutates and isinstance(leaf, torch.Tensor)
+    ]
+    changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
+    call = OpaqueForward(
+        function, refs, structure, Tensors.of(tensors), needs, changed, AutocastThere.here()
+    )
+    return call, tensors
+
+
+def argument_names(function: Opaque, count: int) -> list[str]:
+    has_context = function.setup_context is None
+    return _positional(function.forward, count + has_context)[has_context:]
+
+
+def _positional(function: Callable[..., Any], count: int) -> list[str]:
+    """What its first arguments are called; 'args[0]' where it takes any number of them."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arguments")
+    return [*names, *(f"{rest}[{i}]" for i in range(count))][:count]
+
+
+def backward_call(
+    forward: Known,
+    tensors: Mapping[int, torch.Tensor],
+    gradients: Sequence[Any],
+) -> tuple[OpaqueBackward, list[torch.Tensor]]:
+    """The call, and its tensors. tensors: those of the forward that it saves, by place."""
+    call = forward.call
+    assert isinstance(call, OpaqueForward)
+    outcome, function = forward.outcome, call.function
+    kept = [taken(ref, tensors) for ref in outcome.saved]
+    flat = [taken(leaf, tensors) for _, leaves, _ in forward.attributes for leaf in leaves]
+    refs, given = with_refs([*kept, *flat, *gradients])
+    waiting = iter(refs)
+    saved_refs = tuple(next(waiting) for _ in kept)
+    attributes = tuple(
+        (name, tuple(next(waiting) for _ in leaves), tree)
+        for name, leaves, tree in forward.attributes
+    )
+    gradient_refs = tuple(waiting)
+    named = backward_names(function, saved_refs, attributes, gradient_refs)
+    unknown = [n for n in function.backward_mutates if n not in named]
+    if unknown:
+        raise InvalidInput(
+            f"{function.called}.{function.backward_name} has no tensor '{unknown[0]}' to write "
+            f"into: backward_mutates takes of {', '.join(named)}"
+        )
+    copied = {p for name in function.backward_mutates for p in named[name]}
+    refs_saved = zip(saved_refs, outcome.saved, strict=True)
+    need = {to.place for to, r in refs_saved if isinstance(r, Ref) and r.place in call.needing}
+    backward = OpaqueBackward(
+        forward=call,
+        saved=saved_refs,
+        attributes=attributes,
+        gradients=gradient_refs,
+        tensors=Tensors.of(given),
+        need=tuple(sorted(need)),
+        copied=tuple(sorted(copied)),
+        surroundings=AutocastThere.here(),
+    )
+    return backward, given
+
+
+def backward_names(
+    function: Opaque,
+    saved: Sequence[Any],
+    attributes: Sequence[tuple[str, tuple[Any, ...], Any]],
+    gradients: Sequence[Any],
+) -> dict[str, tuple[int, ...]]:
+    """What can be named in `backward_mutates` -> places of its tensors."""
+    named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
+    named += [(name, leaves) for name, leaves, _ in attributes]
+    names = _positional(function.backward, 1 + len(gradients))[1:]
+    named += [(name, (ref,)) for name, ref in zip(names, gradients, strict=True)]
+    return {n: tuple(r.place for r in refs if isinstance(r, Ref)) for n, refs in named}
+
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, type),
+)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Can a call name it?"""
+    # What a module or its method reads is another for a copy of the module.
+    owner = getattr(leaf, "__self__", leaf)
+    is_function = callable(leaf) and not isinstance(owner, nn.Module)
+    return isinstance(leaf, _PLAIN) or is_function
+
+
+_NUMBERED: dict[str, list[Callable[[], Any]]] = {}
+"""Name -> references to what has it, weak ones where that can be."""
+
+
+def numbered(name: str, thing: Any) -> str:
+    """Tells `thing` from others of that name, by identity."""
+    known = _NUMBERED.setdefault(name, [])
+    for number, reference in enumerate(known):
+        if reference() is thing:
+            return f"{name}#{number}"
+    try:
+        known.append(weakref.ref(thing))
+    except TypeError:
+        known.append(lambda: thing)
+    return f"{name}#{len(known) - 1}"
+
+
+def text_of(leaf: Any) -> str:
+    """What tells it from others, the same in every process as far as that can be. A function that
+    refers to nothing of its own, and a method, are made anew each time that a forward runs."""
+    kind = type(leaf)
+    if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
+        return f"{text_of(kind)} {leaf!r}"
+    if isinstance(leaf, types.MethodType):
+        return f"{text_of(leaf.__func__)} of {text_of(leaf.__self__)}"
+    is_named = isinstance(leaf, types.FunctionType | type)
+    name = f"{(leaf if is_named else kind).__module__}.{(leaf if is_named else kind).__qualname__}"
+    return numbered(name, leaf.__code__ if _is_code_alone(leaf) else leaf)
+
+
+def _is_code_alone(leaf: Any) -> bool:
+    """Is it a function that does what its code and the global variables of its file say?"""
+    if not isinstance(leaf, types.FunctionType):
+        return False
+    of_its_own = leaf.__closure__, leaf.__defaults__, leaf.__kwdefaults__, leaf.__dict__
+    file = sys.modules.get(leaf.__module__)
+    return not any(of_its_own) and leaf.__globals__ is getattr(file, "__dict__", None)
+
+
+def key_of(call: OpaqueForward | OpaqueBackward) -> str:
+    """Names a call: equal for those that do the same."""
+    function = call.function
+    if isinstance(call, OpaqueForward):
+        said: list[Any] = ["forward", function.packet, text_of(function.fake)]
+        said += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
+        said += [function.backward_mutates]
+    else:
+        said = ["backward", key_of(call.forward), text_of(function.fake_backward)]
+        said += [call.saved, call.gradients, call.need, call.copied]
+        said += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
+    said += [call.tensors, call.surroundings]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]

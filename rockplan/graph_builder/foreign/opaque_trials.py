@@ -1,0 +1,227 @@
+"""Trials: runs of opaque functions on made-up numbers, by which is found out what a call makes.
+
+They run outside of a recording and of the module, so that an opaque function may do whatever it
+does to Python's state, which no plan takes part in. guarantees: afterwards generators are what they
+were; what the run writes into and was not declared, and draws that a plan could not repeat, are
+refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from rockplan.errors import RockplanError
+from rockplan.graph_builder.foreign.opaque import (
+    device_of_draws,
+    generator_states,
+    moved,
+    result_of,
+)
+from rockplan.graph_builder.foreign.opaque_functions import (
+    KNOWN,
+    Known,
+    OpaqueBackward,
+    OpaqueForward,
+    argument_names,
+    backward_call,
+    backward_names,
+    key_of,
+)
+from rockplan.graph_builder.foreign.outcomes import (
+    OpaqueRun,
+    Ref,
+    Tensors,
+)
+from rockplan.graph_builder.recorded.run import tensor_spec
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.refusals import NAMED
+
+
+def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
+    """Run `call`, and remember its outcome."""
+    is_fake = call.function.fake is not None
+    undeclared: list[str] = []
+    if is_fake:
+        with FakeTensorMode():
+            run = _run(call, _tensors_for(call, place), True, place)
+            draws = bool(run.fresh())  # of what is declared nobody knows
+    else:
+        with _generators_restored(call):
+            run, draws, undeclared = _real_run(call, _tensors_for(call, place), place)
+    for made in run.outcome.made:
+        base = None if made.base is None else tensor_spec(run.tensors[made.base])
+        is_plain = not (made.spec.is_conj or made.spec.is_neg)
+        if not is_plain or (base is not None and base.dtype != made.spec.dtype):
+            raise NAMED["view by an opaque function"].at(*place, function=call.called)
+    known = Known(call, run.outcome, run.results, run.structure, run.attributes, draws)
+    if undeclared:
+        _refuse_writes(known, run, undeclared, place)
+    KNOWN[key_of(call)] = known
+    return run
+
+
+def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Also those of Python and of numpy, which other threads draw from as well: no plan looks."""
+    of_numpy = pickle.dumps(numpy.random.get_state(legacy=False))
+    return {**generator_states(tensors), "Python": random.getstate(), "numpy": of_numpy}
+
+
+@contextlib.contextmanager
+def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
+    """Afterwards generators are what they were: of devices, of Python, of numpy."""
+    devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)
+
+
+def _real_run(
+    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: tuple[str, str]
+) -> tuple[OpaqueRun, bool, list[str]]:
+    """What it makes; does it draw? Names of what it writes into and was not declared."""
+    declared = call.changed if isinstance(call, OpaqueForward) else ()
+    before = [_bytes(t).clone() for t in tensors]
+    states = _all_generator_states(tensors)
+    run = _run(call, tensors, False, place)
+    storages = {call.tensors.storages[i] for i in declared}
+    written = {
+        i
+        for i, (tensor, content) in enumerate(zip(tensors, before, strict=True))
+        if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content)
+    }
+    drawn = moved(states, _all_generator_states(tensors))
+    if not drawn <= {device_of_draws(run.fresh())}:
+        raise NAMED["draws of an opaque function"].at(*place, function=call.called)
+    return run, bool(drawn), _called(call, written)
+
+
+def _run(
+    call: OpaqueForward | OpaqueBackward,
+    tensors: list[torch.Tensor],
+    is_fake: bool,
+    place: tuple[str, str],
+) -> OpaqueRun:
+    try:
+        return call.run(tensors, is_fake)
+    except RockplanError:
+        raise
+    except Exception as error:
+        raise NAMED["run of an opaque function"].at(
+            *place, function=call.called, error=f"{type(error).__name__}: {error}".rstrip(".")
+        ) from error
+
+
+def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
+    """What tensors are called where writes into them are declared, each storage once."""
+    if isinstance(call, OpaqueForward):
+        names = argument_names(call.function, len(call.args))
+        named = {
+            name: tuple(r.place for r in pytree.tree_leaves(argument) if isinstance(r, Ref))
+            for name, argument in zip(names, call.args, strict=True)
+        }
+    else:
+        named = backward_names(call.function, call.saved, call.attributes, call.gradients)
+    storages: dict[int, str] = {}
+    for place in sorted(places):
+        name = next(n for n, own in named.items() if place in own)
+        storages.setdefault(call.tensors.storages[place], name)
+    return list(dict.fromkeys(storages.values()))
+
+
+def _refuse_writes(
+    known: Known, run: OpaqueRun, undeclared: Sequence[str], place: tuple[str, str]
+) -> NoReturn:
+    """Raise, with a line that declares them; of a forward also what its backward writes into."""
+    call = known.call
+    if isinstance(call, OpaqueForward):
+        of_backward: list[str] = []
+        with contextlib.suppress(RockplanError), _generators_restored(call):
+            likely = likely_backward(known, run)
+            of_backward = _real_run(likely, _tensors_for(likely, place), place)[2]
+        line = call.function.line(undeclared, of_backward)
+    else:
+        line = call.function.line((), undeclared)
+    raise NAMED["write of an opaque function"].at(
+        *place, function=call.called, argument=undeclared[0], line=line
+    )
+
+
+def _tensors_for(
+    call: OpaqueForward | OpaqueBackward, place: tuple[str, str]
+) -> list[torch.Tensor]:
+    """Made-up ones; of a backward those that a run of the forward saves, and gradients."""
+    if isinstance(call, OpaqueForward):
+        return _made_up(call.tensors)
+    is_fake = call.function.fake is not None
+    forward = call.forward
+    run = _run(forward, _made_up(forward.tensors), is_fake, place)
+    tensors: list[Any] = [None] * len(call.tensors.specs)
+    refs = [*call.saved, *(leaf for _, leaves, _ in call.attributes for leaf in leaves)]
+    made = [*run.outcome.saved, *(leaf for _, leaves, _ in run.attributes for leaf in leaves)]
+    for to, ref in zip(refs, made, strict=True):
+        if isinstance(to, Ref) and isinstance(ref, Ref):
+            tensors[to.place] = run.tensors[ref.place].detach()
+    waiting = [i for i, tensor in enumerate(tensors) if tensor is None]
+    specs = tuple(call.tensors.specs[i] for i in waiting)
+    sizes = tuple(call.tensors.sizes[i] for i in waiting)
+    alone = Tensors(specs, tuple(range(len(specs))), sizes)
+    for i, tensor in zip(waiting, _made_up(alone), strict=True):
+        tensors[i] = tensor
+    return tensors
+
+
+def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
+    """That all results get a gradient in new memory."""
+    made = result_of(known, run.tensors)
+    results = made if isinstance(made, tuple) else (made,)
+    gradients = [
+        torch.zeros(r.shape, dtype=r.dtype, device=r.device)
+        if isinstance(r, torch.Tensor)
+        else None
+        for r in results
+    ]
+    return backward_call(known, dict(enumerate(run.tensors)), gradients)[0]
+
+
+def _made_up(tensors: Tensors) -> list[torch.Tensor]:
+    """Tensors of these specs, that share memory as they do: numbers in [0, 1), zeros where they are
+    integers."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    made: list[torch.Tensor] = []
+    for spec, storage, size_bytes in zip(
+        tensors.specs, tensors.storages, tensors.sizes, strict=True
+    ):
+        dtype, device = dtype_of(spec), torch.device(spec.device)
+        if storage not in storages:
+            elements = -(-size_bytes // dtype.itemsize)
+            if dtype.is_floating_point or dtype.is_complex:
+                flat = torch.rand(elements, device=device).to(dtype)
+            else:
+                flat = torch.zeros(elements, dtype=dtype, device=device)
+            storages[storage] = flat.untyped_storage()
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        tensor.set_(storages[storage], spec.offset, spec.shape, spec.stride)
+        if spec.is_conj:
+            tensor = tensor.conj()
+        made.append(torch._neg_view(tensor) if spec.is_neg else tensor)
+    return made
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of its storage."""
+    storage = tensor.untyped_storage()
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))
