@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
-    from rockplan.runtime.planned_module import code_of, plan_of
+    from rockplan.runtime.planned_state import code_of, plan_of
 
 _LATE = {
     "BlocksPlan": "rockplan.blocks.report",
     "Comparison": "rockplan.comparison",
     "blocks_of": "rockplan.blocks.solve",
     "as_checkpoint_code": "rockplan.checkpointing.export",
-    "code_of": "rockplan.runtime.planned_module",
+    "code_of": "rockplan.runtime.planned_state",
     "compare": "rockplan.comparison",
     "draw_curve": "rockplan.reports.pictures",
     "draw_graph": "rockplan.reports.pictures",
@@ -70,7 +70,7 @@ _LATE = {
     "pareto": "rockplan.api",
     "peak_live_bytes": "rockplan.graph_builder.costs.ruler",
     "plan": "rockplan.api",
-    "plan_of": "rockplan.runtime.planned_module",
+    "plan_of": "rockplan.runtime.planned_state",
     "plan_trace": "rockplan.reports.timeline",
     "pure": "rockplan.graph_builder.operators.facts",
     "restore_blocks": "rockplan.blocks.solve",

@@ -44,9 +44,10 @@ from rockplan.parts import named_in_refusals
 from rockplan.remedies import needed_with, remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call
-from rockplan.runtime.guards import outside_of_initialization
 from rockplan.runtime.hooks import has_hooks
+from rockplan.runtime.planned_state import PLANNING, original_forward, programs_of, unplanned
 from rockplan.runtime.program import MakeProgram, PlannedProgram, build_program
+from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.budget_curve import curve_of
@@ -91,7 +92,7 @@ def solve(
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     wanted = in_bytes(parse_budget(budget), model)
-    model = planned_modules.unplanned(model)
+    model = unplanned(model)
     with named_in_refusals(model), outside_of_initialization():
         first, *others = _calls(model, args, kwargs, options)
         with first.named_in_errors():
@@ -120,7 +121,7 @@ def _calls(
 ) -> tuple[SizedCall, ...]:
     """What is planned before training, the largest first."""
     check_options(options)
-    return sized_calls(planned_modules.original_forward(model), args, kwargs, options)
+    return sized_calls(original_forward(model), args, kwargs, options)
 
 
 def largest_call(
@@ -235,7 +236,7 @@ def load(
     make_program = functools.partial(
         _stored_program, plans=read_plans(path), budget=None, options=options
     )
-    model = planned_modules.unplanned(model)
+    model = unplanned(model)
     with named_in_refusals(model), outside_of_initialization():
         first, *others = _calls(model, args, kwargs, options)
         with first.named_in_errors():
@@ -270,7 +271,7 @@ def needed_bytes_with(
     plan, or with everything kept. Arguments are those of `plan`."""
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
-    model = planned_modules.unplanned(model)
+    model = unplanned(model)
     call = largest_call(model, args, kwargs, options)
     needs = functools.partial(
         _kept_bytes if everything_kept else least_bytes, model, call.args, call.kwargs
@@ -434,9 +435,9 @@ def captured_call(
     check_options(options)
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
-    forward = planned_modules.original_forward(module)
+    forward = original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
-    with planned_modules.PLANNING, paused_collection(), key_value_cache.switched_off(module):
+    with PLANNING, paused_collection(), key_value_cache.switched_off(module):
         run = capture(module, args, kwargs, forward, incoming, options.only_loss)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
@@ -471,7 +472,7 @@ def _prepared(
 def _problems(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
     """Of each way; what several have in common is measured once."""
     problems: tuple[Problem, ...] = ()
-    with planned_modules.PLANNING:
+    with PLANNING:
         for way in source.ways:
             known = problems[0].profile if problems else None
             problems += (measured(way.lowered, options, way.waits, known),)
@@ -499,7 +500,7 @@ def program_in_training(
             return make(module, args, kwargs, incoming)
     except ForwardRaises as failure:
         error = failure
-    forward = planned_modules.original_forward(module)
+    forward = original_forward(module)
     is_own = not _is_of_backward(incoming) and not _is_of_operators(error.__cause__)
     if is_own and not runs(module, forward, args, kwargs):
         forward(*args, **kwargs)
@@ -630,14 +631,14 @@ def _new_program(
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
     """The plans of a planned module for calls whose gradients have the same hooks, and whose head
     is whole, or in parts, as this one's."""
-    plans = (p.plan for p in planned_modules.programs_of(module) if p.hooked == source.hooked)
+    plans = (p.plan for p in programs_of(module) if p.hooked == source.hooked)
     return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
 
 
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Adapted | None:
-    with planned_modules.PLANNING:
+    with PLANNING:
         return adapted(known, source.lowered, source.waits, budget, options)
 
 
@@ -782,7 +783,7 @@ def built_program(
         constants,
         source.run.output_spec,
         source.hooked,
-        described_call(planned_modules.original_forward(module), args, kwargs),
+        described_call(original_forward(module), args, kwargs),
     )
     if not options.check:
         return program
@@ -814,7 +815,7 @@ def _checked(
         for i, leaf in enumerate(outputs)
         if leaf.tangent is not None
     }
-    original = planned_modules.original_forward(module)
+    original = original_forward(module)
     planned = planned_modules.bound_forward(module, program)
     with key_value_cache.switched_off(module):
         if program.plan.compiled or program.plan.graph.tiles:

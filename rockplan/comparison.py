@@ -31,7 +31,7 @@ from rockplan.graph_builder.tracing.outputs import likely_starts
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.python_state import trees
 from rockplan.reports.pictures import Series
-from rockplan.runtime.planned_module import plan_of, unplanned
+from rockplan.runtime.planned_state import plan_of, unplanned
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
 from rockplan.untouched import untouched
 from rockplan.values.measured_timeline import MeasuredTimeline

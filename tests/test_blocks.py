@@ -24,7 +24,7 @@ from rockplan.blocks import kinds
 from rockplan.blocks.find import named_blocks
 from rockplan.blocks.outside import Border, moments_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
-from rockplan.runtime.planned_module import programs_of
+from rockplan.runtime.planned_state import programs_of
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.schedule import Schedule
 from tests.blocks import QUICK, Mixer, Stack, batch, imports_frozen, train

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.runtime.planned_module import programs_of
+from rockplan.runtime.planned_state import programs_of
 from tests.usage import both, count_programs, mean_square
 
 _WIDTH = 16

@@ -21,7 +21,8 @@ from torch import nn
 
 from rockplan.checkpointing.wrap import has_parameters, opened, repeated_blocks
 from rockplan.errors import InvalidInput
-from rockplan.runtime.planned_module import Planned, is_own
+from rockplan.runtime.planned_module import Planned
+from rockplan.runtime.planned_state import is_own
 
 Blocks = str | nn.Module | Sequence[str | nn.Module] | None
 """What names blocks; None: those that are found (`repeated_blocks`)."""

@@ -29,8 +29,9 @@ from rockplan.python_state.holders import same_elements
 from rockplan.python_state.object_slots import Element
 from rockplan.python_state.reach import Held, reached
 from rockplan.runtime.call_checks import refuse_transforms
-from rockplan.runtime.guards import Autocast, autocast_state
-from rockplan.runtime.planned_module import kind_of_call, original_forward
+from rockplan.runtime.planned_module import kind_of_call
+from rockplan.runtime.planned_state import original_forward
+from rockplan.runtime.switches import Autocast, autocast_state
 from rockplan.untouched import untouched
 
 

@@ -22,7 +22,7 @@ from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.runtime.differences import described_call
-from rockplan.runtime.planned_module import PLANNING, original_forward
+from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import PlannedProgram
 from rockplan.search.adapt import WORSE, carried_over
 from rockplan.search.boundary import (

@@ -29,7 +29,7 @@ from rockplan.errors import InvalidInput
 from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
-from rockplan.runtime.planned_module import plan_of
+from rockplan.runtime.planned_state import plan_of
 from rockplan.store.fingerprint import VERSION
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, as_eager, producers
 from rockplan.values.plan import Plan, format_bytes, kept_data, plan_in, recomputations

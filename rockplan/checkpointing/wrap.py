@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS
-from rockplan.runtime.planned_module import class_of
+from rockplan.runtime.planned_state import class_of
 
 Forward = Callable[..., Any]
 

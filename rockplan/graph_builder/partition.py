@@ -24,13 +24,7 @@ from rockplan.graph_builder.digests import problem_digest
 from rockplan.oracles.graph_view import GraphView
 from rockplan.values.block import Block
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import (
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    DataNode,
-    Phase,
-)
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, DataNode, Phase
 
 # The halves of transformer layers have up to 36. T5 of 3 + 3 layers at 40 % of keep-all (roofline
 # costs): +53 % time without pins, +22 % with limits of 60, 40 or 30 (2, 4 or 8 pins).

@@ -13,14 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
-from rockplan.oracles.lifetimes import (
-    Lifetime,
-    Owner,
-    alive_at,
-    lifetimes,
-    maker,
-    start_times_ns,
-)
+from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, maker, start_times_ns
 from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers

@@ -22,12 +22,7 @@ from rockplan.reports.explain import (
 )
 from rockplan.reports.palette import COLOURS, KEPT_COLOUR, RUN_COLOURS, RUN_LABELS, group_colours
 from rockplan.reports.pictures import Series, plan_series
-from rockplan.reports.timeline import (
-    MemoryTimeline,
-    block_rows,
-    eager_timeline,
-    planned_timeline,
-)
+from rockplan.reports.timeline import MemoryTimeline, block_rows, eager_timeline, planned_timeline
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan, format_bytes, plan_in
 

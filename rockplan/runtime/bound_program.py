@@ -32,10 +32,10 @@ from rockplan.runtime.guards import (
     holds_for_others,
     module_signature,
     signature_holds,
-    without_default_device,
 )
 from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.program import PlannedProgram
+from rockplan.runtime.switches import without_default_device
 from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 
 

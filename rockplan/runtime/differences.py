@@ -19,12 +19,11 @@ from rockplan.python_state.reach import named_arguments
 from rockplan.runtime import parametrizations
 from rockplan.runtime.guards import (
     ModuleSignature,
-    autocast_state,
     changed_attribute,
-    function_modes,
     has_other_class,
     module_entries,
 )
+from rockplan.runtime.switches import autocast_state, function_modes
 
 Facts = tuple[tuple[str, str], ...]
 """(aspect, text) of a leaf of the arguments; the first one is what it is called by."""

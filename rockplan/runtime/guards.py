@@ -15,15 +15,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
 from rockplan.python_state import trees
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
-from rockplan.python_state.hooks import computed_attributes, foreign_hooks, is_foreign
+from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.snapshot import Surroundings
-from rockplan.runtime import parametrizations
+from rockplan.runtime.switches import switches_now
 
 # What every nn.Module has; compared by itself.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -257,7 +254,7 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
             parts.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
         else:
             parts.append(described(leaf))
-    return (*parts, trees.shared(call), *_global_key())
+    return (*parts, trees.shared(call), *switches_now())
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -310,140 +307,3 @@ def _first_positions(identities: Sequence[int], positions: Iterable[int]) -> tup
 def _memory(storages: Sequence[int], mutated: Sequence[int]) -> tuple[int | None, ...]:
     first = {storages[i]: i for i in reversed(mutated)}
     return tuple(map(first.get, storages))
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """dtypes: for each device type the dtype of autocast, None if it is off; cached: a weight that
-    is used several times is cast once."""
-
-    dtypes: tuple[torch.dtype | None, ...]
-    cached: bool
-
-
-_DEVICE_TYPES = ("cpu", "cuda")
-
-
-def autocast_state() -> Autocast:
-    """The autocast state of this thread."""
-    dtypes = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in _DEVICE_TYPES
-    )
-    return Autocast(dtypes, torch.is_autocast_cache_enabled())
-
-
-@contextlib.contextmanager
-def under_autocast(state: Autocast) -> Iterator[None]:
-    """Run under the autocast state of another moment."""
-    with contextlib.ExitStack() as stack:
-        for kind, dtype in zip(_DEVICE_TYPES, state.dtypes, strict=True):
-            if dtype is not None or torch.is_autocast_enabled(kind):
-                entered = torch.autocast(
-                    kind, dtype, enabled=dtype is not None, cache_enabled=state.cached
-                )
-                stack.enter_context(entered)
-        yield
-
-
-def function_modes() -> tuple[torch.device | int, ...]:
-    """The modes of this thread that replace functions of PyTorch: the default device, which decides
-    where tensors are made, and others than PyTorch's own, by which they are."""
-    if not torch._C._is_torch_function_mode_enabled():
-        return ()
-    modes: list[Any] = _get_current_function_mode_stack()
-    return tuple(
-        id(mode) if is_foreign(mode) else mode.device
-        for mode in modes
-        if isinstance(mode, DeviceContext) or is_foreign(mode)
-    )
-
-
-@contextlib.contextmanager
-def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
-    """Run under the default device of another moment, and no other mode. modes: those of then."""
-    aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
-    try:
-        with contextlib.ExitStack() as stack:
-            for device in modes:
-                if isinstance(device, torch.device):
-                    stack.enter_context(device)
-            yield
-    finally:
-        for mode in reversed(aside):
-            _push_mode(mode)
-
-
-@contextlib.contextmanager
-def without_default_device() -> Iterator[None]:
-    """Leave the default device where it is the only mode, through which Python would call each
-    function and read each property of a tensor: for what says itself where it makes tensors.
-    Hooks and dispatch modes that are called meanwhile are without it in eager execution, too."""
-    is_default_device = any(isinstance(mode, torch.device) for mode in function_modes())
-    is_alone = is_default_device and torch._C._len_torch_function_stack() == 1
-    aside = _pop_mode() if is_alone else None
-    try:
-        yield
-    finally:
-        if aside is not None:
-            _push_mode(aside)
-
-
-_OF_INITIALIZATION = ("lightning.fabric.utilities.init", "lightning_fabric.utilities.init")
-"""Where Lightning has its mode that may leave out initializers."""
-
-
-@contextlib.contextmanager
-def outside_of_initialization() -> Iterator[None]:
-    """Leave the modes aside under which Lightning calls `configure_model`: they decide how modules
-    are made, a default device among them, and are gone when steps run."""
-    modes = _get_current_function_mode_stack()
-    if not any(type(mode).__module__ in _OF_INITIALIZATION for mode in modes):
-        yield
-        return
-    others = [
-        mode
-        for mode in modes
-        if not (isinstance(mode, DeviceContext) or type(mode).__module__ in _OF_INITIALIZATION)
-    ]
-    _exchange_modes(modes, others)
-    try:
-        yield
-    finally:
-        _exchange_modes(others, modes)
-
-
-def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for _ in now:
-        _pop_mode()
-    for mode in wanted:
-        _push_mode(mode)
-
-
-def _global_key() -> tuple[Any, ...]:
-    """Switches of PyTorch that decide which operators a module calls."""
-    return (
-        autocast_state(),
-        function_modes(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        parametrizations.are_cached(),
-        *_hooks_on_all_modules(),
-    )
-
-
-def _hooks_on_all_modules() -> map[int]:
-    return map(
-        id,
-        foreign_hooks(
-            module_hooks._global_forward_hooks,
-            module_hooks._global_forward_pre_hooks,
-            module_hooks._global_backward_hooks,
-            module_hooks._global_backward_pre_hooks,
-        ),
-    )

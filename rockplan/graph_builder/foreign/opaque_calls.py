@@ -17,10 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import RockplanError
-from rockplan.graph_builder.foreign.opaque import (
-    REGISTERED,
-    result_of,
-)
+from rockplan.graph_builder.foreign.opaque import REGISTERED, result_of
 from rockplan.graph_builder.foreign.opaque_functions import (
     KNOWN,
     Known,
@@ -34,11 +31,7 @@ from rockplan.graph_builder.foreign.opaque_functions import (
     text_of,
 )
 from rockplan.graph_builder.foreign.opaque_trials import find_out, likely_backward
-from rockplan.graph_builder.foreign.outcomes import (
-    Ref,
-    rebuilt,
-    taken,
-)
+from rockplan.graph_builder.foreign.outcomes import Ref, rebuilt, taken
 from rockplan.graph_builder.tracing.patches import Interrupted, Patch, RecordingAccess
 from rockplan.graph_builder.tracing.refusals import NAMED
 

@@ -36,11 +36,7 @@ from rockplan.graph_builder.foreign.opaque_functions import (
     backward_names,
     key_of,
 )
-from rockplan.graph_builder.foreign.outcomes import (
-    OpaqueRun,
-    Ref,
-    Tensors,
-)
+from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, Tensors
 from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.refusals import NAMED

@@ -17,18 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from rockplan.errors import (
-    ForwardRaises,
-    RockplanError,
-    UnsupportedModel,
-)
-from rockplan.graph_builder.tracing import (
-    addresses,
-    eager_paths,
-    host_random,
-    modes,
-    patches,
-)
+from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
+from rockplan.graph_builder.tracing import addresses, eager_paths, host_random, modes, patches
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.patches import PatchSource
 from rockplan.graph_builder.tracing.recorder import Recorder

@@ -24,11 +24,7 @@ from rockplan.graph_builder.tracing.backward import (
     recorded_backward,
     refuse_gradients,
 )
-from rockplan.graph_builder.tracing.forward_call import (
-    ForwardCall,
-    ForwardRun,
-    refuse_here,
-)
+from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, refuse_here
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
@@ -62,11 +58,7 @@ from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.graph import ValueRef
-from rockplan.values.interface import (
-    Assignment,
-    Incoming,
-    Precedent,
-)
+from rockplan.values.interface import Assignment, Incoming, Precedent
 
 
 @dataclass(frozen=True, slots=True)

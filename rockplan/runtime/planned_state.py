@@ -1,0 +1,206 @@
+"""What a planned module carries: its programs by kind of call, and how it was planned."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from rockplan.errors import InvalidInput
+from rockplan.runtime import assignments
+from rockplan.runtime.bound_program import BoundProgram, bind
+from rockplan.runtime.guards import ModuleSignature, signature_holds
+from rockplan.runtime.program import MakeProgram, PlannedProgram
+from rockplan.runtime.watch import Watch
+from rockplan.values.interface import Assignment, Precedent
+from rockplan.values.plan import Plan
+
+# Planning exchanges tensors of the module and functions of libraries, and moves random generators,
+# before it puts them back: one thread at a time.
+PLANNING = threading.RLock()
+
+
+@dataclass(slots=True)
+class PlannedState:
+    """What a planned module carries besides the original's attributes.
+
+    infeasible: calls for which no plan fits the budget, as the module was, and which therefore run
+    the original (`on_infeasible`). count: of plans made, for it or the one that it is a copy of.
+    precedent: where backward passes start if not where it was thought that they do.
+    is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
+    forward (`take_out`).
+    """
+
+    original: type[nn.Module]
+    instance_forward: Callable[..., Any] | None
+    make_program: MakeProgram
+    on_mismatch: str
+    on_infeasible: str
+    outputs_chosen: bool
+    is_in_place: bool = False
+    programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
+    latest: PlannedProgram | None = None
+    infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
+    count: int = 1
+    precedent: Precedent | None = None
+    watch: Watch = field(default_factory=Watch)
+    has_run: bool = False
+    assigned: list[Assignment] = field(default_factory=list)
+    is_off: bool = False
+    is_checkpoint_said: bool = False
+    is_original_said: bool = False
+
+    def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
+        """Put what a call leaves in Python where it belongs; the plan is for calls that find it
+        there, too."""
+        left = bound.program.interface.assignments
+        if not left:
+            return
+        self.assigned += [one for one in left if not any(one is known for known in self.assigned)]
+        assignments.put(module, left)
+        is_settled = all(one.is_overwritten for one in left)
+        if not is_settled and not any(
+            other.program is bound.program and signature_holds(other.signature)
+            for other in self.programs.get(key, ())
+        ):
+            self.programs.setdefault(key, []).append(bind_now(module, bound.program))
+
+    def add(self, key: Any, bound: BoundProgram) -> None:
+        """For calls like `key`. What was planned for the sample alone goes if nothing was called
+        like it, and this is its plan, adapted to what is called."""
+        if not self.has_run and bound.program.adapted_from and len(self.programs) == 1:
+            self.programs.clear()
+        self.programs.setdefault(key, []).append(bound)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran last; before the first call, the one that `solve` made."""
+        assert self.latest is not None
+        return self.latest.plan
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all kinds of call that the module has seen, in that order."""
+        bounds = (bound for kind in self.programs.values() for bound in kind)
+        return tuple({b.program.plan.graph_digest: b.program.plan for b in bounds}.values())
+
+    @property
+    def code(self) -> str:
+        """The generated Python of `plan`."""
+        assert self.latest is not None
+        return self.latest.executable.code.source
+
+
+class HasPlans:
+    """Of every planned module (`planned_module.Planned`)."""
+
+    _rockplan: PlannedState
+
+
+Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool, bool]
+
+
+def settings_of(state: PlannedState) -> Settings:
+    """What copies have from the start."""
+    options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen, state.is_in_place)
+    return (state.instance_forward, state.make_program, *options)
+
+
+def plan_of(planned: object) -> Plan:
+    """`planned.plan`, also where the original has an attribute of that name.
+
+    Raises InvalidInput for what `solve` and `load` did not return."""
+    return _state_of(planned).plan
+
+
+def code_of(planned: object) -> str:
+    """`planned.code`, as `plan_of`."""
+    return _state_of(planned).code
+
+
+def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
+    """Of a planned module, those of all kinds of call that it has seen."""
+    if not isinstance(module, HasPlans):
+        return ()
+    return tuple(b.program for kind in module._rockplan.programs.values() for b in kind)
+
+
+def _state_of(planned: object) -> PlannedState:
+    if not isinstance(planned, HasPlans):
+        raise InvalidInput(
+            f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "
+            "returned"
+        )
+    return planned._rockplan
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`; of a planned one, its original's."""
+    return module._rockplan.original if isinstance(module, HasPlans) else type(module)
+
+
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """The unplanned forward of `module`, planned or not."""
+    if not isinstance(module, HasPlans):
+        return module.forward
+    state = module._rockplan
+    if state.instance_forward is not None:
+        return state.instance_forward
+    return functools.partial(state.original.forward, module)
+
+
+def bind_now(module: nn.Module, program: PlannedProgram) -> BoundProgram:
+    return bind(module, original_forward(module), program)
+
+
+def is_in_place(module: object) -> bool:
+    """Was it planned by `plan_in_place`, and not taken out?"""
+    return is_own(module) and not module._rockplan.is_off
+
+
+def is_own(module: object) -> TypeGuard[HasPlans]:
+    """Was it planned by `plan_in_place`, whatever came of it?"""
+    return isinstance(module, HasPlans) and module._rockplan.is_in_place
+
+
+def make_program_of(module: nn.Module) -> MakeProgram:
+    """By what a planned module plans for further kinds of call."""
+    assert isinstance(module, HasPlans)
+    return module._rockplan.make_program
+
+
+def latest_of(module: nn.Module) -> PlannedProgram:
+    """What calls of the kind that ran last start with now."""
+    assert isinstance(module, HasPlans)
+    state = module._rockplan
+    assert state.latest is not None
+    for bounds in state.programs.values():
+        if any(bound.program is state.latest for bound in bounds):
+            return bounds[-1].program
+    return state.latest
+
+
+def unplanned(module: nn.Module) -> nn.Module:
+    """`module`; of a planned one, its original with the attributes and hooks that it has now.
+
+    Raises InvalidInput where somebody gave the planned module another forward, which the original
+    would not have.
+    """
+    if not isinstance(module, HasPlans):
+        return module
+    attributes = {k: v for k, v in module.__dict__.items() if k != "_rockplan"}
+    if "forward" in attributes:
+        raise InvalidInput(
+            "the forward of this planned module was replaced (a trainer wraps it, for instance); "
+            "plan the original module again, then wrap the planned one"
+        )
+    state = module._rockplan
+    original: nn.Module = nn.Module.__new__(state.original)
+    original.__dict__.update(attributes)
+    if state.instance_forward is not None:
+        original.__dict__["forward"] = state.instance_forward
+    return original

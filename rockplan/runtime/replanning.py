@@ -1,0 +1,292 @@
+"""Replanning: the program for a call, or a backward pass, that none seemed to match.
+
+takes: a planned module and a call. returns: a program that is known after all, or made for it; None
+where the original forward is to run. guarantees: planning is said, with what would keep it from
+happening again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.codegen.executable import Executable, Pattern
+from rockplan.errors import BackwardError, InfeasibleBudget, StalePlan
+from rockplan.python_state import trees
+from rockplan.runtime import assignments, parametrizations
+from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
+from rockplan.runtime.call_checks import (
+    TOO_OFTEN,
+    ordinal,
+    refuse_capture,
+    warn_of_changes,
+    warn_of_mismatch,
+    warn_of_original,
+)
+from rockplan.runtime.differences import Difference, Differences, described_call
+from rockplan.runtime.guards import module_signature, signature_holds, with_tensors_of
+from rockplan.runtime.planned_state import PLANNING, HasPlans, bind_now, original_forward
+from rockplan.runtime.program import PlannedProgram
+from rockplan.runtime.switches import Autocast, under_autocast, under_default_device
+from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.interface import Incoming, Precedent
+
+LOG = logging.getLogger("rockplan")
+
+
+def bound_program(
+    planned: HasPlans,
+    key: Any,
+    leaves: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> BoundProgram | None:
+    """The program for a call that none seemed to match; None: run the original forward.
+
+    It looks again, because another thread may have planned meanwhile, or have had the
+    module's tensors exchanged while it planned.
+    """
+    state = planned._rockplan
+    assert isinstance(planned, nn.Module)
+    bound = matching(state.programs.get(key, ()), leaves)
+    if bound is None:
+        rebind(planned, original_forward(planned), state.programs)
+        bound = matching(state.programs.get(key, ()), leaves)
+    if bound is None:
+        if not (planned.training and _has_gradients(planned, leaves)):
+            return None
+        if state.on_mismatch == "original" and state.is_original_said:
+            return None
+        if state.on_mismatch == "original":
+            state.is_original_said = True
+            warn_of_mismatch(_changes(planned, key, leaves, args, kwargs))
+            return None
+        refuse_capture(planned, leaves)
+        if any(map(signature_holds, state.infeasible.get(key, ()))):
+            return None
+        changes = _changes(planned, key, leaves, args, kwargs)
+        if state.on_mismatch == "error":
+            raise StalePlan(
+                f"this call does not match what was planned: {changes}. Plan again with this "
+                "sample, or pass Options(on_mismatch='replan')"
+            )
+        if changes.has_values and len(state.programs.get(key, ())) >= TOO_OFTEN:
+            warn_of_changes(len(state.programs[key]), changes)
+        bound = _new_bound(planned, key, changes, args, kwargs)
+    return bound
+
+
+def _new_bound(
+    planned: HasPlans, key: Any, changes: Differences, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BoundProgram | None:
+    """Plan for a call like this one; None where nothing fits and the original shall run."""
+    state = planned._rockplan
+    assert isinstance(planned, nn.Module)
+    try:
+        program = _made(planned, args, kwargs, state.precedent, changes)
+    except InfeasibleBudget as error:
+        if state.on_infeasible != "original":
+            error.add_note(
+                f"rockplan: this call was planned since it is of a new kind: {changes}. "
+                "Options(on_infeasible='smallest') takes the smallest plan for such calls, "
+                "'original' the original forward"
+            )
+            raise
+        warn_of_original(error, changes)
+        state.infeasible.setdefault(key, []).append(
+            module_signature(planned, original_forward(planned), ())
+        )
+        return None
+    known = (b for bounds in state.programs.values() for b in bounds)
+    signature = known_signature(known, program)
+    bound = bind(planned, original_forward(planned), program, signature)
+    state.add(key, bound)
+    state.watch.begin(planned)
+    return bound
+
+
+_OTHER_OUTPUTS = Differences(
+    (
+        Difference(
+            "the backward pass starts from other outputs, or has gradients in other strides",
+            "Options(differentiated=...) names the outputs from the start",
+        ),
+    )
+)
+
+
+def _made(
+    planned: HasPlans,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | Precedent | None,
+    changes: Differences,
+) -> PlannedProgram:
+    """A program for one more kind of call, which takes time that the training waits for: that is
+    said, with what would keep it from happening again."""
+    state = planned._rockplan
+    assert isinstance(planned, nn.Module)
+    started = time.monotonic()
+    with state.watch.aside():
+        program = state.make_program(planned, args, kwargs, incoming)
+    state.count += 1
+    advice = changes.advice or "Each such kind is planned for once"
+    if state.count == _EVER_NEW:
+        advice = _FOR_EVER_NEW
+    # A block is one of many, whose first calls of another kind come at the same step.
+    is_early = state.is_in_place and state.count < _SAID_OF_BLOCKS
+    LOG.log(
+        logging.INFO if is_early or state.count > _EVER_NEW else logging.WARNING,
+        "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
+        state.original.__qualname__,
+        ordinal(state.count),
+        changes,
+        time.monotonic() - started,
+        advice,
+    )
+    return program
+
+
+_SAID_OF_BLOCKS = 3
+
+_EVER_NEW = 8
+"""The last plan that is said of: a trainer calls in another way than the sample says, the last
+batch is smaller, there are a few lengths; more than that may go on for ever."""
+
+_FOR_EVER_NEW = (
+    "Further ones are logged at level INFO alone. If batches have ever new sizes (lengths, nodes "
+    "and edges of graphs): pad them to a few sizes; Options(sizes=...) plans the largest before "
+    "training, and others replay its plan; Options(on_mismatch='original') runs what is not "
+    "planned for as it is"
+)
+
+
+def _changes(
+    planned: HasPlans,
+    key: Any,
+    leaves: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Differences:
+    """What of a call, or of the module, is not as in the most similar of the latest kinds of call
+    that are planned for."""
+    state = planned._rockplan
+    assert isinstance(planned, nn.Module)
+    now = described_call(original_forward(planned), args, kwargs)
+    alike = state.programs.get(key) or [b for bounds in state.programs.values() for b in bounds]
+    differences = [bound.differences(now, leaves) for bound in reversed(alike[-_COMPARED:])]
+    return Differences(min(filter(None, differences), key=len, default=(Difference(_UNNAMED),)))
+
+
+_COMPARED = 4
+"""Of a hundred lengths all differ alike, and to compare a module takes half a millisecond."""
+
+_UNNAMED = (
+    "what is in an argument that is no tensor, whether arguments come by position or by name, or "
+    "which parameters and buffers are one or of which class"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a call was made under, to plan it again from its backward pass.
+
+    leaves: of the arguments, whose lists may have grown since; modes: as `function_modes` says;
+    cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    """
+
+    planned: HasPlans
+    key: Any
+    bound: BoundProgram
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    autocast: Autocast
+    modes: tuple[torch.device | int, ...]
+    cached: bool
+
+    def replan(self, pattern: Pattern) -> Executable:
+        """The plan for incoming gradients of `pattern`; later calls like this one start with it,
+        unless the outputs to differentiate were chosen by the user.
+
+        It is planned with the parameters and buffers that the call had, which eager's graph keeps:
+        `functional_call` has put the module's own back when backward begins."""
+        module: Any = self.planned
+        left = assignments.taken_back(module, module._rockplan.assigned)
+        with PLANNING, paused_collection(), with_tensors_of(self.bound.signature), left:
+            return self._replan(pattern)
+
+    def _replan(self, pattern: Pattern) -> Executable:
+        module, state = self.planned, self.planned._rockplan
+        assert isinstance(module, nn.Module)
+        # What the call itself has left in Python is no change.
+        same = (b for b in state.programs[self.key] if b.program is self.bound.program)
+        if not any(signature_holds(b.signature) for b in (self.bound, *same)):
+            raise BackwardError(
+                "the module was changed between forward and backward, and this backward pass "
+                "needs another plan; change modules before the forward"
+            )
+        rebind(module, original_forward(module), {self.key: state.programs[self.key]})
+        bounds = state.programs[self.key]
+        known = [b for b in bounds if b.program.executable.pattern == pattern]
+        other = matching(known, self.leaves)
+        if other is None:
+            other = bind_now(module, self._program(pattern))
+        else:
+            bounds.remove(other)
+        if self._is_preferred(pattern):
+            bounds.append(other)
+            incoming, before = other.program.incoming, state.precedent
+            is_repeated = before is not None and before.incoming.keys() == incoming.keys()
+            state.precedent = Precedent(incoming, is_repeated)
+        else:
+            bounds.insert(0, other)
+        return other.program.executable
+
+    def _program(self, pattern: Pattern) -> PlannedProgram:
+        module, state = self.planned, self.planned._rockplan
+        assert isinstance(module, nn.Module)
+        if state.on_mismatch == "error":
+            raise BackwardError(
+                "the incoming gradients are of other outputs, or have other strides, than "
+                "planned; pass Options(differentiated=...) for the outputs that backward starts "
+                "from, or Options(on_mismatch='replan')"
+            )
+        results = self.bound.program.interface.results
+        incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
+        with (
+            under_autocast(self.autocast),
+            under_default_device(self.modes),
+            parametrizations.cached_as(self.cached),
+        ):
+            return _made(module, *self._call(), incoming, _OTHER_OUTPUTS)
+
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they were."""
+        now, spec = trees.tree_flatten((self.args, self.kwargs))
+        is_same = spec == self.key[0] and len(now) == len(self.leaves)
+        if is_same and all(map(operator.is_, now, self.leaves)):
+            return self.args, self.kwargs
+        called: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
+            self.leaves, self.key[0]
+        )
+        return called
+
+    def _is_preferred(self, pattern: Pattern) -> bool:
+        planned = self.bound.program.executable.pattern
+        chosen = [s is None for s in planned] == [s is None for s in pattern]
+        return chosen or not self.planned._rockplan.outputs_chosen
+
+
+def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
+    """Does anything require a gradient? (Of a GAN one half does not while the other trains.)"""
+    arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return any(t.requires_grad for t in itertools.chain(module.parameters(), arguments))
