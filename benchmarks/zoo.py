@@ -129,9 +129,9 @@ def plan_roughly() -> None:
 
 def capture_once() -> None:
     """The second budget of a case plans from the capture of the first, in this process."""
-    from rockplan import api
+    from rockplan import programs
 
-    capture = api.captured_call
+    capture = programs.captured_call
     latest: list[Any] = [None, None]
 
     def captured_once(*call: Any, **tried: Any) -> Any:
@@ -142,7 +142,7 @@ def capture_once() -> None:
             latest[:] = (module, incoming), capture(*call)
         return latest[1]
 
-    api.captured_call = captured_once
+    programs.captured_call = captured_once
 
 
 class Examination:

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.api import arguments, solve
+from rockplan.api import solve
 from rockplan.budget import Budget, parse_budget
+from rockplan.captured_calls import arguments
 from rockplan.checkpointing import wrap
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes

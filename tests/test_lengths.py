@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 import rockplan
-from rockplan.api import captured_call
 from rockplan.budget import Budget
+from rockplan.captured_calls import captured_call
 from rockplan.graph_builder.costs.call_key import call_key, call_keys
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import measure

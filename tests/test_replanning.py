@@ -628,7 +628,9 @@ def test_a_variable_of_the_script_with_the_name_of_an_attribute_is_another(
     kind: type[Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = rockplan.solve(kind(), torch.randn(8, 16), "100%")
-    monkeypatch.setattr("rockplan.api.captured_call", lambda *args: pytest.fail("planned again"))
+    monkeypatch.setattr(
+        "rockplan.programs.captured_call", lambda *args: pytest.fail("planned again")
+    )
     for _ in range(3):
         monkeypatch.setitem(globals(), "outcome", planned(torch.randn(8, 16)))
         globals()["outcome"].backward()

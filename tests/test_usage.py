@@ -114,7 +114,7 @@ def test_copies_are_planned_and_independent(way: str, monkeypatch: pytest.Monkey
     copied = copies()[way](planned)
     assert copied.plan.schedule == planned.plan.schedule
     assert not {id(p) for p in copied.parameters()} & {id(p) for p in planned.parameters()}
-    monkeypatch.setattr("rockplan.api.captured_call", forbidden)
+    monkeypatch.setattr("rockplan.programs.captured_call", forbidden)
     both(copied, eager, case.step, way)
     assert all(p.grad is None for p in planned.parameters())
     copied.zero_grad()
@@ -160,7 +160,7 @@ def test_copies_of_plans_whose_calls_hold_literals_of_torch(
     assert {"memory_format", "dtype"} <= found
     copied = {**copies(), **at_each_protocol()}[way](planned)
     assert copied.plan == planned.plan
-    monkeypatch.setattr("rockplan.api.captured_call", forbidden)
+    monkeypatch.setattr("rockplan.programs.captured_call", forbidden)
     both(copied, eager, case.step, way)
 
 
@@ -341,7 +341,7 @@ def test_another_batch_size_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> 
     planned, eager = pair(case)
     other = torch.randn(8, 16)
     both(planned, eager, lambda m: mean_square(m(other)).backward(), "new shape")
-    monkeypatch.setattr("rockplan.api.captured_call", forbidden)
+    monkeypatch.setattr("rockplan.programs.captured_call", forbidden)
     both(planned, eager, lambda m: mean_square(m(other)).backward(), "seen shape")
     both(planned, eager, case.step, "first shape")
 

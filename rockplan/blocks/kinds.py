@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.api import CapturedCall, built_program, captured_call, program_in_training
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
+from rockplan.captured_calls import CapturedCall, captured_call
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
+from rockplan.programs import built_program, program_in_training
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import PlannedProgram

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rockplan.api import arguments, check_options, largest_call, least_bytes
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
 from rockplan.blocks.inputs import (
@@ -45,6 +44,7 @@ from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget, parse_budget
+from rockplan.captured_calls import arguments, check_options, largest_call
 from rockplan.comparison import Loss, device_of, step_of
 from rockplan.errors import (
     CaptureError,
@@ -55,6 +55,7 @@ from rockplan.errors import (
 from rockplan.free_memory import in_bytes
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.programs import least_bytes
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.planned_module import plan_in_place, take_out
 from rockplan.runtime.planned_state import is_in_place, latest_of, make_program_of

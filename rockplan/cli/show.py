@@ -88,7 +88,7 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
-    from rockplan.api import arguments, captured_call  # which import torch
+    from rockplan.captured_calls import arguments, captured_call  # which import torch
 
     subject = make_subject(model)
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)

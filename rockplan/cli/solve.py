@@ -129,7 +129,7 @@ def solve(
 
 
 def _largest(subject: Subject, options: Options) -> SizedCall:
-    from rockplan.api import arguments, largest_call
+    from rockplan.captured_calls import arguments, largest_call
 
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
     return largest_call(subject.model, args, kwargs, options)

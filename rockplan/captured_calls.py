@@ -1,0 +1,247 @@
+"""Captured calls: a module and a sample -> its graphs, without prices, and problems for the search.
+
+guarantees: what no plan can be made of is refused before anything is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.codegen import rng_replay
+from rockplan.errors import InvalidInput
+from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
+from rockplan.libraries import key_value_cache
+from rockplan.options import Options
+from rockplan.parts import named_in_refusals
+from rockplan.runtime.hooks import has_hooks
+from rockplan.runtime.planned_state import PLANNING, original_forward
+from rockplan.runtime.switches import outside_of_initialization
+from rockplan.search.problem import Problem, measured
+from rockplan.sizes import SizedCall, sized_calls
+from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.interface import Incoming, Precedent
+from rockplan.values.progress import report
+from rockplan.values.released import Releasable, releasable
+from rockplan.values.schedule import Waits
+
+_LOGGER = logging.getLogger("rockplan")
+
+
+def arguments(
+    model: object,
+    sample_input: object,
+    sample_kwargs: Mapping[str, Any] | None,
+    *,
+    says_cache: bool = True,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How `model` is called with the sample. says_cache: log that calls that are planned run
+    without the key-value cache. Raises InvalidInput for what cannot be."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    _refuse_wrappers(model)
+    if not isinstance(sample_kwargs, Mapping | None):
+        raise InvalidInput(
+            f"sample_kwargs is a {type(sample_kwargs).__name__}; pass a mapping of keyword "
+            "arguments"
+        )
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dict(sample_kwargs or {})
+    if isinstance(sample_input, Mapping):
+        kwargs = {**{str(k): v for k, v in sample_input.items()}, **kwargs}
+    elif isinstance(sample_input, tuple | list):
+        args = tuple(sample_input)
+    elif isinstance(sample_input, torch.Tensor):
+        args = (sample_input,)
+    else:
+        raise InvalidInput(
+            f"sample_input is a {type(sample_input).__name__}; pass a tensor, a tuple of "
+            "positional arguments or a mapping of keyword arguments"
+        )
+    _check_devices(model, (*args, *kwargs.values()))
+    if says_cache:
+        key_value_cache.say(model, kwargs)
+    if "labels" in kwargs and not model.training:
+        _LOGGER.warning(
+            "the model is in eval mode, as from_pretrained returns it, and planned for that: steps "
+            "in training mode may need another plan. Call model.train() before it is planned"
+        )
+    return args, kwargs
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise InvalidInput(
+            "model is compiled by torch.compile, and a plan runs without a compiler; plan the "
+            "module inside it (model._orig_mod)"
+        )
+    if isinstance(model, nn.DataParallel):
+        raise InvalidInput(
+            f"model is a {type(model).__name__}; plan the module inside it, then wrap the "
+            "planned module"
+        )
+    for path, module in model.named_modules():
+        # By name: what is not in use need not be imported, which takes a second.
+        kind = next((k.__name__ for k in type(module).__mro__ if k.__name__ in _DISTRIBUTED), None)
+        if kind is not None:
+            part = f"submodule '{path}'" if path else "model"
+            raise InvalidInput(f"{part} is a {kind}, {_DISTRIBUTED[kind]}")
+
+
+# What works on a whole planned module, and not inside of one -> why, and what to do.
+_DISTRIBUTED = {
+    "DistributedDataParallel": (
+        "which sums gradients over processes when autograd has them; plan the module without it, "
+        "then wrap the whole planned module"
+    ),
+    "FullyShardedDataParallel": (
+        "which exchanges the memory of parameters while they are used; plan the module without it, "
+        f"and {WITHOUT_FLAT_PARAMETERS}"
+    ),
+}
+
+
+def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise InvalidInput(
+            f"the parameters of the model are on {', '.join(sorted(map(str, devices)))}; a plan is "
+            "for the memory of one device. Move the model to one, or plan its parts"
+        )
+    own = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"meta"}
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and own and argument.device.type not in own:
+            raise InvalidInput(
+                f"the sample has a tensor on {argument.device}, the model is on "
+                f"{', '.join(sorted(own))}; move the sample there"
+            )
+
+
+def check_options(options: object) -> None:
+    if not isinstance(options, Options):
+        raise InvalidInput(
+            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
+            "are the options"
+        )
+
+
+def calls_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> tuple[SizedCall, ...]:
+    """What is planned before training, the largest first."""
+    check_options(options)
+    return sized_calls(original_forward(model), args, kwargs, options)
+
+
+def largest_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> SizedCall:
+    """The sample with the largest of `Options.sizes`; without any, as it is."""
+    return calls_of(model, args, kwargs, options)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """One kind of call of a module, without prices. hooked: names of parameters that have hooks;
+    in_parts: the same with the head in parts, where that is asked for and there is one."""
+
+    lowered: Lowered
+    hooked: frozenset[str]
+    in_parts: CapturedCall | None = None
+
+    @property
+    def run(self) -> Capture:
+        """What the graph was made of."""
+        return self.lowered.run
+
+    def releasable(self, options: Options) -> Releasable | None:
+        """What the caller could let go of the result, beside what the options release."""
+        return releasable(self.lowered.graph, self.lowered.interface, options.released)
+
+    @property
+    def ways(self) -> tuple[CapturedCall, ...]:
+        """In which it can be planned."""
+        return (self,) if self.in_parts is None else (self, self.in_parts)
+
+    @property
+    def waits(self) -> Waits:
+        """The gradients that hooks get."""
+        values, interface = self.lowered.graph.values, self.lowered.interface
+        hooked = {value for name, value in interface.parameters if name in self.hooked}
+        return tuple(
+            (tuple(values[g].data for g in gradients), values[target].data)
+            for target, gradients in interface.gradients
+            if gradients and target in hooked
+        )
+
+
+def captured_call(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    incoming: Incoming | Precedent | None = None,
+    is_asked: bool = True,
+) -> CapturedCall:
+    """One kind of call, in the ways of the options. is_asked: a line on the logger says why there
+    is none in parts, where the options ask for that."""
+    report("capturing the model")
+    check_options(options)
+    if incoming is None and options.differentiated is not None:
+        incoming = dict.fromkeys(options.differentiated)
+    forward = original_forward(module)
+    # Not a decorator: its frame would be taken for the user's line.
+    with PLANNING, paused_collection(), key_value_cache.switched_off(module):
+        run = capture(module, args, kwargs, forward, incoming, options.only_loss)
+        parameters = module.named_parameters(remove_duplicate=False)
+        hooked = frozenset(n for n, p in parameters if has_hooks(p))
+        state_bytes = rng_replay.state_bytes(_device(module, run))
+        in_parts = None
+        if options.tile:
+            in_parts = _in_parts(run, state_bytes, hooked, options, is_asked)
+        whole = lower(run, state_bytes, replace(options, tile=False))
+        return CapturedCall(whole, hooked, in_parts)
+
+
+def _in_parts(
+    run: Capture, state_bytes: int, hooked: frozenset[str], options: Options, is_asked: bool
+) -> CapturedCall | None:
+    """The call with its head in parts; where that cannot be, a line on the logger says why."""
+    try:
+        return CapturedCall(lower(run, state_bytes, options), hooked)
+    except HeadStaysWhole as reason:
+        if is_asked:
+            _LOGGER.warning("nothing is tiled: %s", reason)
+        return None
+
+
+def prepared(
+    module: nn.Module, call: SizedCall, options: Options
+) -> tuple[CapturedCall, tuple[Problem, ...]]:
+    with named_in_refusals(module), outside_of_initialization(), call.named_in_errors():
+        source = captured_call(module, call.args, call.kwargs, options)
+        return source, problems_of(source, options)
+
+
+def problems_of(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
+    """Of each way; what several have in common is measured once."""
+    problems: tuple[Problem, ...] = ()
+    with PLANNING:
+        for way in source.ways:
+            known = problems[0].profile if problems else None
+            problems += (measured(way.lowered, options, way.waits, known),)
+    return problems
+
+
+def _device(module: nn.Module, captured: Capture) -> torch.device:
+    kinds = {v.spec.device for v in captured.values if v.spec.device.startswith("cuda")}
+    return torch.device(min(kinds)) if kinds else torch.device("cpu")

@@ -1,0 +1,396 @@
+"""Programs: the plan of a captured call, known, adapted, stored or new, as code that runs.
+
+takes: a module and a call. returns: PlannedProgram, checked against eager execution where the
+options say so. Raises InfeasibleBudget with what the caller could do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from rockplan.budget import Budget
+from rockplan.captured_calls import CapturedCall, captured_call, problems_of
+from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
+from rockplan.codegen.executable import build
+from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.source_lines import is_of_torch
+from rockplan.libraries import key_value_cache
+from rockplan.options import Options
+from rockplan.oracles.verify import verify
+from rockplan.remedies import remedies
+from rockplan.runtime import planned_module as planned_modules
+from rockplan.runtime.differences import described_call
+from rockplan.runtime.planned_state import PLANNING, original_forward, programs_of
+from rockplan.runtime.program import MakeProgram, PlannedProgram, build_program
+from rockplan.runtime.switches import outside_of_initialization
+from rockplan.search import planning
+from rockplan.search.adapt import Adapted, adapted
+from rockplan.search.minimum_peak import LeastPeak
+from rockplan.search.problem import Problem
+from rockplan.store.plan_file import fit, outline
+from rockplan.values.graph import as_eager
+from rockplan.values.interface import Incoming, Precedent
+from rockplan.values.plan import Plan
+from rockplan.values.progress import is_heard, report
+from rockplan.values.released import WORTH, releasable
+from rockplan.values.schedule import keep_all
+
+_LOGGER = logging.getLogger("rockplan")
+
+
+def program_in_training(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | Precedent | None,
+    *,
+    make: MakeProgram,
+) -> PlannedProgram:
+    """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
+    the call as it leaves one of the original, with all that the forward has done before; what
+    operators raise is RuntimeError in either case, and ours says more."""
+    try:
+        with _shown():
+            return make(module, args, kwargs, incoming)
+    except ForwardRaises as failure:
+        error = failure
+    forward = original_forward(module)
+    is_own = not _is_of_backward(incoming) and not _is_of_operators(error.__cause__)
+    if is_own and not runs(module, forward, args, kwargs):
+        forward(*args, **kwargs)
+    raise error
+
+
+def _is_of_backward(incoming: Incoming | Precedent | None) -> bool:
+    """Is a program made for a backward pass that has begun, after the forward of its call?"""
+    return incoming is not None and not isinstance(incoming, Precedent)
+
+
+def _is_of_operators(error: BaseException | None) -> bool:
+    """Is it a RuntimeError that PyTorch raised, and no line of the user's?"""
+    if not isinstance(error, RuntimeError):
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or is_of_torch(last.tb_frame.f_code.co_filename):
+        return True
+    is_raise = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return type(error) is RuntimeError and not is_raise
+
+
+def _shown() -> AbstractContextManager[object]:
+    """Progress on stderr, as the command line shows it."""
+    if is_heard() or sys.stderr is None or not sys.stderr.isatty():
+        return nullcontext()
+    from rockplan.reports.progress_bars import waiting  # what shows it takes a moment to import
+
+    return waiting()
+
+
+def best_plan(
+    problems: Sequence[Problem],
+    budget: Budget,
+    options: Options,
+    least: Sequence[LeastPeak],
+) -> Plan:
+    """Of the plans of all problems the fastest within the budget, the first where others are no
+    faster; for the smallest budget that which needs least. Raises InfeasibleBudget."""
+    size_bytes = budget.within(problems[0].unplanned.peak_bytes)
+    # A share is one of what the call needs as the model writes it.
+    as_bytes = budget if size_bytes is None else Budget(size_bytes=size_bytes)
+    plans: list[Plan] = []
+    errors: list[InfeasibleBudget] = []
+    for problem, own in zip(problems, least, strict=True):
+        asked = budget if problem is problems[0] else as_bytes
+        try:
+            plans.append(planning.plan_within(problem, asked, options, own))
+        except InfeasibleBudget as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda e: e.minimum_bytes)
+    if budget.is_minimum:
+        best = min(plans, key=lambda p: (p.peak_bytes, p.time_ns))
+    else:
+        best = min(plans, key=lambda p: p.time_ns)
+    if len(problems) > 1 and not best.graph.tiles:
+        _LOGGER.info("the head stays whole: no plan with its rows in parts is better")
+    return best
+
+
+def plan_as_asked(
+    problems: Sequence[Problem], budget: Budget, options: Options, is_backward: bool = False
+) -> Plan:
+    """The plan within the budget, or what the options say where there is none.
+
+    is_backward: of a call whose forward has run: the original is no choice any more."""
+    least = [planning.least_peak_of(problem, options) for problem in problems]
+    try:
+        return best_plan(problems, budget, options, least)
+    except InfeasibleBudget as failure:
+        is_left = options.on_infeasible == "original" and not is_backward
+        if options.on_infeasible == "error" or is_left:
+            raise
+        error = failure
+    made = best_plan(problems, Budget(is_minimum=True), options, least)
+    excess_bytes = made.peak_bytes - error.budget_bytes
+    if excess_bytes > 0:
+        warnings.warn(
+            f"no plan fits the budget of {error.budget_bytes} bytes; the smallest that was found "
+            f"needs {made.peak_bytes} bytes, {excess_bytes} more "
+            f"({excess_bytes / error.budget_bytes:.1%}), and runs all the same "
+            f"(Options(on_infeasible='{options.on_infeasible}')). Its peak is at "
+            f"{error.operation}",
+            stacklevel=2,
+        )
+    return made
+
+
+def new_or_known_program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | Precedent | None,
+    *,
+    budget: Budget,
+    options: Options,
+) -> PlannedProgram:
+    source = captured_call(module, args, kwargs, options, incoming)
+    for way in source.ways:
+        known = _known(module, way)
+        if (same := _same(known, way)) is not None:
+            return built_program(module, same, way, args, kwargs, options)
+        if (replayed := _adapted(known, way, budget, options)) is not None:
+            program = built_program(module, replayed.plan, way, args, kwargs, options)
+            digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
+            return replace(program, adapted_from=digest)
+    return _new_program(module, source, args, kwargs, budget, options, _is_of_backward(incoming))
+
+
+def _new_program(
+    module: nn.Module,
+    source: CapturedCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budget: Budget,
+    options: Options,
+    is_backward: bool,
+) -> PlannedProgram:
+    with advised(module, source, args, kwargs, options):
+        made = plan_as_asked(problems_of(source, options), budget, options, is_backward)
+    way = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles)
+    return built_program(module, made, way, args, kwargs, options)
+
+
+def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
+    """The plans of a planned module for calls whose gradients have the same hooks, and whose head
+    is whole, or in parts, as this one's."""
+    plans = (p.plan for p in programs_of(module) if p.hooked == source.hooked)
+    return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
+
+
+def _adapted(
+    known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
+) -> Adapted | None:
+    with PLANNING:
+        return adapted(known, source.lowered, source.waits, budget, options)
+
+
+def advise(program: PlannedProgram, options: Options) -> None:
+    """Log what the promise is for, where a loss may be made of several leaves of the result; and
+    what a plan that runs operations again could have, if the caller let it go."""
+    plan = program.plan
+    if options.differentiated is None and (starts := _uncertain(program)):
+        _LOGGER.info(
+            "the peak that is promised is for a backward pass from leaves %s of the result; where "
+            "a step starts from others, Options(differentiated=(...)) says so before training",
+            starts,
+        )
+    let_go = releasable(plan.graph, program.interface, options.released)
+    if let_go and plan.overhead > 0 and let_go.size_bytes >= WORTH * plan.budget_bytes:
+        _LOGGER.warning("%s", let_go.advice(options.released))
+
+
+def _uncertain(program: PlannedProgram) -> tuple[int, ...]:
+    """What backward is taken to start from, where that is a scalar beside other leaves, or where
+    others could be meant; none where nothing else could."""
+    values, outputs = program.plan.graph.values, program.interface.outputs
+    starts = tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None)
+    own = [(i, leaf) for i, leaf in enumerate(outputs) if leaf.requires_grad and leaf.first == i]
+    scalars = [i for i, leaf in own if leaf.value is not None and not values[leaf.value].spec.shape]
+    return starts if scalars and len(own) > 1 else ()
+
+
+@contextlib.contextmanager
+def advised(
+    module: nn.Module,
+    source: CapturedCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Iterator[None]:
+    """Where no plan fits, the error says what the caller could let go, and with which options one
+    would."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        let_go = source.releasable(options)
+        if let_go and let_go.size_bytes < WORTH * error.minimum_bytes:
+            let_go = None
+        text = f"{error} Or: {let_go.advice(options.released)}." if let_go else str(error)
+        if options.on_infeasible == "error":
+            least = functools.partial(least_bytes, module, args, kwargs)
+            text += remedies(error, options, let_go, least)
+        error.args = (text,)
+        raise
+
+
+def least_bytes(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> int | None:
+    """Of the smallest plan; None where there is none, or where nothing is cut of what should be."""
+    try:
+        with outside_of_initialization():
+            source = captured_call(module, args, kwargs, options, is_asked=False)
+            if options.tile and source.in_parts is None:
+                return None
+            smallest = Budget(is_minimum=True)
+            return plan_as_asked(problems_of(source, options), smallest, options).budget_bytes
+    except RockplanError:
+        return None
+
+
+def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
+    """Of plans of the module, that for the same graph: trainers change attributes, and what is in
+    configurations, that its forward does not read."""
+    graph = source.lowered.graph
+    # A digest takes as long as a pass of lowering.
+    known = [p for p in known if p.graph.values == graph.values]
+    digest = graph_digest(graph) if known else ""
+    known_plan = next((p for p in known if p.graph_digest == digest), None)
+    if known_plan is None:
+        return None
+    outlined = replace(known_plan, graph=outline(known_plan.graph))
+    try:
+        fitted = fit([outlined], graph, digest, known_plan.torch_version)
+    except PlanMismatch:
+        return None
+    return replace(fitted, origin=known_plan.origin)
+
+
+_COMPILE: dict[str, bool | Literal["near"]] = {"": False, "yes": True, "near": "near"}
+
+
+def stored_program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Incoming | Precedent | None,
+    *,
+    plans: tuple[Plan, ...],
+    budget: Budget | None,
+    options: Options,
+) -> PlannedProgram:
+    """The program of the plan among `plans` that is for this call; if there is none, of a new
+    plan for `budget`, or PlanMismatch without one."""
+    # The file says whether kernels are compiled; those of its plans that have none say nothing.
+    modes = {p.compiled for p in plans}
+    modes = modes - {""} or modes
+    if len(modes) == 1:
+        options = replace(options, compile=_COMPILE[modes.pop()])
+    # Each of its plans says in how many parts the head is.
+    for parts in sorted({p.graph.tiles for p in plans}):
+        options = replace(options, tile=parts or options.tile)
+        source = captured_call(module, args, kwargs, options, incoming)
+        for way in source.ways:
+            graph = way.lowered.graph
+            try:
+                made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
+            except PlanMismatch as error:
+                mismatch = error
+                continue
+            verify(made.graph, made.schedule)
+            waiting = planning.waiting(made, way.waits)
+            made = waiting if waiting.peak_bytes <= made.budget_bytes else made
+            return built_program(module, made, way, args, kwargs, options)
+    if budget is None:
+        raise mismatch
+    for way in source.ways:
+        if (replayed := _adapted(_known(module, way), way, budget, options)) is not None:
+            return built_program(module, replayed.plan, way, args, kwargs, options)
+    return _new_program(module, source, args, kwargs, budget, options, _is_of_backward(incoming))
+
+
+def built_program(
+    module: nn.Module,
+    made: Plan,
+    source: CapturedCall,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> PlannedProgram:
+    report("writing the code")
+    constants = tuple(t for _, t in source.run.constants)
+    program = build_program(
+        made,
+        source.lowered.interface,
+        constants,
+        source.run.output_spec,
+        source.hooked,
+        described_call(original_forward(module), args, kwargs),
+    )
+    if not options.check:
+        return program
+    dtypes = frozenset(dtype_of(value.spec) for value in source.run.values)
+    return _checked(module, program, args, kwargs, dtypes)
+
+
+def _keep_all(program: PlannedProgram) -> PlannedProgram:
+    """The program on the same graph in which every node runs once."""
+    graph = as_eager(program.plan.graph)
+    plan = replace(program.plan, graph=graph, schedule=keep_all(graph))
+    executable = build(graph, program.interface, plan.schedule, f"{plan.graph_digest[:8]} kept")
+    return replace(program, plan=plan, executable=executable)
+
+
+def _checked(
+    module: nn.Module,
+    program: PlannedProgram,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtypes: frozenset[torch.dtype],
+) -> PlannedProgram:
+    """`program`, whose plan records what two steps compared with eager execution showed; with its
+    own graph where nothing runs again, if its kernels are compiled or its head is in parts, and how
+    far that is from eager. dtypes: of what it computes."""
+    outputs = program.interface.outputs
+    starts = {
+        i: program.plan.graph.values[leaf.tangent].spec.stride
+        for i, leaf in enumerate(outputs)
+        if leaf.tangent is not None
+    }
+    original = original_forward(module)
+    planned = planned_modules.bound_forward(module, program)
+    with key_value_cache.switched_off(module):
+        if program.plan.compiled or program.plan.graph.tiles:
+            kept = planned_modules.bound_forward(module, _keep_all(program))
+            difference = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
+            share = distance(module, original, planned, starts, args, kwargs, dtypes)
+            difference += f"; gradients differ from eager's by {share:.1e} of their norm"
+        else:
+            difference = check(module, original, planned, starts, args, kwargs)
+    return replace(program, plan=replace(program.plan, checked=difference))
