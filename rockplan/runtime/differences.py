@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.modules import module as module_hooks
 
 from rockplan.python_state import trees
 from rockplan.python_state.reach import named_arguments
-from rockplan.runtime import parametrizations
 from rockplan.runtime.guards import (
     ModuleSignature,
     changed_attribute,
     has_other_class,
     module_entries,
 )
-from rockplan.runtime.switches import autocast_state, function_modes
+from rockplan.runtime.switches import switches_in_words
 
 Facts = tuple[tuple[str, str], ...]
 """(aspect, text) of a leaf of the arguments; the first one is what it is called by."""
@@ -86,7 +84,7 @@ def described_call(
     first: dict[int, str] = {}
     described = tuple((n, _facts(leaf, n, first)) for n, leaf in leaves)
     one = ", ".join(f"{b} is {a}" for a, b in trees.shared((args, kwargs))) or "none"
-    return DescribedCall(described, (("containers that are one", one), *_settings()))
+    return DescribedCall(described, (("containers that are one", one), *switches_in_words()))
 
 
 def _facts(leaf: Any, name: str, first: dict[int, str]) -> Facts:
@@ -119,43 +117,6 @@ def _shown(value: object) -> str:
         return f"a {type(value).__qualname__}"
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _settings() -> tuple[tuple[str, str], ...]:
-    autocast = autocast_state()
-    kinds = zip(("cpu", "cuda"), autocast.dtypes, strict=True)
-    casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
-    modes = function_modes()
-    devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
-    hooks = (
-        module_hooks._global_forward_hooks,
-        module_hooks._global_forward_pre_hooks,
-        module_hooks._global_backward_hooks,
-        module_hooks._global_backward_pre_hooks,
-    )
-    kernels = {
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        "math": torch.backends.cuda.math_sdp_enabled(),
-        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
-    }
-    settings = {
-        "autocast": ", ".join(casts) or "off",
-        "the cache of autocast": _on(autocast.cached),
-        "the default device": ", ".join(devices) or "none",
-        "modes that replace functions (TorchFunctionMode)": f"{len(modes) - len(devices)}",
-        "the default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "kernels of attention": ", ".join(name for name, is_on in kernels.items() if is_on),
-        "torch.backends.mkldnn": _on(bool(torch.backends.mkldnn.enabled)),
-        "torch.backends.cudnn": _on(bool(torch.backends.cudnn.enabled)),
-        "torch.nn.utils.parametrize.cached()": _on(parametrizations.are_cached()),
-        "hooks on all modules": str(sum(map(len, hooks))),
-    }
-    return tuple(settings.items())
-
-
-def _on(is_on: bool) -> str:
-    return "on" if is_on else "off"
 
 
 def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Difference, ...]:

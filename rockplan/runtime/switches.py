@@ -7,7 +7,8 @@ read before each call, and put as they were where a call is planned again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,30 +129,66 @@ def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
         _push_mode(mode)
 
 
-def switches_now() -> tuple[Any, ...]:
-    """Switches of PyTorch that decide which operators a module calls."""
+def _attention_kernels() -> tuple[bool, ...]:
+    kernels = torch.backends.cuda
     return (
-        autocast_state(),
-        function_modes(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        parametrizations.are_cached(),
-        *_hooks_on_all_modules(),
+        kernels.flash_sdp_enabled(),
+        kernels.mem_efficient_sdp_enabled(),
+        kernels.math_sdp_enabled(),
+        kernels.cudnn_sdp_enabled(),
     )
 
 
-def _hooks_on_all_modules() -> map[int]:
-    return map(
-        id,
-        foreign_hooks(
-            module_hooks._global_forward_hooks,
-            module_hooks._global_forward_pre_hooks,
-            module_hooks._global_backward_hooks,
-            module_hooks._global_backward_pre_hooks,
-        ),
+def _hooks_on_all_modules() -> tuple[int, ...]:
+    directions = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    registries = (getattr(module_hooks, f"_global_{name}") for name in directions)
+    return tuple(map(id, foreign_hooks(*registries)))
+
+
+Words = tuple[tuple[str, str], ...]
+"""(name, what it is) of switches."""
+
+
+def _autocast_words(state: Autocast) -> Words:
+    kinds = zip(_DEVICE_TYPES, state.dtypes, strict=True)
+    casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
+    return ("autocast", ", ".join(casts) or "off"), *_on("the cache of autocast")(state.cached)
+
+
+def _mode_words(modes: tuple[torch.device | int, ...]) -> Words:
+    devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
+    others = str(len(modes) - len(devices))
+    return (
+        ("the default device", ", ".join(devices) or "none"),
+        ("modes that replace functions (TorchFunctionMode)", others),
     )
+
+
+def _kernel_words(enabled: tuple[bool, ...]) -> Words:
+    names = itertools.compress(("flash", "memory-efficient", "math", "cudnn"), enabled)
+    return (("kernels of attention", ", ".join(names)),)
+
+
+def _on(name: str) -> Callable[[bool], Words]:
+    return lambda is_on: ((name, "on" if is_on else "off"),)
+
+
+SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Words]], ...] = (
+    (autocast_state, _autocast_words),
+    (function_modes, _mode_words),
+    (torch.get_default_dtype, lambda d: (("the default dtype", str(d).removeprefix("torch.")),)),
+    (_attention_kernels, _kernel_words),
+    (lambda: torch.backends.mkldnn.enabled, _on("torch.backends.mkldnn")),
+    (lambda: torch.backends.cudnn.enabled, _on("torch.backends.cudnn")),
+    (parametrizations.are_cached, _on("torch.nn.utils.parametrize.cached()")),
+    (_hooks_on_all_modules, lambda hooks: (("hooks on all modules", str(len(hooks))),)),
+)
+"""What decides which operators a module calls: how it is read, and what a message says of it."""
+
+
+def switches_now() -> tuple[Any, ...]:
+    return tuple(read() for read, _ in SWITCHES)
+
+
+def switches_in_words() -> Words:
+    return tuple(itertools.chain(*(words(read()) for read, words in SWITCHES)))
