@@ -27,6 +27,7 @@ from rockplan.errors import CheckFailed
 from rockplan.graph_builder.tracing import eager_paths, modes, patches
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
@@ -350,10 +351,7 @@ def _run(
         outputs = trees.tree_leaves(call.with_contents(forward(*args, **kwargs)))
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
-    kinds = {t.device.type for t in (*roots, *targets.values())}
-    with contextlib.ExitStack() as without_autocast:  # in which the caller may call the module
-        for kind in kinds:
-            without_autocast.enter_context(torch.autocast(kind, enabled=False))
+    with under_autocast(OFF):  # in which the caller may call the module
         gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
     tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
     named = [

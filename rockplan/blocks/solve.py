@@ -56,11 +56,12 @@ from rockplan.free_memory import in_bytes
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.programs import least_bytes
+from rockplan.python_state.autocast import under_autocast
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.planned_module import plan_in_place, take_out
 from rockplan.runtime.planned_state import is_in_place, latest_of, make_program_of
 from rockplan.runtime.program import PlannedProgram
-from rockplan.runtime.switches import outside_of_initialization, under_autocast
+from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options, peak_of
 from rockplan.sizes import SizedCall
 from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like, step_peak_bytes

@@ -22,6 +22,7 @@ from torch import nn
 from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import BackwardError
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime import assignments, parametrizations
 from rockplan.runtime.bound_program import matching, run
@@ -44,7 +45,7 @@ from rockplan.runtime.planned_state import (
 )
 from rockplan.runtime.program import MakeProgram, PlannedProgram
 from rockplan.runtime.replanning import Situation, bound_program
-from rockplan.runtime.switches import autocast_state, function_modes, without_default_device
+from rockplan.runtime.switches import function_modes, without_default_device
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.literals import picklable

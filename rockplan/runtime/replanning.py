@@ -21,6 +21,7 @@ from torch import nn
 from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import BackwardError, InfeasibleBudget, StalePlan
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.runtime import assignments, parametrizations
 from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
 from rockplan.runtime.call_checks import (
@@ -35,7 +36,7 @@ from rockplan.runtime.differences import Difference, Differences, described_call
 from rockplan.runtime.guards import module_signature, signature_holds, with_tensors_of
 from rockplan.runtime.planned_state import PLANNING, HasPlans, bind_now, original_forward
 from rockplan.runtime.program import PlannedProgram
-from rockplan.runtime.switches import Autocast, under_autocast, under_default_device
+from rockplan.runtime.switches import under_default_device
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Incoming, Precedent
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,42 +16,9 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
+from rockplan.python_state.autocast import DEVICE_TYPES, Autocast, autocast_state
 from rockplan.python_state.hooks import foreign_hooks, is_foreign
 from rockplan.runtime import parametrizations
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """dtypes: for each device type the dtype of autocast, None if it is off; cached: a weight that
-    is used several times is cast once."""
-
-    dtypes: tuple[torch.dtype | None, ...]
-    cached: bool
-
-
-_DEVICE_TYPES = ("cpu", "cuda")
-
-
-def autocast_state() -> Autocast:
-    """The autocast state of this thread."""
-    dtypes = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in _DEVICE_TYPES
-    )
-    return Autocast(dtypes, torch.is_autocast_cache_enabled())
-
-
-@contextlib.contextmanager
-def under_autocast(state: Autocast) -> Iterator[None]:
-    """Run under the autocast state of another moment."""
-    with contextlib.ExitStack() as stack:
-        for kind, dtype in zip(_DEVICE_TYPES, state.dtypes, strict=True):
-            if dtype is not None or torch.is_autocast_enabled(kind):
-                entered = torch.autocast(
-                    kind, dtype, enabled=dtype is not None, cache_enabled=state.cached
-                )
-                stack.enter_context(entered)
-        yield
 
 
 def function_modes() -> tuple[torch.device | int, ...]:
@@ -150,7 +116,7 @@ Words = tuple[tuple[str, str], ...]
 
 
 def _autocast_words(state: Autocast) -> Words:
-    kinds = zip(_DEVICE_TYPES, state.dtypes, strict=True)
+    kinds = zip(DEVICE_TYPES, state.dtypes, strict=True)
     casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
     return ("autocast", ", ".join(casts) or "off"), *_on("the cache of autocast")(state.cached)
 

@@ -22,6 +22,7 @@ from rockplan.graph_builder.costs.call_key import copies_storages, device_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.specs import dtype_of, is_floating, span
+from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, is_kernel, value_refs
 
 # Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.
@@ -37,8 +38,7 @@ def as_executed(graph: CDGraph) -> Iterator[None]:
     devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        for kind in sorted({"cpu", *(torch.device(d).type for d in devices)}):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(under_autocast(OFF))
         if devices:
             stack.enter_context(torch.cuda.device(devices[0]))
         stack.enter_context(_disable_current_modes())

@@ -35,6 +35,7 @@ from rockplan.graph_builder.foreign.outcomes import (
 )
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.python_state.autocast import Autocast, autocast_state, under_autocast
 from rockplan.values.graph import TensorSpec
 
 # Of autograd, which an operator's kernel runs without.
@@ -78,34 +79,17 @@ class Opaque:
         return getattr(getattr(torch.ops, OPAQUE), self.packet).backward
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastThere:
-    """Autocast as it is around a call: for each kind of device that has it, its dtype."""
-
-    autocast: tuple[tuple[str, torch.dtype], ...]
-
-    @classmethod
-    def here(cls) -> AutocastThere:
-        kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-        return cls(tuple((k, torch.get_autocast_dtype(k)) for k in kinds))
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """As in an autograd.Function in eager execution: no gradients are recorded, and all kernels
-        of autograd are there for who turns that on."""
-        include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set()
-        for key in _KEYS:
-            exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
-        kinds = dict(self.autocast)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch._C._ForceDispatchKeyGuard(include, exclude))
-            stack.enter_context(torch.no_grad())
-            for kind in ("cpu", "cuda"):
-                if kind in kinds or torch.is_autocast_enabled(kind):
-                    on = kind in kinds
-                    stack.enter_context(torch.autocast(kind, kinds.get(kind), enabled=on))
-            yield
+@contextlib.contextmanager
+def _as_in_eager(autocast: Autocast) -> Iterator[None]:
+    """As in an autograd.Function in eager execution: no gradients are recorded, and all kernels of
+    autograd are there for who turns that on."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in _KEYS:
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    guard = torch._C._ForceDispatchKeyGuard(include, exclude)
+    with guard, torch.no_grad(), under_autocast(autocast):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +103,7 @@ class OpaqueForward:
     tensors: Tensors
     needs: tuple[bool, ...]
     changed: tuple[int, ...]
-    surroundings: AutocastThere
+    autocast: Autocast
 
     @property
     def called(self) -> str:
@@ -140,7 +124,7 @@ class OpaqueForward:
         given = self._as_given(tensors)
         args = pytree.tree_unflatten([taken(x, given) for x in self.leaves], self.structure)
         ctx, function = Context(self.needs), self.function
-        with self.surroundings.entered():
+        with _as_in_eager(self.autocast):
             if is_fake and function.fake is not None:
                 result = function.fake(ctx, *args)
             elif function.setup_context is None:
@@ -171,7 +155,7 @@ class OpaqueBackward:
     tensors: Tensors
     need: tuple[int, ...]
     copied: tuple[int, ...]
-    surroundings: AutocastThere
+    autocast: Autocast
 
     @property
     def function(self) -> Opaque:
@@ -192,7 +176,7 @@ class OpaqueBackward:
             setattr(ctx, name, pytree.tree_unflatten(real, structure))
         gradients = [taken(ref, given) for ref in self.gradients]
         kept = self.kept(given)
-        with self.surroundings.entered():
+        with _as_in_eager(self.autocast):
             if not is_fake or function.fake is None:
                 result = function.backward(ctx, *gradients)
             elif function.fake_backward is not None:
@@ -253,7 +237,7 @@ def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, 
     ]
     changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
     call = OpaqueForward(
-        function, refs, structure, Tensors.of(tensors), needs, changed, AutocastThere.here()
+        function, refs, structure, Tensors.of(tensors), needs, changed, autocast_state()
     )
     return call, tensors
 
@@ -308,7 +292,7 @@ def backward_call(
         tensors=Tensors.of(given),
         need=tuple(sorted(need)),
         copied=tuple(sorted(copied)),
-        surroundings=AutocastThere.here(),
+        autocast=autocast_state(),
     )
     return backward, given
 
@@ -391,5 +375,5 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
         said = ["backward", key_of(call.forward), text_of(function.fake_backward)]
         said += [call.saved, call.gradients, call.need, call.copied]
         said += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
-    said += [call.tensors, call.surroundings]
+    said += [call.tensors, call.autocast]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]

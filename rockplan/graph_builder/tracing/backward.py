@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from rockplan.graph_builder.tracing.outputs import (
 )
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.python_state.autocast import DEVICE_TYPES, OFF, under_autocast
 
 # Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
 # masked_fill_backward in PyTorch) -> the operator, and what to do.
@@ -90,7 +90,6 @@ def recorded_backward(
         for o, strides in zip(roots, starts.values(), strict=True)
     ]
     recorder.begin_backward(o for o in outputs if isinstance(o, torch.Tensor))
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     forward_calls = len(recorder.calls)
 
     def run(retain: bool) -> tuple[torch.Tensor | None, ...]:
@@ -99,26 +98,24 @@ def recorded_backward(
                 roots, targets, tangents, allow_unused=True, retain_graph=retain
             )
 
-    with contextlib.ExitStack() as without_autocast:
-        try:
-            under_autocast: list[object] | None = None
-            if kinds:
-                run(retain=True)
-                under_autocast = _named(recorder.calls[forward_calls:])
-                del recorder.calls[forward_calls:]
-            for kind in kinds:
-                without_autocast.enter_context(torch.autocast(kind, enabled=False))
+    try:
+        with_casts: list[object] | None = None
+        if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
+            run(retain=True)
+            with_casts = _named(recorder.calls[forward_calls:])
+            del recorder.calls[forward_calls:]
+        with under_autocast(OFF):
             gradients = run(retain=False)
-        except RockplanError:
-            raise
-        except Exception as error:
-            by_address = addresses.refusal(error, module)
-            if by_address is not None:
-                raise by_address from error
-            raise CaptureError(
-                f"the backward pass of the module does not run: {named_error(error)}. "
-                "Check that the original module's backward works on the sample"
-            ) from error
+    except RockplanError:
+        raise
+    except Exception as error:
+        by_address = addresses.refusal(error, module)
+        if by_address is not None:
+            raise by_address from error
+        raise CaptureError(
+            f"the backward pass of the module does not run: {named_error(error)}. "
+            "Check that the original module's backward works on the sample"
+        ) from error
     recorder.refuse_if_refused()
     made = [recorder.value(g) for g in gradients if g is not None]
     recorder.refuse_unwritten(made, "a gradient is")
@@ -127,7 +124,7 @@ def recorded_backward(
         gradients=gradients,
         tangents={i: recorder.value(t) for i, t in zip(starts, tangents, strict=True)},
         sources=sources,
-        ignores_autocast=under_autocast == _named(recorder.calls[forward_calls:]),
+        ignores_autocast=with_casts == _named(recorder.calls[forward_calls:]),
     )
 
 

@@ -1,0 +1,46 @@
+"""Autocast: the state of a thread, read and entered again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """dtypes: for each device type the dtype of autocast, None if it is off; cached: a weight that
+    is used several times is cast once."""
+
+    dtypes: tuple[torch.dtype | None, ...]
+    cached: bool
+
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+OFF = Autocast((None,) * len(DEVICE_TYPES), cached=True)
+
+
+def autocast_state() -> Autocast:
+    """The autocast state of this thread."""
+    dtypes = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in DEVICE_TYPES
+    )
+    return Autocast(dtypes, torch.is_autocast_cache_enabled())
+
+
+@contextlib.contextmanager
+def under_autocast(state: Autocast) -> Iterator[None]:
+    """Run under the autocast state of another moment."""
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in zip(DEVICE_TYPES, state.dtypes, strict=True):
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                entered = torch.autocast(
+                    kind, dtype, enabled=dtype is not None, cache_enabled=state.cached
+                )
+                stack.enter_context(entered)
+        yield
