@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase, producers
-from rockplan.values.order import Orders, drop_dead
+from rockplan.values.order import Orders, without_idle
 from rockplan.values.schedule import Compute, keep_all, with_frees
 from testing.exhaustive import Exhaustive
 from testing.families import enumerated_family, families, gpt_problems, join
@@ -95,7 +96,11 @@ def test_a_block_without_options_is_refused() -> None:
         links(blocks, [OptionFamily((), 0)] * len(blocks))
 
 
-# Dead re-executions
+# Idle re-executions
+
+
+def without(graph: CDGraph, order: Orders, kept: Collection[int] = ()) -> Orders:
+    return Orders(*without_idle(graph, order.forward, order.backward, kept=kept))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -108,13 +113,13 @@ def test_dropping_dead_runs_keeps_schedules_legal(seed: int) -> None:
     kept = pinned_storages(graph, blocks)
     before = with_frees(graph, order.forward, order.backward)
     verify(graph, before)
-    dropped = drop_dead(graph, order, kept=kept)
+    dropped = without(graph, order, kept)
     after = with_frees(graph, dropped.forward, dropped.backward)
     verify(graph, after)
     assert simulate(graph, after).time_ns <= simulate(graph, before).time_ns
     if not kept and all(n.recomputable for n in graph.nodes):
         assert simulate(graph, after).peak_bytes <= simulate(graph, before).peak_bytes
-    assert drop_dead(graph, dropped, kept=kept) == dropped
+    assert without(graph, dropped, kept) == dropped
     assert_no_dead_runs(graph, dropped)
 
 
@@ -165,9 +170,9 @@ def test_held_and_pinned_results_are_not_made_again() -> None:
     gradient = draft.add_data(DataKind.GRADIENT, 1)
     draft.add_node(Phase.BACKWARD, [held, other], [gradient], time_ns=1)
     order = Orders((0, 1), (0, 1, 2))
-    assert drop_dead(draft.finish((other,), (held,)), order) == Orders((0, 1), (1, 2))
-    assert drop_dead(draft.finish((other,)), order, kept={held}) == Orders((0, 1), (1, 2))
-    assert drop_dead(draft.finish((other,)), order) == order
+    assert without(draft.finish((other,), (held,)), order) == Orders((0, 1), (1, 2))
+    assert without(draft.finish((other,)), order, {held}) == Orders((0, 1), (1, 2))
+    assert without(draft.finish((other,)), order) == order
 
 
 # Stitching
@@ -220,7 +225,7 @@ def test_storages_that_skip_blocks_are_pinned() -> None:
     ]
     assert pinned_storages(graph, blocks) == {mask}
     order = Orders((0, 1, 2, 3), (0, 1, 4, 0, 1, 5, 0, 1, 6))
-    dropped = drop_dead(graph, order, kept={mask})
+    dropped = without(graph, order, {mask})
     assert Counter((*dropped.forward, *dropped.backward))[0] == 1
 
 

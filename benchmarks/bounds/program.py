@@ -41,14 +41,13 @@ from rockplan.ilp.whole_graph import program as moments_alone
 from rockplan.ilp.whole_graph.program import (
     MAX_UNITS,
     TURN,
-    BackwardOrder,
     Facts,
     ProgramRows,
     Terms,
     turn_of,
 )
 from rockplan.values.graph import CDGraph
-from rockplan.values.order import Orders, without_idle
+from rockplan.values.order import BackwardPhase, Orders, without_idle
 
 PEAK_UNITS = 1000
 """In which the least peak is counted: large against the solver's tolerances."""
@@ -391,45 +390,32 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
     beyond which it is kept. In the forward phase nothing runs again. Legal whatever the solution
     is."""
     facts = found.facts
-    order = _MarkedOrder(facts)
+    phase = facts.backward_phase()
 
     def is_chosen(column: int | None) -> bool:
         return column is not None and solution[column] >= 0.5
 
     for s, part in enumerate(found.intervals):
         columns = {d: found.keep.get((s, d)) for d in part.wanted}
-        order.drop(d for d, c in columns.items() if c is not None and not is_chosen(c))
+        dropped = (d for d, c in columns.items() if c is not None and not is_chosen(c))
+        phase.missing.update(d for d in dropped if facts.producer[d] in facts.again)
         kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
         made_again = [d for d in kept if facts.producer[d] in facts.again]
         for index in range(max(part.first, len(facts.graph.forward)), part.stop):
             is_last = part.cut is None and index == part.stop - 1
-            order.execute(index, made_again if is_last and at_once else ())
+            _execute(phase, index, made_again if is_last and at_once else ())
         if isinstance(part.cut, Pinch) and at_once:
-            order.make(made_again)
+            phase.run(phase.makers(made_again))
         elif isinstance(part.cut, Mark) and is_chosen(found.reruns[s].get(part.cut.node)):
-            order.execute(part.cut.node, made_again)
+            _execute(phase, part.cut.node, made_again)
     forward = range(len(facts.graph.forward))
-    return Orders(*without_idle(facts.graph, forward, order.backward))
+    return Orders(*without_idle(facts.graph, forward, phase.nodes))
 
 
-class _MarkedOrder(BackwardOrder):
-    def execute(self, index: int, beside: Iterable[int] = ()) -> None:
-        """The node, after what makes its operands, and what is wanted beside it."""
-        again = self._makers((*beside, *self.facts.view.reads[index]))
-        self._run([*again, *([index] if again[-1:] != [index] else [])])
-
-    def make(self, wanted: Iterable[int]) -> None:
-        """Run again what makes those that are not there."""
-        self._run(self._makers(wanted))
-
-    def _makers(self, wanted: Iterable[int]) -> list[int]:
-        """With those of what they need."""
-        return self.facts.view.remade(wanted, self.there.__contains__)
-
-    def _run(self, nodes: Sequence[int]) -> None:
-        self.backward.extend(nodes)
-        for i in nodes:
-            self.there.update(self.facts.graph.nodes[i].writes)
+def _execute(phase: BackwardPhase, index: int, beside: Iterable[int]) -> None:
+    """The node, after what makes its operands, and what is wanted beside it."""
+    again = phase.makers((*beside, *phase.graph.nodes[index].reads))
+    phase.run([*again, *([index] if again[-1:] != [index] else [])])
 
 
 def alive_before(facts: ProofFacts, schedule: Orders) -> list[frozenset[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph
-from rockplan.values.order import Orders, drop_dead
+from rockplan.values.order import without_idle
 from rockplan.values.schedule import Schedule, with_frees
 
 
@@ -21,8 +21,7 @@ def checked_schedule(
 
     kept: data that stay alive once made, so that they are not made again.
     """
-    order = drop_dead(graph, Orders(tuple(forward), tuple(backward)), kept=kept)
-    schedule = with_frees(graph, order.forward, order.backward)
+    schedule = with_frees(graph, *without_idle(graph, forward, backward, kept=kept))
     verify(graph, schedule)
     return schedule
 

@@ -20,7 +20,7 @@ from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase
-from rockplan.values.order import Orders, drop_dead
+from rockplan.values.order import Orders, without_idle
 from rockplan.values.schedule import with_frees
 
 
@@ -179,10 +179,9 @@ def _order(
     problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role
 ) -> Orders:
     """What a run in `role` executes."""
-    order = Orders(tuple(forward), tuple(backward))
     if role is _Role.FIRST:
-        return order
-    return drop_dead(problem, order, executed=_repeatable(problem))
+        return Orders(tuple(forward), tuple(backward))
+    return Orders(*without_idle(problem, forward, backward, executed=_repeatable(problem)))
 
 
 def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:

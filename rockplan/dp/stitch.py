@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, Phase
-from rockplan.values.order import Orders, drop_dead
+from rockplan.values.order import without_idle
 from rockplan.values.schedule import Schedule, with_frees
 
 
@@ -32,9 +32,8 @@ def stitch(
         if operation.block == len(blocks) - 1 and _is_backward(operation):
             phase = backward
         phase += _nodes(blocks[operation.block], families[operation.block], operation)
-    order = Orders(tuple(forward), tuple(backward))
-    order = drop_dead(graph, order, kept=pinned_storages(graph, blocks))
-    return with_frees(graph, order.forward, order.backward)
+    kept = pinned_storages(graph, blocks)
+    return with_frees(graph, *without_idle(graph, forward, backward, kept=kept))
 
 
 def pinned_storages(graph: CDGraph, blocks: Sequence[Block]) -> frozenset[int]:

@@ -121,18 +121,6 @@ class GraphView:
         """What the node takes beside its operands."""
         return node.workspace_bytes + self.made_bytes[node.index]
 
-    def remade(self, wanted: Iterable[int], is_there: Callable[[int], bool]) -> list[int]:
-        """Nodes that run again, in order, so that all of `wanted` are there: their makers, and
-        those of whatever these read that is not."""
-        nodes: set[int] = set()
-        pending = [d for d in wanted if not is_there(d)]
-        while pending:
-            node = self.producer[pending.pop()]
-            if node not in nodes:
-                nodes.add(node)
-                pending += [d for d in self.reads[node] if not is_there(d)]
-        return sorted(nodes)
-
 
 def closure(
     reads: Callable[[int], Iterable[int]],

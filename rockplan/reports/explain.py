@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
+from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, maker, start_times_ns
 from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers
 from rockplan.values.names import activation_names, operation_names, operator_of, pattern_of
+from rockplan.values.order import remade
 from rockplan.values.plan import format_bytes, plan_in
 from rockplan.values.schedule import Compute, Schedule, keep_all, with_frees
 
@@ -269,7 +271,7 @@ class _Scene:
             for f in alive_at(self.lifetimes, reading)
             if f.owner is Owner.STORAGE and f.start < reading and f.index != data
         }
-        needed = _needed(self.graph, self.producers, data, alive)
+        needed = _needed(self.graph, data, alive)
         if needed is None:
             return None
         computes = _orders(self.schedule, insert={reading: needed})
@@ -331,26 +333,15 @@ def _orders(
     return orders
 
 
-def _needed(
-    graph: CDGraph, made_by: dict[int, int], data: int, alive: set[int]
-) -> tuple[int, ...] | None:
+def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
     """The nodes that make `data` from what is alive, in order; None if one may not run again."""
-    nodes: set[int] = set()
-    waiting = [data]
-    handed = set(graph.handed)
-    while waiting:
-        wanted = waiting.pop()
-        producer = made_by.get(wanted)
-        if producer is None:
-            return None
-        if producer in nodes:
-            continue
-        node = graph.nodes[producer]
-        if not node.recomputable or handed.intersection(node.writes):
-            return None
-        nodes.add(producer)
-        waiting += [d for d in node.reads if d not in alive and not graph.data[d].kind.resident]
-    return tuple(sorted(nodes))
+    view = view_of(graph)
+    missing = {d.index for d in graph.data if not d.kind.resident} - alive
+    try:
+        nodes = remade(graph, view.producer, [data], missing)
+    except KeyError:
+        return None
+    return tuple(nodes) if view.again.issuperset(nodes) else None
 
 
 def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:

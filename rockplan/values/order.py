@@ -1,4 +1,5 @@
-"""Orders of computations, and which re-executions in them are needed.
+"""Orders of computations: what must run again so that storages are there, and which re-executions
+are needed.
 
 takes: a CDGraph and an order of computations. returns: that of keep-all, or the order without the
 re-executions whose results nobody reads. guarantees: first executions stay, so a legal order stays
@@ -8,7 +9,7 @@ legal; no storage lives longer, so the peak does not rise.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rockplan.values.graph import CDGraph, producers
@@ -37,99 +38,85 @@ class Orders:
         return flags
 
 
+def remade(
+    graph: CDGraph, producer: Mapping[int, int], wanted: Iterable[int], missing: Container[int]
+) -> list[int]:
+    """Nodes to run again, in order, so that `wanted` is there: producers of what is missing of it,
+    then producers of what these miss. Raises KeyError where nothing makes a storage."""
+    nodes: set[int] = set()
+    pending = [d for d in wanted if d in missing]
+    while pending:
+        node = producer[pending.pop()]
+        if node not in nodes:
+            nodes.add(node)
+            pending += [d for d in graph.nodes[node].reads if d in missing]
+    return sorted(nodes)
+
+
+class BackwardPhase:
+    """A backward phase while it is written. nodes: in order; missing: storages that were dropped
+    and are read only after they are made again."""
+
+    def __init__(self, graph: CDGraph, producer: Mapping[int, int], missing: Iterable[int]) -> None:
+        self.graph, self.producer = graph, producer
+        self.nodes: list[int] = []
+        self.missing = set(missing)
+
+    def execute(self, index: int) -> None:
+        """Run the node, after what makes its operands."""
+        self.run([*self.makers(self.graph.nodes[index].reads), index])
+
+    def makers(self, wanted: Iterable[int]) -> list[int]:
+        return remade(self.graph, self.producer, wanted, self.missing)
+
+    def run(self, nodes: Iterable[int]) -> None:
+        for i in nodes:
+            self.nodes.append(i)
+            self.missing.difference_update(self.graph.nodes[i].writes)
+
+
 def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The computations of `keep_all`, by phase."""
-    producer = producers(graph)
-    missing = set(graph.dropped)
-
-    def again(reads: Sequence[int]) -> list[int]:
-        """Nodes to run so that `reads` are there; marks what they make as there."""
-        ran: set[int] = set()
-        pending = [d for d in reads if d in missing]
-        while pending:
-            node = graph.nodes[producer[pending.pop()]]
-            if node.index not in ran:
-                ran.add(node.index)
-                missing.difference_update(node.writes)
-                pending += [d for d in node.reads if d in missing]
-        return sorted(ran)
-
-    forward = tuple(n.index for n in graph.forward)
-    backward = [i for n in graph.backward for i in (*again(n.reads), n.index)]
-    return forward, tuple(backward)
+    phase = BackwardPhase(graph, producers(graph), graph.dropped)
+    for node in graph.backward:
+        phase.execute(node.index)
+    return tuple(n.index for n in graph.forward), tuple(phase.nodes)
 
 
 def without_idle(
-    graph: CDGraph, forward: Sequence[int], backward: Sequence[int]
+    graph: CDGraph,
+    forward: Sequence[int],
+    backward: Sequence[int],
+    *,
+    executed: Collection[int] = (),
+    kept: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both orders without re-executions of which nothing is read before it is made again; without
-    these a schedule needs no more of anything."""
-    order = (*forward, *backward)
-    kept = needed(graph, forward, backward)
-    n_forward = bisect_left(kept, len(forward))
-    return tuple(order[p] for p in kept[:n_forward]), tuple(order[p] for p in kept[n_forward:])
+    """Both orders without idle re-executions: neither peak nor time increases.
 
-
-def needed(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> list[int]:
-    """Positions, in `forward` followed by `backward`, of what `without_idle` keeps."""
+    A re-execution is idle if the node may run only once (what it made is still there), or if every
+    storage that it writes is `kept`, or computed again before it is read.
+    executed: nodes that ran before the order starts. kept: data that stay alive once made.
+    """
     order = (*forward, *backward)
-    executed: set[int] = set()
-    is_first: list[bool] = []
+    seen = set(executed)
+    is_again: list[bool] = []
     for i in order:
-        is_first.append(i not in executed)
-        executed.add(i)
+        is_again.append(i in seen)
+        seen.add(i)
+    lasting = {*kept, *graph.held}
     used_next: set[int] = set()
-    kept: list[int] = []
+    needed: list[int] = []
     for position in reversed(range(len(order))):
         if position == len(forward) - 1:
             used_next.update(graph.outputs)
         node = graph.nodes[order[position]]
-        if is_first[position] or not used_next.isdisjoint(node.writes):
-            kept.append(position)
-            used_next.difference_update(node.writes)
-            used_next.update(node.reads)
-    return kept[::-1]
-
-
-def drop_dead(
-    graph: CDGraph,
-    order: Orders,
-    *,
-    executed: Collection[int] = (),
-    kept: Collection[int] = (),
-) -> Orders:
-    """`order` without dead re-executions.
-
-    A re-execution is dead if the node may run only once (what it made is still there), or if
-    every storage that it writes is `kept`, or computed again before it is read.
-    executed: nodes that ran before the order starts. kept: data that stay alive once made.
-    """
-    lasting = {*kept, *graph.held}
-    seen = set(executed)
-    again = [[_visit(seen, n) for n in part] for part in (order.forward, order.backward)]
-    used_next: set[int] = set()
-
-    def scan(part: Sequence[int], is_again: Sequence[bool]) -> tuple[int, ...]:
-        needed: list[int] = []
-        for index, repeated in zip(reversed(part), reversed(is_again), strict=True):
-            node = graph.nodes[index]
-            if repeated and not (
-                node.recomputable and any(d in used_next and d not in lasting for d in node.writes)
-            ):
-                continue
-            needed.append(index)
-            used_next.difference_update(node.writes)
-            used_next.update(node.reads)
-        return tuple(reversed(needed))
-
-    backward = scan(order.backward, again[1])
-    used_next.update(graph.outputs)
-    return Orders(scan(order.forward, again[0]), backward)
-
-
-def _visit(seen: set[int], node: int) -> bool:
-    """Whether `node` was seen before; it has been now."""
-    if node in seen:
-        return True
-    seen.add(node)
-    return False
+        if is_again[position] and not (
+            node.recomputable and any(d in used_next and d not in lasting for d in node.writes)
+        ):
+            continue
+        needed.append(position)
+        used_next.difference_update(node.writes)
+        used_next.update(node.reads)
+    needed.reverse()
+    turn = bisect_left(needed, len(forward))
+    return tuple(order[p] for p in needed[:turn]), tuple(order[p] for p in needed[turn:])

@@ -12,7 +12,7 @@ import time
 from rockplan.ilp.blocks.decode import keep_all_orders
 from rockplan.oracles.graph_view import GraphView
 from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.order import Orders, without_idle
+from rockplan.values.order import BackwardPhase, Orders, without_idle
 
 PREFIXES = 16
 """How many sets of dropped storages are tried between keep-all and keep-nothing."""
@@ -50,37 +50,32 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
 
 def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
     """Forward once; before each backward node, what it needs and is not there."""
-    there = _kept(view, dropped)
-    backward: list[int] = []
+    phase = _phase(view, dropped)
     for node in view.graph.backward:
-        again = view.remade(node.reads, there.__contains__)
-        backward += [*again, node.index]
-        there.update(d for i in again for d in view.graph.nodes[i].writes)
-    return _orders(view.graph, backward)
+        phase.execute(node.index)
+    return _orders(view.graph, phase.nodes)
 
 
 def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
     """The same where nothing that was made again for one backward node is there for the next; none
     if that is too long."""
-    kept = _kept(view, dropped)
-    backward: list[int] = []
+    phase = _phase(view, dropped)
     for node in view.graph.backward:
-        backward += [*view.remade(node.reads, kept.__contains__), node.index]
-        if len(backward) > LONGEST:
+        phase.nodes += [*phase.makers(node.reads), node.index]
+        if len(phase.nodes) > LONGEST:
             return []
-    return [_orders(view.graph, backward)]
+    return [_orders(view.graph, phase.nodes)]
 
 
 def _orders(problem: CDGraph, backward: list[int]) -> Orders:
     return Orders(*without_idle(problem, keep_all_orders(problem).forward, backward))
 
 
-def _kept(view: GraphView, dropped: frozenset[int]) -> set[int]:
-    """What is there when the backward phase starts and stays: what it reads and is not dropped,
-    what cannot be made again, and what is not made by a forward node."""
+def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
+    """The start of the backward phase: of what forward nodes make and can make again, what is not
+    held, and not read in the backward phase or dropped, is missing."""
     problem = view.graph
-    read = {d for node in problem.backward for d in node.reads}
-    made = {d for node in problem.forward for d in node.writes}
-    once = {d for d in made if view.maker(d) is None}
-    others = {d.index for d in problem.data if d.index not in made}
-    return (read - dropped - view.dropped) | view.held | once | others
+    kept = {d for node in problem.backward for d in node.reads} - dropped - view.dropped
+    made = {d for node in problem.forward for d in node.writes} - view.held
+    missing = (d for d in made - kept if view.maker(d) is not None)
+    return BackwardPhase(problem, view.producer, missing)

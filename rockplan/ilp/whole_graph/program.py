@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.oracles.graph_view import GraphView, closure
 from rockplan.values.graph import CDGraph, ComputeNode
-from rockplan.values.order import Orders, without_idle
+from rockplan.values.order import BackwardPhase, Orders, without_idle
 
 Terms = list[tuple[int, int]]
 Runs = dict[int, int]
@@ -161,6 +161,10 @@ class Facts:
             return [r for r in self.reads_again(node) if r in self.is_open]
 
         return closure(open_reads, self.producer.__getitem__, self.again.__contains__, seeds)
+
+    def backward_phase(self) -> BackwardPhase:
+        """Its start: what has to be dropped is missing."""
+        return BackwardPhase(self.graph, self.view.producer, self.view.dropped)
 
     def intervals(self, moments: Moments) -> list[Interval]:
         turn = len(self.graph.forward)
@@ -338,33 +342,12 @@ def orders_of(made: Program, solution: NDArray[np.float64]) -> Orders:
     with what that needs. In the forward phase nothing runs again. Legal whatever the solution is.
     """
     facts = made.facts
-    order = BackwardOrder(facts)
+    phase = facts.backward_phase()
     turn = len(facts.graph.forward)
     for s, part in enumerate(made.intervals):
         columns = {d: made.keep.get((s, d)) for d in part.wanted}
-        order.drop(d for d, c in columns.items() if c is not None and solution[c] < 0.5)
+        dropped = (d for d, c in columns.items() if c is not None and solution[c] < 0.5)
+        phase.missing.update(d for d in dropped if facts.producer[d] in facts.again)
         for index in range(max(part.first, turn), part.stop):
-            order.execute(index)
-    return Orders(*without_idle(facts.graph, range(turn), order.backward))
-
-
-class BackwardOrder:
-    """A backward phase while it is written. there: storages that are alive."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.backward: list[int] = []
-        self.there = set(range(len(facts.graph.data))) - facts.view.dropped
-
-    def drop(self, data: Iterable[int]) -> None:
-        """Of those what can be made again."""
-        facts = self.facts
-        self.there.difference_update(d for d in data if facts.producer[d] in facts.again)
-
-    def execute(self, index: int) -> None:
-        """The node, after what makes its operands."""
-        view = self.facts.view
-        again = view.remade(view.reads[index], self.there.__contains__)
-        for i in (*again, index):
-            self.backward.append(i)
-            self.there.update(view.graph.nodes[i].writes)
+            phase.execute(index)
+    return Orders(*without_idle(facts.graph, range(turn), phase.nodes))
