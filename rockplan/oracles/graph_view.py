@@ -8,7 +8,7 @@ or takeovers of a graph to plan (`tests/test_rules.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 
 from rockplan.values.graph import (
@@ -120,26 +120,6 @@ class GraphView:
     def own_bytes(self, node: ComputeNode) -> int:
         """What the node takes beside its operands."""
         return node.workspace_bytes + self.made_bytes[node.index]
-
-
-def closure(
-    reads: Callable[[int], Iterable[int]],
-    producer: Callable[[int], int],
-    may_run: Callable[[int], bool],
-    seeds: Iterable[int],
-) -> set[int]:
-    """`seeds`, and every storage that making them again may read, whatever is there. reads: of a
-    node, storages that may be missing."""
-    closed: set[int] = set()
-    pending = list(seeds)
-    while pending:
-        d = pending.pop()
-        if d not in closed:
-            closed.add(d)
-            maker = producer(d)
-            if may_run(maker):
-                pending += reads(maker)
-    return closed
 
 
 _latest: tuple[GraphView, ...] = ()

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rockplan.ilp.scaling import Units
-from rockplan.oracles.graph_view import GraphView, closure
+from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.recompute import closure
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, without_takes
 from rockplan.values.schedule import Compute, Schedule, with_frees

@@ -39,7 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
-from rockplan.oracles.graph_view import GraphView, closure
+from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.recompute import closure
 from rockplan.values.graph import CDGraph, ComputeNode
 from rockplan.values.order import BackwardPhase, Orders, without_idle
 

@@ -123,7 +123,7 @@ class Draft:
         for each computation, if not by how many there are."""
         self.graph = graph
         self.movable = movable
-        view = GraphView(graph)
+        self.view = view = GraphView(graph)
         self.sizes, self.producer, self.reads = view.sizes, view.producer, view.reads
         self.maker, self._tangents, self._state_bytes = view.maker, view.tangents, view.state_bytes
         self._held, self._dropped, self._made_bytes = view.held, view.dropped, view.made_bytes

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from rockplan.oracles.recompute import NEVER, RecomputeCosts, TooDeep
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.editable_schedule import EMPTY, Draft
@@ -86,8 +87,6 @@ class ExchangeLimits:
 
 
 DEFAULT = ExchangeLimits()
-
-NEVER = float("inf")
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Storages that are alive and unused at some position, and where each is read next."""
@@ -306,11 +305,8 @@ class _ExchangeSearch:
         times_ns = [0 if n.index in draft.movable else n.time_ns for n in graph.nodes]
         self.least_ns = 1.0 + np.array(times_ns, dtype=np.float64)
         self.makers = np.array([draft.producer.get(d.index, -1) for d in graph.data])
-        # Of each storage that can be made again: the time of its maker, and what that reads.
         makers = [draft.maker(d.index) for d in graph.data]
-        self.remaking = [
-            None if i is None else (1.0 + graph.nodes[i].time_ns, draft.reads[i]) for i in makers
-        ]
+        self.recompute = RecomputeCosts(draft.view, makers, limits.depth)
 
     def prune(self) -> None:
         self.spent += self.limits.leaving_out * len(self.draft.reruns())
@@ -414,28 +410,19 @@ class _ExchangeSearch:
             maker, less_ns = draft.producer[d], 0
             if maker in draft.movable and draft.is_delayed(maker, read):
                 less_ns = self.graph.nodes[maker].time_ns
-            cost_ns = self._cost_ns(d, read, {}, 0, least * weight + less_ns) - less_ns
+            cost_ns = self._cost_ns(d, read, least * weight + less_ns) - less_ns
             score = cost_ns / weight * self._noise()
             if score < least:
                 best, least = (d, read), score
         return best
 
-    def _cost_ns(
-        self, d: int, position: int, known: dict[int, float], depth: int, limit_ns: float
-    ) -> float:
+    def _cost_ns(self, d: int, position: int, limit_ns: float) -> float:
         """Time to make `d` again before `position`, with what has to be made again for it; NEVER if
         it is not less than the limit."""
-        self.spent += 1
-        remaking = self.remaking[d]
-        if remaking is None or depth > self.limits.depth:
+        outlives, known = self.draft.outlives, dict[int, float]()
+        try:
+            return self.recompute.time_ns(d, lambda r: outlives(r, position), known, limit_ns)
+        except TooDeep:
             return NEVER
-        cost_ns, reads = remaking
-        for r in reads:
-            if cost_ns >= limit_ns:
-                return NEVER
-            if r not in known:
-                known[r] = 0.0
-                if not self.draft.outlives(r, position):
-                    known[r] = self._cost_ns(r, position, known, depth + 1, limit_ns - cost_ns)
-            cost_ns += known[r]
-        return cost_ns if cost_ns < limit_ns else NEVER
+        finally:
+            self.spent += 1 + len(known)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from rockplan.ilp.whole_graph.program import Facts
 from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.recompute import NEVER, RecomputeCosts, TooDeep
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode
@@ -54,8 +55,6 @@ class EvictionLimits:
 
 
 DEFAULT = EvictionLimits()
-
-NEVER = float("inf")
 
 FAR = 1_000_000
 """Positions until a storage is read that no later node reads: it may serve to make others."""
@@ -184,7 +183,7 @@ def _attempt(
     run = _Run(graph, budget_bytes, rule, effort, limits)
     try:
         run.execute_all()
-    except (_Failed, _GaveUp, RecursionError):
+    except (_Failed, _GaveUp, TooDeep, RecursionError):
         # The last one where the caller's own stack is deep: `depth` leaves room for 300 frames.
         return None
     schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
@@ -221,15 +220,16 @@ class _Run:
         graph = self.graph
         view = GraphView(graph)
         self.sizes, self.producer, self.readers = view.sizes, view.producer, view.readers
-        self.times_ns = [n.time_ns for n in graph.nodes]
         self.n_forward = len(graph.forward)
         self.handed = frozenset(graph.handed)
         # Of each node: what it reads that can go, and the bytes that it takes beside that.
         self.inputs = view.reads
         self.beside_bytes = [view.own_bytes(n) for n in graph.nodes]
-        self.takes, self.taken_bytes = view.takes, view.taken_bytes
+        self.takes = view.takes
         # Of each storage: the node that makes it again, None if none does.
         self.maker = [_worth(view, view.maker(d.index)) for d in graph.data]
+        self.recompute = RecomputeCosts(view, self.maker, self.limits.depth)
+        self._is_there = self.alive.__contains__
         self.made_of: list[list[int]] = [[] for _ in graph.data]
         for d, maker in enumerate(self.maker):
             for r in () if maker is None else self.inputs[maker]:
@@ -319,7 +319,8 @@ class _Run:
         if len(missing) == 1:
             return missing[0]
         known: dict[int, float] = {}
-        best = min(missing, key=lambda d: (self.sizes[d] - self._needed_bytes(d, known), d))
+        needed_bytes, is_there = self.recompute.needed_bytes, self._is_there
+        best = min(missing, key=lambda d: (self.sizes[d] - needed_bytes(d, is_there, known), d))
         self.effort.spend(len(known))
         return best
 
@@ -335,54 +336,15 @@ class _Run:
     def _order(self) -> list[int]:
         return self.forward if self.position < self.n_forward else self.backward
 
-    def _needed_bytes(self, d: int, known: dict[int, float], depth: int = 0) -> float:
-        """Bytes beside what is alive that it takes to make `d`, if nothing of that goes, and what
-        two others need is made twice; NEVER if it cannot be made."""
-        if d in known:
-            return known[d]
-        maker = self.maker[d]
-        if maker is None:
-            return NEVER
-        if depth > self.limits.depth:
-            raise _GaveUp
-        operands: list[tuple[float, int]] = []
-        for r in self.inputs[maker]:
-            if r not in self.alive:
-                needed_bytes = self._needed_bytes(r, known, depth + 1)
-                operands.append((self.sizes[r] - needed_bytes, self.sizes[r]))
-        operands.sort()
-        most: float = 0
-        held_bytes = 0
-        for less, size in operands:
-            most = max(most, held_bytes + size - less)
-            held_bytes += size
-        most = max(most, held_bytes + self.beside_bytes[maker] - self.taken_bytes[maker])
-        known[d] = most
-        return most
-
     def _cost(self, d: int) -> float:
-        """Nanoseconds to make `d`; a storage that two others need counts twice."""
+        """Nanoseconds to make `d`."""
         known = self.costs.get(d)
-        return self._new_cost(d, 0) if known is None else known
-
-    def _new_cost(self, d: int, depth: int) -> float:
-        maker = self.maker[d]
-        if maker is None:
-            cost = NEVER
-        elif depth > self.limits.depth:
-            raise _GaveUp
-        else:
-            costs, alive = self.costs, self.alive
-            cost = 1.0 + self.times_ns[maker]
-            for r in self.inputs[maker]:
-                if r not in alive:
-                    known = costs.get(r)
-                    cost += self._new_cost(r, depth + 1) if known is None else known
-        self.costs[d] = cost
-        return cost
+        if known is None:
+            known = self.costs[d] = self.recompute.time_ns(d, self._is_there, self.costs)
+        return known
 
     def _forget_costs(self, d: int) -> None:
-        """Of all that is made of `d`, which comes or goes."""
+        """Invalidate costs of everything made of `d`, which comes or goes."""
         costs, alive, made_of = self.costs, self.alive, self.made_of
         changed = [d]
         while changed:
