@@ -27,7 +27,8 @@ import torch
 import rockplan
 from benchmarks.timing import machine, mebibytes
 from rockplan.graph_builder.lowering.backward_order import predecessors
-from rockplan.oracles.simulate import simulate, taken_over, timeline
+from rockplan.oracles.lifetimes import taken_over
+from rockplan.oracles.simulate import simulate, timeline
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.program import PlannedProgram, build_program
 from rockplan.values.graph import (

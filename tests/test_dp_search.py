@@ -16,7 +16,7 @@ from rockplan.dp.links import Operation, RunForward, RunOption, links
 from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
 from rockplan.dp.stitch import pinned_storages, stitch
-from rockplan.oracles.simulate import simulate
+from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph, DataKind, Phase, producers
@@ -347,3 +347,17 @@ def test_every_read_follows_its_producer() -> None:
         assert backward == [n.index for n in graph.backward]
         made = producers(graph)
         assert all(b.output in made for b in blocks)
+
+
+def test_a_freed_storage_that_the_run_did_not_make_counts_as_less() -> None:
+    """The input of a block, which is alive before a run of it."""
+    draft = Draft()
+    given, made = (draft.add_data(DataKind.ACTIVATION, size) for size in (4, 3))
+    draft.add_node(Phase.FORWARD, [given], [made], time_ns=1)
+    graph = draft.finish((made,))
+    schedule = with_frees(graph, (0,), ())
+    assert [(s.during_bytes, s.after_bytes) for s in timeline(graph, schedule)] == [
+        (3, 3),
+        (3, -1),
+        (-1, -4),
+    ]

@@ -27,7 +27,8 @@ from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.options import Options
-from rockplan.oracles.simulate import simulate, taken_over
+from rockplan.oracles.lifetimes import taken_over
+from rockplan.oracles.simulate import simulate
 from rockplan.reports.listing import kernel_calls
 from rockplan.store.documents import digest
 from rockplan.store.plan_file import dump_plans

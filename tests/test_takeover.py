@@ -20,8 +20,8 @@ from benchmarks.bounds.prove import lower_bound_ns, peak_lower_bound_bytes
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
 from rockplan.graph_builder.operators.rows import FIRST_OPERAND, ROWS
 from rockplan.graph_builder.partition import partition
-from rockplan.oracles.lifetimes import alive_at, lifetimes
-from rockplan.oracles.simulate import simulate, taken_over, timeline
+from rockplan.oracles.lifetimes import alive_at, lifetimes, taken_over
+from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.store.documents import digest

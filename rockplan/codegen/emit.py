@@ -1,7 +1,7 @@
 """Emit: a schedule -> straight-line Python with explicit `del`s.
 
 takes: CDGraph with calls, Interface, Schedule. returns: Code. guarantees: the text executes the
-schedule event by event, a result in the storage of an operand where `simulate.taken_over` says so;
+schedule event by event, a result in the storage of an operand where `lifetimes.taken_over` says so;
 each line names the place in the user's model; views are derived where they are read and cost no
 memory; one function for the forward phase, one for each slice of the backward phase, a slice ending
 where gradients are handed to autograd. See docs/model.md, Code generation.
@@ -21,7 +21,7 @@ import torch
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.graph_builder.operators.rows import row_of
-from rockplan.oracles.simulate import taken_over
+from rockplan.oracles.lifetimes import taken_over
 from rockplan.values.graph import (
     Call,
     CDGraph,

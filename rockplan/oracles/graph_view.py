@@ -8,7 +8,7 @@ or takeovers of a graph to plan (`tests/test_rules.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from rockplan.values.graph import (
@@ -77,6 +77,10 @@ class GraphView:
     def _fits(self, takeover: Takeover) -> bool:
         pairs = zip(takeover.operands, takeover.results, strict=True)
         return all(self.sizes[operand] == self.sizes[result] for operand, result in pairs)
+
+    def taken(self, node: int, dies: Callable[[int], bool]) -> Takeover | None:
+        """How it writes results where operands die: the first way whose operands all do."""
+        return next((t for t in self.takes[node] if all(map(dies, t.operands))), None)
 
     @cached_property
     def taken_bytes(self) -> tuple[int, ...]:

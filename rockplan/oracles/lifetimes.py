@@ -1,20 +1,25 @@
-"""Who owns the bytes, when: the simulator's total, taken apart.
+"""Lifetimes: which bytes are alive from when to when, the one account of memory.
 
-takes: a priced CDGraph and a legal Schedule. returns: Lifetimes. guarantees: at every event the
-sizes of the lifetimes that cover it add up to the `during_bytes` that `simulate.timeline` finds
-there.
+takes: a priced CDGraph and a legal Schedule. returns: Lifetimes, opened and closed at moments.
+guarantees: `simulate` adds them up; every non-resident storage from its computation to its free,
+the workspace of the running node, copies that a re-execution makes of storages that are alive, and
+saved generator states; a result that takes over the storage of an operand (`taken_over`) costs
+nothing beside it.
+
+Event e of a schedule has two moments: 2e while it runs (for a free: up to it), 2e + 1 when it is
+done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import starmap
 
-from rockplan.oracles.graph_view import GraphView
-from rockplan.oracles.simulate import taken_over
-from rockplan.values.graph import CDGraph
-from rockplan.values.schedule import Compute, Schedule
+from rockplan.oracles.graph_view import view_of
+from rockplan.values.graph import CDGraph, Takeover
+from rockplan.values.schedule import Compute, Free, Schedule
 
 
 class Owner(Enum):
@@ -30,10 +35,7 @@ class Owner(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Bytes that are alive during the events start..stop-1 of a schedule, their free included.
-
-    Where a result takes over the storage of an operand, the bytes are the operand's up to that
-    computation and with it, and the result's from the next event on.
+    """Bytes that are alive from the moment `opens` on, before the moment `closes`.
 
     index: of the data (STORAGE, COPY) or of the node (WORKSPACE, GENERATOR).
     """
@@ -41,18 +43,118 @@ class Lifetime:
     owner: Owner
     index: int
     size_bytes: int
-    start: int
-    stop: int
+    opens: int
+    closes: int
+
+    @property
+    def start(self) -> int:
+        """The first event during which they are alive."""
+        return (self.opens + 1) // 2
+
+    @property
+    def stop(self) -> int:
+        """The first event after `start` during which they are not."""
+        return (self.closes + 1) // 2
 
     def covers(self, event: int) -> bool:
-        return self.start <= event < self.stop
+        return self.opens <= 2 * event < self.closes
 
 
 def lifetimes(graph: CDGraph, schedule: Schedule) -> tuple[Lifetime, ...]:
-    """Every lifetime of more than 0 bytes, by start, owner and index."""
-    stays = [*_storages(graph, schedule), *_transients(graph, schedule)]
-    ordered = sorted(stays, key=lambda f: (f.start, f.owner.value, f.index))
-    return tuple(f for f in ordered if f.size_bytes and f.start < f.stop)
+    """Every lifetime of more than 0 bytes that covers an event, by start, owner and index."""
+    of_bytes = (f for f in starmap(Lifetime, spans(graph, schedule)) if f.size_bytes)
+    ordered = sorted(of_bytes, key=lambda f: (f.start, f.owner.value, f.index))
+    return tuple(f for f in ordered if f.start < f.stop)
+
+
+Span = tuple[Owner, int, int, int, int]
+"""Fields of a Lifetime: there are thousands for each simulation."""
+
+
+def spans(graph: CDGraph, schedule: Schedule) -> Iterator[Span]:
+    """Every lifetime, of any size; less than nothing from where a storage is freed that the
+    schedule does not make (`dp.links`: it was alive before)."""
+    view = view_of(graph)
+    nodes, sizes = graph.nodes, view.sizes
+    taken = taken_over(graph, schedule)
+    opened: dict[int, int] = {}
+    passed_on: set[int] = set()
+    draws: dict[int, list[int]] = {}
+    end = 2 * len(schedule.events)
+
+    def closed(data: int, moment: int) -> Span:
+        return Owner.STORAGE, data, sizes[data], opened.pop(data), moment
+
+    for position, event in enumerate(schedule.events):
+        now, done = 2 * position, 2 * position + 1
+        if position == schedule.forward_length:
+            opened.update(dict.fromkeys(view.tangents, now))
+        if isinstance(event, Free):
+            if event.data in opened:
+                yield closed(event.data, done)
+            elif event.data not in passed_on:
+                yield Owner.STORAGE, event.data, -sizes[event.data], done, end
+            passed_on.discard(event.data)
+            continue
+        node = nodes[event.node]
+        if node.workspace_bytes:
+            yield Owner.WORKSPACE, node.index, node.workspace_bytes, now, done
+        if view.state_bytes[node.index]:
+            draws.setdefault(node.index, []).append(now)
+        takeover = taken.get(position)
+        results = takeover.results if takeover else ()
+        for data in takeover.operands if takeover else ():
+            yield closed(data, done)
+            passed_on.add(data)
+        for data in node.writes:
+            if data in opened:
+                yield Owner.COPY, data, sizes[data], now, done
+            else:
+                opened[data] = done if data in results else now
+    for data in list(opened):
+        yield closed(data, end)
+    for index, (first, *again) in draws.items():
+        if again:
+            for opens, closes in ((first, again[-1] + 1), *((now, now + 1) for now in again)):
+                yield Owner.GENERATOR, index, view.state_bytes[index], opens, closes
+
+
+def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
+    """Position of a computation -> how it writes results where operands die.
+
+    They die if they are freed directly after it, before anything else runs or the forward phase
+    ends (`GraphView.taken`). A copy of what is alive takes nothing.
+    """
+    takeovers: dict[int, Takeover] = {}
+    view = view_of(graph)
+    if not any(view.takes):
+        return takeovers
+    alive: set[int] = set()
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Free):
+            alive.discard(event.data)
+            continue
+        node = graph.nodes[event.node]
+        if node.takes and alive.isdisjoint(node.writes):
+            dying = _freed_after(schedule, position)
+            taken = view.taken(node.index, dying.__contains__)
+            if taken is not None:
+                takeovers[position] = taken
+        alive.update(node.writes)
+    return takeovers
+
+
+def _freed_after(schedule: Schedule, position: int) -> set[int]:
+    """What is freed directly after the computation at `position`, in the same phase."""
+    events, boundary = schedule.events, schedule.forward_length
+    end = boundary if position < boundary else len(events)
+    freed: set[int] = set()
+    for following in range(position + 1, end):
+        event = events[following]
+        if isinstance(event, Compute):
+            break
+        freed.add(event.data)
+    return freed
 
 
 def alive_at(stays: Sequence[Lifetime], event: int) -> tuple[Lifetime, ...]:
@@ -74,60 +176,3 @@ def start_times_ns(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
         cost = graph.nodes[event.node].time_ns if isinstance(event, Compute) else 0
         times.append(times[-1] + cost)
     return tuple(times)
-
-
-def _storages(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
-    view = GraphView(graph)
-    stays: list[Lifetime] = []
-    born: dict[int, int] = {}
-    taken = taken_over(graph, schedule)
-    passed_on: set[int] = set()
-
-    def end(data: int, position: int) -> None:
-        size_bytes = view.sizes[data]
-        stays.append(Lifetime(Owner.STORAGE, data, size_bytes, born.pop(data), position))
-
-    for position, event in enumerate(schedule.events):
-        if position == schedule.forward_length:
-            born.update(dict.fromkeys(view.tangents, position))
-        if isinstance(event, Compute):
-            takeover = taken.get(position)
-            there = takeover.results if takeover else ()
-            for operand in takeover.operands if takeover else ():
-                end(operand, position + 1)
-                passed_on.add(operand)
-            for data in graph.nodes[event.node].writes:
-                born.setdefault(data, position + 1 if data in there else position)
-        elif event.data in passed_on:
-            passed_on.discard(event.data)
-        else:
-            end(event.data, position + 1)
-    for data in sorted(born):
-        end(data, len(schedule.events))
-    return stays
-
-
-def _transients(graph: CDGraph, schedule: Schedule) -> list[Lifetime]:
-    """Copies, workspaces and generator states."""
-    view = GraphView(graph)
-    transients: list[Lifetime] = []
-    alive: set[int] = set()
-    executions: dict[int, list[int]] = {}
-    for position, event in enumerate(schedule.events):
-        if not isinstance(event, Compute):
-            alive.discard(event.data)
-            continue
-        node = graph.nodes[event.node]
-        executions.setdefault(node.index, []).append(position)
-        here = (position, position + 1)
-        transients.append(Lifetime(Owner.WORKSPACE, node.index, node.workspace_bytes, *here))
-        for data in node.writes:
-            if data in alive:
-                transients.append(Lifetime(Owner.COPY, data, view.sizes[data], *here))
-        alive.update(node.writes)
-    for index, positions in executions.items():
-        if graph.nodes[index].random and len(positions) > 1:
-            spans = [(positions[0], positions[-1] + 1), *((p, p + 1) for p in positions[1:])]
-            size_bytes = view.state_bytes[index]
-            transients += [Lifetime(Owner.GENERATOR, index, size_bytes, *span) for span in spans]
-    return transients

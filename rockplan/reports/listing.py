@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rockplan.oracles.simulate import taken_over, timeline
+from rockplan.oracles.lifetimes import taken_over
+from rockplan.oracles.simulate import timeline
 from rockplan.values.columns import aligned
 from rockplan.values.graph import CDGraph, Kernel
 from rockplan.values.names import activation_names, operation_names

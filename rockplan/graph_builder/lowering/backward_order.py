@@ -114,10 +114,7 @@ class _Liveness:
 
     def __init__(self, graph: CDGraph) -> None:
         view = GraphView(graph)
-        self._sizes, self._made = view.sizes, view.made_bytes
-        self._takes = [
-            [(t.operands, view.bytes_of(t.operands)) for t in takes] for takes in view.takes
-        ]
+        self._view, self._sizes, self._made = view, view.sizes, view.made_bytes
         first = len(graph.forward)
         self._left = [0] * len(graph.data)
         for data, nodes in view.readers.items():
@@ -136,9 +133,10 @@ class _Liveness:
         dying = [d for d in node.reads if self._left[d] == 1]
         made = self._made[node.index]
         unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
-        taken = (b for data, b in self._takes[node.index] if all(d in dying for d in data))
+        taken = self._view.taken(node.index, dying.__contains__)
+        taken_bytes = self._view.bytes_of(taken.operands) if taken else 0
         freed = unread + sum(self._sizes[d] for d in dying)
-        return _ByteEffect(rise=made - next(taken, 0), net=made - freed)
+        return _ByteEffect(rise=made - taken_bytes, net=made - freed)
 
 
 def _place(

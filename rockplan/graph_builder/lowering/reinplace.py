@@ -6,7 +6,7 @@ a storage is taken over; what is taken holds exactly one tensor, of the shape, s
 the result, and is a storage that nobody but the plan sees: no parameter, buffer, input, constant or
 tangent, no output, no gradient that autograd or the caller gets.
 
-Whether a storage dies depends on the schedule: `simulate.taken_over` says where.
+Whether a storage dies depends on the schedule: `lifetimes.taken_over` says where.
 """
 
 from __future__ import annotations

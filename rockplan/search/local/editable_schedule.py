@@ -127,14 +127,11 @@ class Draft:
         self.sizes, self.producer, self.reads = view.sizes, view.producer, view.reads
         self.maker, self._tangents, self._state_bytes = view.maker, view.tangents, view.state_bytes
         self._held, self._dropped, self._made_bytes = view.held, view.dropped, view.made_bytes
-        self._takes = [
-            [(t.operands, view.bytes_of(t.operands)) for t in takes] for takes in view.takes
-        ]
         self._takers = {d for takes in view.takes for t in takes for d in t.operands}
         self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]
         # Beside what is alive they take the same wherever they run, but for a generator's state.
         self._is_plain = [
-            not self._takes[n.index] and self._held.isdisjoint(n.writes) for n in graph.nodes
+            not view.takes[n.index] and self._held.isdisjoint(n.writes) for n in graph.nodes
         ]
         self._gaps, self._changed = _Gaps(), set(view.may_go)
         self._changes: list[_Change] = []
@@ -565,10 +562,8 @@ class Draft:
 
     def _taken_bytes(self, index: int, position: int) -> int:
         """Of operands that die there, and in whose storages the node writes results."""
-        for operands, taken_bytes in self._takes[index]:
-            if all(self._dies(d, position) for d in operands):
-                return taken_bytes
-        return 0
+        taken = self.view.taken(index, lambda d: self._dies(d, position))
+        return self.view.bytes_of(taken.operands) if taken else 0
 
     def _dies(self, d: int, position: int) -> bool:
         return self._reading(d, position + 1)[2]
