@@ -361,7 +361,7 @@ class _ProofRows(ProgramRows):
         """What a re-execution reads and makes is there if it runs: if it did so before the first
         execution that comes before the mark, this may be just after that."""
         facts = self.facts
-        node, reads = facts.graph.nodes[mark.node], facts.reads_again(mark.node)
+        node, reads = facts.graph.nodes[mark.node], facts.view.reads_again[mark.node]
         always = facts.always_before(mark.end)
         own = always.union(reads, node.writes)
         terms = [term for d in following if d not in own for term in self._kept(s + 1, d)]
@@ -426,7 +426,7 @@ def alive_before(facts: ProofFacts, schedule: Orders) -> list[frozenset[int]]:
         node = facts.graph.nodes[i]
         read_next.difference_update(node.writes)
         if is_first:
-            read_next.discard(facts.states.get(i, -1))
-        read_next.update(node.reads if is_first else facts.reads_again(i))
+            read_next.discard(facts.view.states.get(i, -1))
+        read_next.update(node.reads if is_first else facts.view.reads_again[i])
         found.append(frozenset(read_next))
     return found[::-1]

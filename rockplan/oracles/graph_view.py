@@ -30,15 +30,24 @@ class GraphView:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of each storage in bytes, 0 where it is resident."""
-        return tuple(0 if d.kind.resident else d.size_bytes for d in self.graph.data)
+        """Of each storage in bytes, 0 where it is resident; then of `states`."""
+        sizes = (0 if d.kind.resident else d.size_bytes for d in self.graph.data)
+        return (*sizes, *(self.graph.rng_state_bytes for _ in self.states))
+
+    @cached_property
+    def states(self) -> dict[int, int]:
+        """Node that draws -> the generator's state before it, a storage numbered beyond those of
+        the graph. Nothing makes it but the node's first execution, if it runs more than once; the
+        others read it."""
+        drawing = (n.index for n in self.graph.nodes if n.random)
+        return {i: k for k, i in enumerate(drawing, len(self.graph.data))}
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
         """Of each node: what is kept from its first execution to its last, and set aside at each
         one, if it runs more than once."""
-        size_bytes = self.graph.rng_state_bytes
-        return tuple(size_bytes if n.random else 0 for n in self.graph.nodes)
+        states, sizes = self.states, self.sizes
+        return tuple(sizes[states[n.index]] if n.random else 0 for n in self.graph.nodes)
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -56,6 +65,14 @@ class GraphView:
         data = self.graph.data
         return tuple(
             tuple(d for d in n.reads if not data[d].kind.resident) for n in self.graph.nodes
+        )
+
+    @cached_property
+    def reads_again(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, the same where it runs again."""
+        states = self.states
+        return tuple(
+            (*reads, states[i]) if i in states else reads for i, reads in enumerate(self.reads)
         )
 
     @cached_property

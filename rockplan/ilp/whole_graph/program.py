@@ -90,9 +90,8 @@ class Facts:
     """What the programs of one graph have in common.
 
     is_open: storages that may be dropped: after they were made, or tangents and generator states,
-    which nothing makes again; of no size only where they have to be dropped. states: by random
-    node, a number of its own, beyond those of storages, for the generator's state before it, which
-    is alive until it runs for the last time if it runs again. producer: -1 for tangents and states.
+    which nothing makes again; of no size only where they have to be dropped. producer: -1 for
+    tangents and states.
     born: the same, but for states the node that draws from them first. again: nodes that may run
     again.
     """
@@ -101,20 +100,13 @@ class Facts:
         self.graph = graph
         self.view = GraphView(graph)
         self.again = self.view.again
-        drawn = sorted(i for i in self.again if self.view.state_bytes[i])
-        self.states = {i: k for k, i in enumerate(drawn, len(graph.data))}
-        self.tangents = self.view.tangents
-        once = dict.fromkeys((*self.tangents, *self.states.values()), -1)
+        self.tangents, self.sizes = self.view.tangents, self.view.sizes
+        born = {state: i for i, state in self.view.states.items()}
+        once = dict.fromkeys((*self.tangents, *born), -1)
         self.producer = self.view.producer | once
-        self.born = self.producer | {state: i for i, state in self.states.items()}
-        self.sizes = [*self.view.sizes, *(self.view.state_bytes[i] for i in drawn)]
+        self.born = self.producer | born
         weighing = {d for d, size in enumerate(self.sizes) if size}
         self.is_open = frozenset((weighing | self.view.dropped) - self.view.held)
-
-    def reads_again(self, i: int) -> tuple[int, ...]:
-        """What node i needs where it runs again."""
-        reads = self.graph.nodes[i].reads
-        return (*reads, self.states[i]) if i in self.states else reads
 
     @functools.cached_property
     def always(self) -> dict[int, tuple[int, int]]:
@@ -159,7 +151,7 @@ class Facts:
         """`seeds`, and every open storage that making them again may read."""
 
         def open_reads(node: int) -> list[int]:
-            return [r for r in self.reads_again(node) if r in self.is_open]
+            return [r for r in self.view.reads_again[node] if r in self.is_open]
 
         return closure(open_reads, self.producer.__getitem__, self.again.__contains__, seeds)
 
@@ -310,7 +302,7 @@ class ProgramRows:
             if following is not None:
                 builder.at_least([*available(d), (following, -1)], 0)
         for i, column in runs.items():
-            for d in sorted(wanted.intersection(self.facts.reads_again(i))):
+            for d in sorted(wanted.intersection(self.facts.view.reads_again[i])):
                 builder.at_least([*available(d), (column, -1)], 0)
         return runs
 
