@@ -398,9 +398,9 @@ def orders_of(found: Program, solution: NDArray[np.float64], *, at_once: bool = 
     for s, part in enumerate(found.intervals):
         columns = {d: found.keep.get((s, d)) for d in part.wanted}
         dropped = (d for d, c in columns.items() if c is not None and not is_chosen(c))
-        phase.missing.update(d for d in dropped if facts.producer[d] in facts.again)
+        phase.missing.update(d for d in dropped if facts.view.makers[d])
         kept = [d for d in part.wanted if is_chosen(found.keep.get((s + 1, d)))]
-        made_again = [d for d in kept if facts.producer[d] in facts.again]
+        made_again = [d for d in kept if facts.view.makers[d]]
         for index in range(max(part.first, len(facts.graph.forward)), part.stop):
             is_last = part.cut is None and index == part.stop - 1
             _execute(phase, index, made_again if is_last and at_once else ())

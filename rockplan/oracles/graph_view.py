@@ -130,10 +130,18 @@ class GraphView:
             if size > 0 and d not in self.held and self.maker(d) is not None
         )
 
+    @cached_property
+    def makers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each storage and state, nodes that make it again."""
+        makers: list[tuple[int, ...]] = [()] * len(self.sizes)
+        for i in sorted(self.again):
+            for d in self.graph.nodes[i].writes:
+                makers[d] = (*makers[d], i)
+        return tuple(makers)
+
     def maker(self, d: int) -> int | None:
-        """The node that makes storage `d` again; None where nothing does."""
-        node = self.producer.get(d)
-        return node if node in self.again else None
+        """The first of them; None where nothing makes it again."""
+        return next(iter(self.makers[d]), None)
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         return sum(map(self.sizes.__getitem__, storages))

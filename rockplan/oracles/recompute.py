@@ -22,20 +22,18 @@ class TooDeep(Exception):
 
 def closure(
     reads: Callable[[int], Iterable[int]],
-    producer: Callable[[int], int],
-    may_run: Callable[[int], bool],
+    makers: Sequence[Iterable[int]],
     seeds: Iterable[int],
 ) -> set[int]:
     """`seeds`, and every storage that making them again may read, whatever is there. reads: of a
-    node, storages that may be missing."""
+    node, storages that may be missing; makers: of a storage, nodes that make it again."""
     closed: set[int] = set()
     pending = list(seeds)
     while pending:
         d = pending.pop()
         if d not in closed:
             closed.add(d)
-            maker = producer(d)
-            if may_run(maker):
+            for maker in makers[d]:
                 pending += reads(maker)
     return closed
 

@@ -137,8 +137,8 @@ class _Model:
 
     def available(self, s: int, d: int) -> LpAffineExpression:
         """1 if d can be read at stage s by what comes after its producer."""
-        made = self.rerun.get((s, self.stages.units.view.producer[d]))
-        return lpSum(v for v in (self.keep.get((s, d)), made) if v is not None)
+        made = (self.rerun.get((s, i)) for i in self.stages.units.view.makers[d])
+        return lpSum(v for v in (self.keep.get((s, d)), *made) if v is not None)
 
     def kept_units(self, s: int) -> Terms:
         """Units of free storages and generator states alive when stage s starts."""

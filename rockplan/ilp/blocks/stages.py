@@ -91,7 +91,7 @@ def find_stages(units: Units) -> Stages:
 
 
 def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tuple[TurnStage, ...]:
-    graph, producer = view.graph, view.producer
+    graph = view.graph
     before = {n.index: during[n.index] - view.own_bytes(n) for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
     chosen = [i for i, read in reads.items() if read]
@@ -104,8 +104,8 @@ def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tu
 
     for start, node in reversed(list(zip(starts, chosen, strict=False))):
         seeds = wanted | set(reads[node])
-        wanted = closure(free_reads, producer.__getitem__, view.again.__contains__, seeds)
-        movable = {producer[d] for d in wanted if view.maker(d) is not None}
+        wanted = closure(free_reads, view.makers, seeds)
+        movable = {i for d in wanted for i in view.makers[d]}
         stages.append(
             TurnStage(
                 node=node,

@@ -153,7 +153,7 @@ class Facts:
         def open_reads(node: int) -> list[int]:
             return [r for r in self.view.reads_again[node] if r in self.is_open]
 
-        return closure(open_reads, self.producer.__getitem__, self.again.__contains__, seeds)
+        return closure(open_reads, self.view.makers, seeds)
 
     def backward_phase(self) -> BackwardPhase:
         """Its start: what has to be dropped is missing."""
@@ -247,7 +247,7 @@ class ProgramRows:
 
     def may_run(self, part: Interval) -> set[int]:
         """Nodes that may run again in the interval."""
-        return {self.facts.producer[d] for d in part.wanted} & self.facts.again
+        return {i for d in part.wanted for i in self.facts.view.makers[d]}
 
     def _units(self, d: int) -> int:
         return self.facts.sizes[d] // self.unit_bytes
@@ -279,10 +279,10 @@ class ProgramRows:
         """What is read in the intervals from s to `end` is there; what is kept to their end was
         there or is made. within: of the spans that this one consists of; the result is that of
         this one, for nodes before it."""
-        builder, producer = self.builder, self.facts.producer
+        builder, makers = self.builder, self.facts.view.makers
         wanted = set(self.intervals[s].wanted)
         runs: Runs = {}
-        for i in sorted({producer[d] for d in wanted}):
+        for i in sorted({i for d in wanted for i in makers[d]}):
             parts = [of_part[i] for of_part in within if i in of_part]
             if len(parts) > 1:
                 runs[i] = builder.fraction()
@@ -291,7 +291,7 @@ class ProgramRows:
                 runs[i] = parts[0]
 
         def available(d: int) -> Terms:
-            columns = (self.keep.get((s, d)), runs.get(producer[d]))
+            columns = (self.keep.get((s, d)), *(runs.get(i) for i in makers[d]))
             return [(column, 1) for column in columns if column is not None]
 
         reads = frozenset().union(*(part.reads for part in self.intervals[s : end + 1]))
@@ -340,7 +340,7 @@ def orders_of(made: Program, solution: NDArray[np.float64]) -> Orders:
     for s, part in enumerate(made.intervals):
         columns = {d: made.keep.get((s, d)) for d in part.wanted}
         dropped = (d for d, c in columns.items() if c is not None and solution[c] < 0.5)
-        phase.missing.update(d for d in dropped if facts.producer[d] in facts.again)
+        phase.missing.update(d for d in dropped if facts.view.makers[d])
         for index in range(max(part.first, turn), part.stop):
             phase.execute(index)
     return Orders(*without_idle(facts.graph, range(turn), phase.nodes))

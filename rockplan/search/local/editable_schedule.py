@@ -124,8 +124,8 @@ class Draft:
         self.graph = graph
         self.movable = movable
         self.view = view = GraphView(graph)
-        self.sizes, self.producer, self.reads = view.sizes, view.producer, view.reads
-        self.maker, self._tangents, self._state_bytes = view.maker, view.tangents, view.state_bytes
+        self.sizes, self.reads = view.sizes, view.reads
+        self._tangents, self._state_bytes = view.tangents, view.state_bytes
         self._held, self._dropped, self._made_bytes = view.held, view.dropped, view.made_bytes
         self._takers = {d for takes in view.takes for t in takes for d in t.operands}
         self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]

@@ -304,9 +304,11 @@ class _ExchangeSearch:
         # What makes it again may only be moved.
         times_ns = [0 if n.index in draft.movable else n.time_ns for n in graph.nodes]
         self.least_ns = 1.0 + np.array(times_ns, dtype=np.float64)
-        self.makers = np.array([draft.producer.get(d.index, -1) for d in graph.data])
-        makers = [draft.maker(d.index) for d in graph.data]
+        makers = [draft.view.maker(d.index) for d in graph.data]
         self.recompute = RecomputeCosts(draft.view, makers, limits.depth)
+        # Of each storage, -1 where nothing makes it again; as an array, too.
+        self.maker = [-1 if i is None else i for i in makers]
+        self.makers = np.array(self.maker)
 
     def prune(self) -> None:
         self.spent += self.limits.leaving_out * len(self.draft.reruns())
@@ -376,8 +378,8 @@ class _ExchangeSearch:
             return False
         d, next_read = cheapest
         rule.made[d, draft.nodes[next_read]] += 1
-        draft.insert(draft.slot_before(next_read), draft.producer[d])
-        draft.delay(draft.producer[d])
+        draft.insert(draft.slot_before(next_read), self.maker[d])
+        draft.delay(self.maker[d])
         return True
 
     def _noise(self) -> float:
@@ -407,7 +409,7 @@ class _ExchangeSearch:
                 break
             if rule.made.get((d, draft.nodes[read]), 0) >= self.limits.repeats:
                 continue
-            maker, less_ns = draft.producer[d], 0
+            maker, less_ns = self.maker[d], 0
             if maker in draft.movable and draft.is_delayed(maker, read):
                 less_ns = self.graph.nodes[maker].time_ns
             cost_ns = self._cost_ns(d, read, least * weight + less_ns) - less_ns

@@ -219,7 +219,7 @@ class _Run:
     def __post_init__(self) -> None:
         graph = self.graph
         view = GraphView(graph)
-        self.sizes, self.producer, self.readers = view.sizes, view.producer, view.readers
+        self.sizes, self.readers = view.sizes, view.readers
         self.n_forward = len(graph.forward)
         self.handed = frozenset(graph.handed)
         # Of each node: what it reads that can go, and the bytes that it takes beside that.
