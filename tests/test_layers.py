@@ -23,6 +23,7 @@ LIBRARIES = {
         "checkpointing",
         "search",
         "blocks",
+        "fit",
         "cli",
     },
     "highspy": {"ilp"},

@@ -1,0 +1,416 @@
+"""PyTorch's caching allocator, without a device: requests -> bytes allocated and reserved.
+
+takes: allocations and frees in order. returns: Usage. guarantees: what `DeviceCachingAllocator` of
+c10/cuda/CUDACachingAllocator.cpp does on one stream, with the constants of
+c10/core/AllocatorConfig.h, with `expandable_segments` or without, no other setting
+(`max_split_size_mb`, `garbage_collection_threshold`, `roundup_power2_divisions`). Among free blocks
+of equal size it takes the one at the lowest address, as PyTorch does; addresses of segments are a
+driver's own, here in the order in which they are asked for.
+
+No other streams, no pools of graphs, and nothing that libraries take from the driver themselves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+MIN_BLOCK_BYTES = 512
+"""kMinBlockSize: sizes are multiples of this (`round_size`)."""
+
+SMALL_BYTES = 1 << 20
+"""kSmallSize: of the largest request that the small pool serves (`get_pool`); in the large one a
+rest stays with its block unless it is larger (`should_split`)."""
+
+SMALL_SEGMENT_BYTES = 2 << 20
+"""kSmallBuffer: segments of the small pool, and its pages where segments expand."""
+
+LARGE_SEGMENT_BYTES = 20 << 20
+"""large_segment_size: segments for requests below MIN_LARGE_BYTES, and pages of the large pool."""
+
+MIN_LARGE_BYTES = 10 << 20
+"""kMinLargeAlloc: from here on a request has a segment of its own."""
+
+ROUND_LARGE_BYTES = 2 << 20
+"""kRoundLarge: whose size is a multiple of this (`get_allocation_size`)."""
+
+_ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 32
+"""Of an expandable segment; a device's bytes and an eighth, hence never used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Memory for `key`, which holds none; of 0 bytes PyTorch asks nothing. None frees it."""
+
+    key: int
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes, at most and at the end. allocated: by requests, rounded up to blocks; reserved: what
+    the device has given.
+
+    segments: that are held at the end, with `expandable` one a pool. retries: how often cached
+    segments were given back to a device that was full, which waits for it. failed_at: index of the
+    request that found no memory all the same, None if all did; there the replay ends.
+    """
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    segments: int
+    retries: int
+    failed_at: int | None
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak that is above the allocated one."""
+        above_bytes = self.reserved_peak_bytes - self.allocated_peak_bytes
+        return above_bytes / max(self.reserved_peak_bytes, 1)
+
+
+def replay(
+    requests: Iterable[Request], expandable: bool = False, capacity_bytes: int | None = None
+) -> Usage:
+    """What the allocator holds for `requests`, beginning with nothing.
+
+    expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. capacity_bytes: of the device,
+    beside the context; None if it has enough.
+    """
+    allocator = CachingAllocator(expandable, capacity_bytes)
+    failed_at = None
+    for position, request in enumerate(requests):
+        if request.size_bytes is None:
+            allocator.free(request.key)
+        elif not allocator.allocate(request.key, request.size_bytes):
+            failed_at = position
+            break
+    return allocator.usage(failed_at)
+
+
+def rounded(size_bytes: int) -> int:
+    """Bytes of the block for a request (`round_size`); none for 0."""
+    return _up(size_bytes, MIN_BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class AddressRange:
+    """Bytes from `address` on, given to the request `key`, or free (None)."""
+
+    address: int
+    size_bytes: int
+    key: int | None
+
+
+class CachingAllocator:
+    """State of the allocator of one device and one stream.
+
+    address_of: where a segment of so many bytes begins, apart from all others; None for one after
+    another. (Not of segments that expand.)
+    """
+
+    def __init__(
+        self,
+        expandable: bool = False,
+        capacity_bytes: int | None = None,
+        address_of: Callable[[int], int] | None = None,
+    ) -> None:
+        self.allocated_bytes = self.allocated_peak_bytes = 0
+        self.reserved_bytes = self.reserved_peak_bytes = 0
+        self.retries = 0
+        self._expandable = expandable
+        self._capacity_bytes = capacity_bytes
+        self._small = _Pool(SMALL_SEGMENT_BYTES, is_small=True)
+        self._large = _Pool(LARGE_SEGMENT_BYTES, is_small=False)
+        self._blocks: dict[int, _Piece] = {}
+        self._heads: dict[int, _Piece] = {}
+        self._address_of = address_of or self._following
+        self._next_address = 0
+
+    def allocate(self, key: int, size_bytes: int) -> bool:
+        """Whether there is memory for `key` (`malloc`). Raises ValueError where it has some."""
+        if key in self._blocks:
+            raise ValueError(f"{key} is allocated already")
+        if size_bytes == 0:
+            return True
+        size = rounded(size_bytes)
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = pool.best(size, self._expandable) or self._new(pool, size)
+        if block is None:
+            self._release_cached()
+            self.retries += 1
+            block = self._new(pool, size)
+        if block is None:
+            return False
+        if self._is_split(block, size):
+            self._split(block, size)
+        block.key = key
+        self._blocks[key] = block
+        self.allocated_bytes += block.size
+        self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
+        return True
+
+    def free(self, key: int) -> None:
+        """Keep the block for later requests, with free ones beside it (`free_block`)."""
+        block = self._blocks.pop(key, None)
+        if block is None:  # of 0 bytes
+            return
+        self.allocated_bytes -= block.size
+        block.key = None
+        self._merge(block)
+        block.pool.add(block)
+
+    def usage(self, failed_at: int | None = None) -> Usage:
+        return Usage(
+            self.allocated_peak_bytes,
+            self.reserved_peak_bytes,
+            self.allocated_bytes,
+            self.reserved_bytes,
+            len(self._heads),
+            self.retries,
+            failed_at,
+        )
+
+    def segments(self) -> Iterator[tuple[AddressRange, ...]]:
+        """Blocks of each segment by address, those that have memory (`snapshot`)."""
+        for head in self._heads.values():
+            found = []
+            block: _Piece | None = head
+            while block is not None:
+                if block.is_mapped:
+                    found.append(AddressRange(block.address, block.size, block.key))
+                block = block.next
+            yield tuple(found)
+
+    # -- memory of the device ----------------------------------------------------------------------
+
+    def _new(self, pool: _Pool, size: int) -> _Piece | None:
+        """A free block of `size` bytes or more that was not there (`alloc_block`)."""
+        if self._expandable:
+            return self._expanded(pool, size)
+        size = _segment_bytes(size)
+        if not self._reserve(size):
+            return None
+        block = _Piece(pool, self._address_of(size), size)
+        self._heads[block.address] = block
+        return block
+
+    def _following(self, size: int) -> int:
+        self._next_address += size
+        return self._next_address - size
+
+    def _reserve(self, size: int) -> bool:
+        if self._capacity_bytes is not None and self.reserved_bytes + size > self._capacity_bytes:
+            return False
+        self.reserved_bytes += size
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
+        return True
+
+    def _release_cached(self) -> None:
+        """Give free memory back: segments, or pages of those that expand
+        (`release_cached_blocks`)."""
+        for pool in (self._large, self._small):
+            for block in pool.cached():
+                if self._expandable:
+                    self._unmap(block)
+                elif block.previous is None and block.next is None:
+                    pool.remove(block)
+                    del self._heads[block.address]
+                    self.reserved_bytes -= block.size
+
+    # -- segments that expand ----------------------------------------------------------------------
+
+    def _expanded(self, pool: _Pool, size: int) -> _Piece | None:
+        """`try_allocate_expandable_block`: at the lowest address where free memory and addresses
+        without any make up for `size` bytes."""
+        block = pool.room(size) or self._new_segment(pool)
+        if not block.is_mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            # It takes in the free block before it.
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _new_segment(self, pool: _Pool) -> _Piece:
+        """Addresses without memory (`find_expandable_block`, its end)."""
+        block = _Piece(pool, self._following(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES)
+        block.is_mapped = False
+        self._heads[block.address] = block
+        pool.add(block)
+        return block
+
+    def _map(self, block: _Piece, size: int) -> bool:
+        """Memory of whole pages for the beginning of a block without any (`map_block`)."""
+        pool = block.pool
+        size = _up(size, pool.page_bytes)
+        if not self._reserve(size):
+            return False
+        pool.remove(block)
+        if size < block.size:
+            pool.add(self._cut(block, size))
+        block.is_mapped = True
+        self._merge(block)
+        pool.add(block)
+        return True
+
+    def _unmap(self, block: _Piece) -> None:
+        """Give back the pages that are wholly in a free block (`unmap_block`)."""
+        pool = block.pool
+        page = pool.page_bytes
+        begin = _up(block.address, page)
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if begin > block.address:
+            rest = self._cut(block, begin - block.address)
+            pool.add(block)
+            block = rest
+        if end - begin < block.size:
+            pool.add(self._cut(block, end - begin))
+        block.is_mapped = False
+        self.reserved_bytes -= block.size
+        self._merge(block)
+        pool.add(block)
+        if block.previous is None and block.next is None:
+            pool.remove(block)
+            del self._heads[block.address]
+
+    # -- blocks of a segment -----------------------------------------------------------------------
+
+    def _is_split(self, block: _Piece, size: int) -> bool:
+        """`should_split`."""
+        if block.pool.is_small or self._expandable:
+            return block.size - size >= MIN_BLOCK_BYTES
+        return block.size - size > SMALL_BYTES
+
+    def _split(self, block: _Piece, size: int) -> None:
+        """The rest of a block is free (`alloc_found_block`)."""
+        block.pool.add(self._cut(block, size))
+
+    def _cut(self, block: _Piece, size: int) -> _Piece:
+        """The rest beyond `size` bytes of a block, in no list, as one of its own."""
+        rest = _Piece(block.pool, block.address + size, block.size - size)
+        rest.is_mapped = block.is_mapped
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next = rest
+        block.size = size
+        return rest
+
+    def _merge(self, block: _Piece) -> None:
+        """A block in no list takes in free ones beside it (`try_merge_blocks`)."""
+        before, after = block.previous, block.next
+        if before is not None and before.is_like(block):
+            before.pool.remove(before)
+            if self._heads.get(before.address) is before:
+                self._heads[before.address] = block
+            block.address, block.size = before.address, before.size + block.size
+            block.previous = before.previous
+            if block.previous is not None:
+                block.previous.next = block
+        if after is not None and after.is_like(block):
+            after.pool.remove(after)
+            block.size += after.size
+            block.next = after.next
+            if block.next is not None:
+                block.next.previous = block
+
+
+class _Piece:
+    """Of one segment, between the blocks before and after it in address."""
+
+    __slots__ = ("pool", "address", "size", "key", "is_mapped", "previous", "next")
+
+    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+        self.pool, self.address, self.size = pool, address, size
+        self.key: int | None = None
+        self.is_mapped = True
+        self.previous: _Piece | None = None
+        self.next: _Piece | None = None
+
+    def is_like(self, other: _Piece) -> bool:
+        """Whether it is free, and has memory as the other one has."""
+        return self.key is None and self.is_mapped is other.is_mapped
+
+    @property
+    def expandable_bytes(self) -> int:
+        """With addresses after it that have no memory yet."""
+        after = self.next
+        return self.size + (0 if after is None or after.is_mapped else after.size)
+
+
+class _Pool:
+    """Free blocks: those with memory by size, then address; those without by address."""
+
+    def __init__(self, page_bytes: int, is_small: bool) -> None:
+        self.page_bytes, self.is_small = page_bytes, is_small
+        self._free: list[tuple[int, int, _Piece]] = []
+        self._unmapped: list[tuple[int, _Piece]] = []
+
+    def add(self, block: _Piece) -> None:
+        if block.is_mapped:
+            insort(self._free, (block.size, block.address, block))
+        else:
+            insort(self._unmapped, (block.address, block))
+
+    def remove(self, block: _Piece) -> None:
+        if block.is_mapped:
+            del self._free[bisect_left(self._free, (block.size, block.address))]
+        else:
+            del self._unmapped[bisect_left(self._unmapped, (block.address,))]
+
+    def cached(self) -> list[_Piece]:
+        return [block for _, _, block in self._free]
+
+    def best(self, size: int, expandable: bool) -> _Piece | None:
+        """Take out the smallest that is large enough (`get_free_block`); of one that can expand,
+        what it can expand to counts."""
+        position = bisect_left(self._free, (size,))
+        if position == len(self._free):
+            return None
+        if expandable:
+            last = len(self._free) - 1
+            while position < last and self._expandable(position + 1) < self._expandable(position):
+                position += 1
+        return self._free.pop(position)[2]
+
+    def _expandable(self, position: int) -> int:
+        return self._free[position][2].expandable_bytes
+
+    def room(self, size: int) -> _Piece | None:
+        """The first of blocks in a row, free or without memory, that have `size` bytes
+        (`find_expandable_block`)."""
+        for _, unmapped in self._unmapped:
+            before = unmapped.previous
+            first = before if before is not None and before.key is None else unmapped
+            found = 0
+            block: _Piece | None = first
+            while found < size and block is not None and block.key is None:
+                found += block.size
+                block = block.next
+            if found >= size:
+                return first
+        return None
+
+
+def _segment_bytes(size: int) -> int:
+    """`get_allocation_size`."""
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < MIN_LARGE_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return _up(size, ROUND_LARGE_BYTES)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
