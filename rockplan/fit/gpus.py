@@ -1,0 +1,214 @@
+"""Devices: bytes, bandwidth, arithmetic, link, and what PyTorch and its libraries hold on them.
+
+takes: a name ('h100-80'), bytes ('80GiB') or a torch.device. returns: Gpu. guarantees: a row says
+what its sources say. Bandwidth and arithmetic are a vendor's peaks, which no step reaches: times by
+them are estimates, and the ratio of two of them says more.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rockplan.budget import parse_budget
+from rockplan.errors import InvalidBudget, InvalidInput
+
+_MIB, _GIB = 1 << 20, 1 << 30
+
+CONTEXT_BYTES = 512 * _MIB
+"""Of a CUDA context and the kernels of a step, which the caching allocator does not see. 426 MiB
+before any kernel is loaded (RTX 6000 Ada, PyTorch 2.10 for CUDA 13: unslothai/unsloth-zoo pull
+request 1053), "around 400MB" (pytorch/pytorch issue 109888); the rest is for kernels, which are
+loaded as they first run (CUDA_MODULE_LOADING=LAZY). The same for all rows: not measured by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tflops:
+    """Dense products with sums in float32, 10^12 operations a second. None: no units for them."""
+
+    float32: float
+    tf32: float | None
+    float16: float
+    bfloat16: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device; None is what is not known of one that is asked for in bytes.
+
+    memory_bytes: all that CUDA gives to programs, its context included. PyTorch states it
+    (`total_memory`, and out-of-memory errors: "has a total capacity of"); drivers differ in what
+    they keep, and a row has the least that was seen in such errors in public.
+    capability: compute capability. bandwidth_gb_s: of its memory, 10^9 bytes a second; link_gb_s:
+    to the host, one way. source: of bandwidth, arithmetic and link.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None = None
+    bandwidth_gb_s: float | None = None
+    tflops: Tflops | None = None
+    link_gb_s: float | None = None
+    source: str = ""
+
+    @property
+    def cublas_bytes(self) -> int:
+        """Of the workspace that cuBLAS and cuBLASLt share (TORCH_CUBLASLT_UNIFIED_WORKSPACE, on
+        unless set to 0). The first product on a stream takes it from the caching allocator and it
+        stays, one for each thread that multiplies: one for forward, one for backward.
+
+        `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB, or
+        ":4096:2:16:8" before Hopper (and, in some releases, on Blackwell: this is the larger one).
+        CUBLAS_WORKSPACE_CONFIG means another size.
+        """
+        is_small = self.capability is not None and self.capability < (9, 0)
+        return 8 * _MIB + 128 * 1024 if is_small else 32 * _MIB
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for the caching allocator; cuDNN takes its workspaces from it, too, for one
+        convolution at a time."""
+        return max(self.memory_bytes - CONTEXT_BYTES, 0)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.memory_bytes / _GIB:.2f} GiB)"
+
+
+def gpu(device: object) -> Gpu:
+    """The device of a name in GPUS, in any usual spelling ('H100 80GB', 'rtx4090'); one of so many
+    bytes (80 * 2**30, '80GiB'); a `torch.device` of this machine, with what it says of itself.
+
+    Raises InvalidInput, with the names that there are.
+    """
+    if isinstance(device, Gpu):
+        return device
+    if isinstance(device, str):
+        rows = _named(device)
+        if len(rows) == 1:
+            return rows[0]
+        return _of_bytes(device) if not rows else _raise_unknown(device, rows)
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _of_bytes(device)
+    if getattr(device, "type", None) == "cuda":
+        return _at_hand(device)
+    return _raise_unknown(device, GPUS)
+
+
+def listing() -> str:
+    """A line for each row of GPUS."""
+    lines = (
+        f"{row.name:<10} {row.memory_bytes / _GIB:6.2f} GiB  {row.bandwidth_gb_s:6g} GB/s  "
+        f"{row.tflops.float16 if row.tflops else 0:6g} Tflop/s at 16 bits"
+        for row in GPUS
+    )
+    return "\n".join(lines)
+
+
+_NOISE = re.compile(r"nvidia|geforce|tesla|rtx|quadro|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]+")
+_SIZE = re.compile(r"(\d+)gi?b")
+_BYTES = re.compile(r"\s*[\d._]+\s*[kmgt]i?b\s*", re.IGNORECASE)
+
+
+@cache
+def _words(name: str) -> frozenset[str]:
+    """What tells a device from others: 'NVIDIA A100-SXM4-80GB' is an a100 of 80."""
+    return frozenset(_NOISE.sub(" ", _SIZE.sub(r" \1 ", name.lower())).split())
+
+
+def _named(name: str) -> tuple[Gpu, ...]:
+    """Rows that a name may mean: those of just its words, or of these and others. How many
+    gigabytes it has is not enough."""
+    asked = _words(name)
+    if all(re.fullmatch(r"\d{1,3}", word) for word in asked):
+        return ()
+    exact = tuple(row for row in GPUS if _words(row.name) == asked)
+    return exact or tuple(row for row in GPUS if asked < _words(row.name))
+
+
+def _of_bytes(text: str | int) -> Gpu:
+    if isinstance(text, str) and not re.fullmatch(
+        r"\s*[\d._]+\s*[kmgt]i?b\s*", text, re.IGNORECASE
+    ):
+        _raise_unknown(text, GPUS)
+    try:
+        size_bytes = parse_budget(text).size_bytes
+    except InvalidBudget as error:
+        raise InvalidInput(f"device {text!r}: {error}") from None
+    assert size_bytes is not None, "only bytes come here"
+    return Gpu(str(text).strip(), size_bytes)
+
+
+def _at_hand(device: Any) -> Gpu:
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    rows = _named(found.name)
+    row = rows[0] if len(rows) == 1 else Gpu(found.name, found.total_memory)
+    facts = (row.bandwidth_gb_s, row.tflops, row.link_gb_s, row.source)
+    return Gpu(row.name, found.total_memory, (found.major, found.minor), *facts)
+
+
+def _raise_unknown(device: object, rows: tuple[Gpu, ...]) -> Gpu:
+    names = ", ".join(row.name for row in rows)
+    which = "is not known" if rows is GPUS else "means more than one"
+    raise InvalidInput(
+        f"device {device!r} {which}: give one of {names}, bytes such as '80GiB', or a torch.device "
+        "of this machine"
+    )
+
+
+def _row(
+    name: str,
+    memory_gib: float,
+    capability: tuple[int, int],
+    bandwidth_gb_s: float,
+    tflops: tuple[float, float | None, float, float | None],
+    link_gb_s: float,
+    source: str,
+) -> Gpu:
+    """tflops: in float32, TF32, float16, bfloat16."""
+    memory_bytes = int(memory_gib * _GIB)
+    return Gpu(name, memory_bytes, capability, bandwidth_gb_s, Tflops(*tflops), link_gb_s, source)
+
+
+_PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0
+"""GB/s of 16 lanes, one way."""
+
+# fmt: off
+GPUS: tuple[Gpu, ...] = (
+    _row("t4", 14.56, (7, 5), 320, (8.1, None, 65, None), _PCIE_3,
+         "NVIDIA T4 data sheet"),
+    _row("v100-16", 15.77, (7, 0), 900, (15.7, None, 125, None), _PCIE_3,
+         "NVIDIA V100 data sheet, SXM2"),
+    _row("v100-32", 31.73, (7, 0), 900, (15.7, None, 125, None), _PCIE_3,
+         "NVIDIA V100 data sheet, SXM2"),
+    _row("rtx-3090", 23.55, (8, 6), 936, (35.6, 35.6, 71, 71), _PCIE_4,
+         "NVIDIA Ampere GA102 white paper"),
+    _row("rtx-4090", 23.52, (8, 9), 1008, (82.6, 82.6, 165.2, 165.2), _PCIE_4,
+         "NVIDIA Ada white paper"),
+    _row("rtx-5090", 31.34, (12, 0), 1792, (104.8, 104.8, 209.5, 209.5), _PCIE_5,
+         "NVIDIA RTX Blackwell white paper"),
+    _row("rtx-a6000", 47.40, (8, 6), 768, (38.7, 77.4, 154.8, 154.8), _PCIE_4,
+         "NVIDIA RTX A6000 data sheet, and Ampere GA102 white paper"),
+    _row("a10", 21.96, (8, 6), 600, (31.2, 62.5, 125, 125), _PCIE_4,
+         "NVIDIA A10 data sheet"),
+    _row("a10g", 21.96, (8, 6), 600, (31.5, 35, 70, 70), _PCIE_4,
+         "NVIDIA A10G data sheet"),
+    _row("l4", 22.03, (8, 9), 300, (30.3, 60, 121, 121), _PCIE_4,
+         "NVIDIA L4 data sheet, halves of what it says with sparsity"),
+    _row("l40s", 44.31, (8, 9), 864, (91.6, 183, 362, 362), _PCIE_4,
+         "NVIDIA L40S data sheet"),
+    _row("a100-40", 39.25, (8, 0), 1555, (19.5, 156, 312, 312), _PCIE_4,
+         "NVIDIA A100 data sheet"),
+    _row("a100-80", 79.14, (8, 0), 2039, (19.5, 156, 312, 312), _PCIE_4,
+         "NVIDIA A100 data sheet, SXM; PCIe has 1935 GB/s"),
+    _row("h100-80", 79.10, (9, 0), 3350, (67, 494.7, 989.4, 989.4), _PCIE_5,
+         "NVIDIA H100 data sheet, SXM; PCIe has 2000 GB/s and 756 at 16 bits"),
+    _row("h200", 139.71, (9, 0), 4800, (67, 494.7, 989.4, 989.4), _PCIE_5,
+         "NVIDIA H200 data sheet, SXM"),
+    _row("b200", 178.35, (10, 0), 7700, (75, 1100, 2250, 2250), _PCIE_5,
+         "NVIDIA HGX B200 data sheet, an eighth, halves of what it says with sparsity"),
+)
+# fmt: on

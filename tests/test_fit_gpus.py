@@ -1,0 +1,120 @@
+"""Devices by name, by bytes, by torch.device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rockplan.errors import InvalidInput
+from rockplan.fit.gpus import CONTEXT_BYTES, GPUS, Gpu, gpu, listing
+
+
+@pytest.mark.parametrize("row", GPUS, ids=str)
+def test_a_row_is_found_by_its_name_and_consistent(row: Gpu) -> None:
+    assert gpu(row.name) is gpu(row.name.upper()) is gpu(row) is row
+    assert row.tflops is not None and row.capability is not None
+    assert row.source and row.bandwidth_gb_s and row.link_gb_s
+    fp32, tf32, fp16, bf16 = (
+        row.tflops.float32,
+        row.tflops.tf32,
+        row.tflops.float16,
+        row.tflops.bfloat16,
+    )
+    # Units for TF32 and bfloat16 came with compute capability 8.0.
+    assert (tf32 is None) is (bf16 is None) is (row.capability < (8, 0))
+    assert fp32 <= (tf32 or fp32) < (bf16 or fp16) <= fp16
+    assert row.usable_bytes == row.memory_bytes - CONTEXT_BYTES
+    assert row.name in listing()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("Tesla T4", "t4"),
+        ("NVIDIA H100 80GB HBM3", "h100-80"),
+        ("h100", "h100-80"),
+        ("NVIDIA H100 PCIe", "h100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("A100 80GB PCIe", "a100-80"),
+        ("a100_80gib", "a100-80"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx5090", "rtx-5090"),
+        ("4090", "rtx-4090"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA H200", "h200"),
+    ],
+)
+def test_usual_spellings(spelling: str, name: str) -> None:
+    assert gpu(spelling).name == name
+
+
+@pytest.mark.parametrize(
+    ("given", "size_bytes"),
+    [("80GiB", 80 << 30), ("24 GB", 24 * 10**9), ("1.5TiB", 3 << 39), (16 << 30, 16 << 30)],
+)
+def test_bytes(given: object, size_bytes: int) -> None:
+    device = gpu(given)
+    assert device.memory_bytes == size_bytes
+    assert device.tflops is None
+    # Of an unknown device the larger workspace.
+    assert device.cublas_bytes == 32 << 20
+
+
+def test_workspace_by_compute_capability() -> None:
+    assert {row.cublas_bytes for row in GPUS if row.name in ("t4", "a100-80", "rtx-4090")} == {
+        4096 * 1024 * 2 + 16 * 1024 * 8
+    }
+    assert {row.cublas_bytes for row in GPUS if row.name in ("h100-80", "b200", "rtx-5090")} == {
+        32 << 20
+    }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "h1000",
+        "",
+        "24",
+        "40%",
+        "min",
+        "auto",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        None,
+        True,
+        1.5,
+        torch.device("cpu"),
+    ],
+    ids=repr,
+)
+def test_what_is_not_known_is_said_with_the_list(given: object) -> None:
+    with pytest.raises(InvalidInput, match="is not known: give one of t4, v100-16.*'80GiB'"):
+        gpu(given)
+
+
+def test_what_means_more_than_one_is_said() -> None:
+    with pytest.raises(InvalidInput, match="more than one: give one of a100-40, a100-80, bytes"):
+        gpu("a100")
+
+
+@pytest.mark.parametrize("given", [0, -1, "0GiB", "9999999999TiB"])
+def test_bytes_that_no_device_has(given: object) -> None:
+    with pytest.raises(InvalidInput, match="device "):
+        gpu(given)
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "has_row"),
+    [("NVIDIA H100 80GB HBM3", "h100-80", True), ("Some GPU", "Some GPU", False)],
+)
+def test_a_device_at_hand_says_its_own_bytes(
+    title: str, name: str, has_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(name=title, total_memory=123 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    device = gpu(torch.device("cuda", 0))
+    assert (device.name, device.memory_bytes, device.capability) == (name, 123 << 30, (9, 0))
+    assert (device.tflops is not None) is has_row
