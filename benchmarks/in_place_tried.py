@@ -21,7 +21,7 @@ from benchmarks.timing import mebibytes
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place, inductor, kernels
 from rockplan.graph_builder.fusion.indices import trial_inputs
-from rockplan.graph_builder.lowering.lower import lower
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.options import Options
 from rockplan.side_by_side import machine

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,18 +10,6 @@ from torch import nn
 
 QUICK = {"time_limit_s": 2.0, "bound_time_limit_s": 0.0, "without": ("exchange", "descent")}
 """Options where what is checked does not depend on how good a plan is."""
-
-
-@contextlib.contextmanager
-def imports_frozen() -> Iterator[None]:
-    """Each measured step collects cycles before, which takes .1 s where it goes through all that
-    libraries made when they were imported."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class Mixer(nn.Module):

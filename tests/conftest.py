@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,13 @@ call_time.SCRATCH_BYTES = dict.fromkeys(call_time.SCRATCH_BYTES, 1)
 
 # What each pass makes is held against the rules of its form.
 pipeline.CHECKED.set(True)
+
+
+def pytest_collection_finish() -> None:
+    """Each measured step collects cycles before: .4 s where that goes through all that test files
+    and libraries made when they were imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

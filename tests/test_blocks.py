@@ -9,7 +9,7 @@ import random
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -27,15 +27,9 @@ from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
 from rockplan.runtime.planned_state import programs_of
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.schedule import Schedule
-from tests.blocks import QUICK, Mixer, Stack, batch, imports_frozen, train
+from tests.blocks import QUICK, Mixer, Stack, batch, train
 
 OPTIONS = rockplan.Options(**QUICK)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    with imports_frozen():
-        yield
 
 
 def solved(model: Any, budget: Any = "50%", sample: Any = None, **named: Any) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import logging
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,10 @@ from torch import nn
 
 import rockplan
 from rockplan.blocks.find import named_blocks
-from tests.blocks import QUICK, Mixer, imports_frozen
+from tests.blocks import QUICK, Mixer
 
 OPTIONS = rockplan.Options(**QUICK)
 X = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    with imports_frozen():
-        yield
 
 
 def paths_planned(model: nn.Module, **named: Any) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
 from testing.training import assert_same_state
-from tests.blocks import QUICK, imports_frozen
+from tests.blocks import QUICK
 
 OPTIONS = rockplan.Options(**QUICK)
 LENGTH, ROWS = 16, 4
@@ -37,12 +37,6 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 def quiet() -> None:
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    with imports_frozen():
-        yield
 
 
 def make_llama(layers: int = 2) -> Any:

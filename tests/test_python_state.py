@@ -197,15 +197,6 @@ CASES = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """Looking for fake tensors need not look through what is there already."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
 def test_is_planned_as_eager_or_refused(case: Case) -> None:
     outcome = examine(case)

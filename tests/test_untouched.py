@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,9 @@ from typer.testing import CliRunner
 
 import rockplan
 from rockplan.cli.main import app
-from tests.blocks import QUICK, Mixer, imports_frozen
+from tests.blocks import QUICK, Mixer
 
 OPTIONS = rockplan.Options(**QUICK)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    with imports_frozen():
-        yield
 
 
 class Writing(nn.Module):
