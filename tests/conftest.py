@@ -53,9 +53,10 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Inductor's cache, from the first test on that compiles; those are skipped where nothing
-    can."""
-    folder = tmp_path_factory.mktemp("inductor")
+    """Inductor's cache, one for all workers, from the first test on that compiles; those are
+    skipped where nothing can."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         try:

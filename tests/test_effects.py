@@ -18,6 +18,7 @@ from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
 from testing.training import QUICK, assert_equal_trees, assert_same_state, ensure
+from tests.kernels import interpret
 
 LIMIT = 1000.0
 CALLS: list[str] = []
@@ -320,8 +321,10 @@ FACTORIZATIONS = [
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("function", FACTORIZATIONS)
 def test_factorizations_that_fail(
-    compilers: Any, function: Callable[[torch.Tensor], Any], compiled: bool
+    function: Callable[[torch.Tensor], Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    interpret(monkeypatch)
+
     def of_tensor(k: torch.Tensor) -> torch.Tensor:
         result = function(k)
         return result if isinstance(result, torch.Tensor) else result[0]
@@ -337,7 +340,8 @@ def test_factorizations_that_fail(
 
 
 @pytest.mark.parametrize("act", [no_result, mixed, in_checkpoint])
-def test_compiled_plans_call_what_acts(compilers: Any, act: Any) -> None:
+def test_plans_of_kernels_call_what_acts(act: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
     eager = Net(act).train()
     options = rockplan.Options(compile=True)
     planned = rockplan.solve(copy.deepcopy(eager), SAMPLE, "min", options=options)
