@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +14,23 @@ from rockplan.graph_builder.costs.estimate import estimate
 from rockplan.values import progress
 
 
-def heard(step: Callable[[], object]) -> set[str]:
-    """The stages of planning that `step` went through."""
+@contextlib.contextmanager
+def hearing() -> Iterator[set[str]]:
+    """The stages of planning that are gone through."""
     stages: set[str] = set()
     with progress.listening(lambda said: stages.add(said.stage)):
+        yield stages
+
+
+def heard(step: Callable[[], object]) -> set[str]:
+    """The stages of planning that `step` went through."""
+    with hearing() as stages:
         step()
     return stages
+
+
+WITHOUT_SEARCH = {"capturing the model", "measuring sizes", "finding blocks", "writing the code"}
+"""What finds out that a plan holds."""
 
 
 def set_times(monkeypatch: pytest.MonkeyPatch) -> None:

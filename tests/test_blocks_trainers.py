@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 import trl
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import rockplan
@@ -26,55 +25,27 @@ from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
 from testing.training import assert_same_state
 from tests.blocks import QUICK
+from tests.trainers import (
+    Rows,
+    history,
+    lora,
+    make_gpt2,
+    make_llama,
+    make_mixtral,
+    make_tokenizer,
+    preferred,
+    settings,
+    supervised,
+    texts,
+    tokens,
+)
 
 OPTIONS = rockplan.Options(**QUICK)
-LENGTH, ROWS = 16, 4
-WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60)))
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-
-
-def make_llama(layers: int = 2) -> Any:
-    torch.manual_seed(0)
-    sizes = {**SIZES, "intermediate_size": 88, "num_key_value_heads": 2}
-    sizes["num_hidden_layers"] = layers
-    config = transformers.LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, **sizes)
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def make_gpt2() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=len(WORDS), n_positions=LENGTH
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def make_mixtral() -> Any:
-    """With a loss of its routers."""
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=len(WORDS), intermediate_size=48, num_key_value_heads=2, num_local_experts=4,
-        output_router_logits=True, **SIZES,
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "llama": (make_llama, "model.layers.*"),
     "gpt2": (make_gpt2, "transformer.h.*"),
     "mixtral": (make_mixtral, "model.layers.*.self_attn"),
 }
-
-
-def tokens(rows: int = ROWS, seed: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, len(WORDS), (rows, LENGTH), generator=generator)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -126,37 +97,6 @@ def test_the_cache_is_off_as_long_as_blocks_are_planned(caplog: pytest.LogCaptur
     assert not rockplan.restore_blocks(model).config.use_cache
 
 
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 3 * ROWS
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = tokens(3 * ROWS)[index]
-        return {"input_ids": ids, "labels": ids}
-
-
-def settings(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True,
-        "max_steps": 3, "per_device_train_batch_size": ROWS, "logging_steps": 1, "seed": 3,
-        "save_strategy": "no", "bf16": False, "learning_rate": 1e-2,
-    }  # fmt: skip
-
-
-def history(trainer: Any) -> list[tuple[float, float]]:
-    torch.manual_seed(7)
-    trainer.train()
-    rows = trainer.state.log_history
-    return [(row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
-
-
-def lora(layers: list[int] | None = None) -> peft.LoraConfig:
-    return peft.LoraConfig(
-        r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], lora_dropout=0.1,
-        layers_to_transform=layers,
-    )  # fmt: skip
-
-
 def planned(model: nn.Module, blocks: Any = None) -> Any:
     rockplan.solve_blocks(model, batch(), "min", blocks=blocks, options=OPTIONS)
     plan = rockplan.blocks_of(model)
@@ -202,41 +142,6 @@ def test_lora_on_some_blocks() -> None:
 
 
 # TRL
-
-
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    numbers = {word: i for i, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        unk_token="<unk>",
-    )  # fmt: skip
-
-
-def texts(seed: int, length: int) -> list[str]:
-    return [" ".join(WORDS[i] for i in row[:length]) for row in tokens(3 * ROWS, seed)]
-
-
-def supervised(model: Any, folder: Path, config: Any = None) -> Any:
-    arguments = trl.SFTConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
-    return trl.SFTTrainer(
-        model=model, args=arguments, processing_class=make_tokenizer(), peft_config=config,
-        train_dataset=datasets.Dataset.from_dict({"text": texts(4, LENGTH - 1)}),
-    )  # fmt: skip
-
-
-def preferred(model: Any, folder: Path, config: Any = None) -> Any:
-    rows = {
-        "prompt": texts(4, 6),
-        "chosen": [f" {t}" for t in texts(5, LENGTH - 7)],
-        "rejected": [f" {t}" for t in texts(6, LENGTH - 7)],
-    }
-    arguments = trl.DPOConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
-    return trl.DPOTrainer(
-        model=model, args=arguments, processing_class=make_tokenizer(), peft_config=config,
-        train_dataset=datasets.Dataset.from_dict(rows), ref_model=None if config else make_llama(),
-    )  # fmt: skip
 
 
 def rewarded(model: Any, folder: Path, config: Any = None) -> Any:

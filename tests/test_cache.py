@@ -23,6 +23,7 @@ from rockplan.store.cache import KINDS, Cache
 from rockplan.store.documents import dump_family, dump_profile, parse_family, parse_profile
 from rockplan.store.plan_file import dump_plans, parse_plans
 from tests.cache_worker import KEY, hammer
+from tests.planning import WITHOUT_SEARCH, hearing
 
 
 @pytest.fixture
@@ -41,10 +42,6 @@ def make_plan(budget: str = "80%", **options: Any) -> rockplan.Plan:
     return rockplan.plan(model, x, budget, options=made)
 
 
-def forbidden(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("made again")
-
-
 def entries(folder: Path, kind: str = "*") -> list[Path]:
     return sorted(folder.glob(f"{kind}/*.json"))
 
@@ -59,41 +56,36 @@ def rewrite(path: Path, change: dict[str, Any]) -> None:
 # What is kept
 
 
-def test_the_second_plan_measures_and_solves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_plan_measures_and_solves_nothing(folder: Path) -> None:
     first = make_plan()
     assert {p.parent.name for p in entries(folder)} == set(KINDS)
-    monkeypatch.setattr("rockplan.graph_builder.costs.call_time._repeated", forbidden)
-    monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
-    monkeypatch.setattr("rockplan.search.stages.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.search.planning.run", forbidden)
-    monkeypatch.setattr("rockplan.search.minimum_peak.run", forbidden)
-    assert make_plan() == first
+    with hearing() as stages:
+        assert make_plan() == first
+    assert stages <= WITHOUT_SEARCH
 
 
 def test_another_budget_measures_nothing_and_solves_no_block(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.graph_builder.costs.call_time._repeated", forbidden)
-    monkeypatch.setattr("rockplan.ilp.blocks.families.option_family", forbidden)
-    other = make_plan("min")
+    monkeypatch.setattr("rockplan.ilp.blocks.families.option_family", None)
+    with hearing() as stages:
+        other = make_plan("min")
+    assert "measuring times" not in stages
     assert other.profile_digest == first.profile_digest
     assert other.peak_bytes < first.peak_bytes
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_least_peak_that_was_found_is_not_looked_for_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_least_peak_that_was_found_is_not_looked_for_again() -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as first:
         make_plan("1KB")
-    monkeypatch.setattr("rockplan.search.minimum_peak.run", forbidden)
-    with pytest.raises(rockplan.InfeasibleBudget) as second:
-        make_plan("2KB")
-    assert second.value.minimum_bytes == first.value.minimum_bytes
-    assert make_plan("min").budget_bytes == first.value.minimum_bytes
+    with hearing() as stages:
+        with pytest.raises(rockplan.InfeasibleBudget) as second:
+            make_plan("2KB")
+        assert second.value.minimum_bytes == first.value.minimum_bytes
+        assert make_plan("min").budget_bytes == first.value.minimum_bytes
+    assert "looking for the smallest peak" not in stages
 
 
 @pytest.mark.parametrize("change", ["budget", "option", "planner", "threads", "torch"])
@@ -119,12 +111,11 @@ def test_a_plan_is_not_used_where_something_differs_that_it_depends_on(
     assert len(entries(folder, "plan")) == 2 and kept.exists()
 
 
-def test_options_beside_the_plan_do_not_matter(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_beside_the_plan_do_not_matter(folder: Path) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.search.stages.ChainSolver", forbidden)
-    assert make_plan(on_mismatch="error") == first
+    with hearing() as stages:
+        assert make_plan(on_mismatch="error") == first
+    assert stages <= WITHOUT_SEARCH
 
 
 def test_an_infeasible_budget_is_not_kept(folder: Path) -> None:

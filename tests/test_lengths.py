@@ -32,7 +32,7 @@ from rockplan.values.graph import Call, CDGraph, DataKind, DataNode, Value, Valu
 from testing import models
 from testing.models import Case
 from testing.training import assert_same_state, assert_same_tensor, train_side_by_side
-from tests.planning import heard, set_times
+from tests.planning import WITHOUT_SEARCH, heard, set_times
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0)
 
@@ -61,14 +61,6 @@ def of_size(case: Case, batch: int, length: int) -> Case:
 @pytest.fixture(autouse=True)
 def _times_of_a_set_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     set_times(monkeypatch)
-
-
-WITHOUT_SEARCH = {
-    "capturing the model",
-    "measuring sizes",
-    "finding blocks",
-    "writing the code",
-}
 
 
 @pytest.mark.parametrize("name", CASES)

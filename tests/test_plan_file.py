@@ -24,6 +24,7 @@ from rockplan.store.plan_file import dump_plans, outline, parse_plans, write_who
 from rockplan.values.graph import as_eager
 from rockplan.values.plan import Status
 from rockplan.values.schedule import keep_all
+from tests.planning import WITHOUT_SEARCH, hearing
 
 
 class Net(nn.Module):
@@ -71,28 +72,16 @@ def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in module.parameters()]
 
 
-def forbidden(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("measured or solved")
-
-
-@pytest.fixture
-def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rockplan.search.problem.measure", forbidden)
-    monkeypatch.setattr("rockplan.search.stages.ChainSolver", forbidden)
-    monkeypatch.setattr("rockplan.search.block_families.option_families", forbidden)
-    monkeypatch.setattr("rockplan.search.problem.Cache", forbidden)
-
-
-def test_a_loaded_plan_runs_without_measuring_or_solving(
-    planned: nn.Module, path: Path, no_planning: None
-) -> None:
-    loaded = rockplan.load(net(), sample(), path)
+def test_a_loaded_plan_runs_without_measuring_or_solving(planned: nn.Module, path: Path) -> None:
+    with hearing() as stages:
+        loaded = rockplan.load(net(), sample(), path)
     assert loaded.plan.schedule == planned.plans[0].schedule
     assert loaded.plan.graph == planned.plans[0].graph
     assert "planned with torch" in str(loaded.plan)
     for x in (sample(), sample(32)):
         for a, b in zip(gradients(loaded, x), gradients(net(), x), strict=True):
             assert torch.equal(a, b)
+    assert stages <= WITHOUT_SEARCH
     peaks = [
         rockplan.peak_live_bytes(lambda module=module: module(sample()).pow(2).sum().backward())
         for module in (loaded, planned)
@@ -113,9 +102,7 @@ def test_the_lines_of_the_source_do_not_matter(tmp_path: Path) -> None:
     assert loaded.plan.graph.nodes[0].source != plans[0].graph.nodes[0].source
 
 
-def test_a_loaded_module_can_be_checked_copied_and_saved_again(
-    path: Path, tmp_path: Path, no_planning: None
-) -> None:
+def test_a_loaded_module_can_be_checked_copied_and_saved_again(path: Path, tmp_path: Path) -> None:
     options = rockplan.Options(check=True)
     loaded = rockplan.load(net(), sample(), path, options=options)
     assert "bit for bit" in loaded.plan.checked

@@ -11,58 +11,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import peft
 import pytest
 import torch
 import transformers
-import trl
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import rockplan
 from rockplan.search import planning
 from rockplan.values.plan import format_bytes, recomputations
 from testing.training import QUICK, assert_same_state
-
-LENGTH = 24
-ROWS = 4
-WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(124)))
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-
-
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def make_llama() -> Any:
-    """As `from_config` and `from_pretrained` give it."""
-    torch.manual_seed(0)
-    sizes = {**SIZES, "intermediate_size": 88, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, **sizes)
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def make_gpt2() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=len(WORDS), n_positions=32
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def make_mixtral() -> Any:
-    """With a loss of its routers beside the whole loss."""
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=len(WORDS), intermediate_size=64, num_key_value_heads=2, num_local_experts=4,
-        output_router_logits=True, **SIZES,
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+from tests.trainers import (
+    LENGTH,
+    ROWS,
+    SIZES,
+    WORDS,
+    Rows,
+    history,
+    lora,
+    make_gpt2,
+    make_llama,
+    make_mixtral,
+    preferred,
+    settings,
+    supervised,
+    tokens,
+)
 
 
 def make_t5() -> Any:
@@ -94,11 +68,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5": make_t5,
     "classifier": make_classifier,
 }
-
-
-def tokens(rows: int = ROWS, seed: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(4, len(WORDS), (rows, LENGTH), generator=generator)
 
 
 def batch_for(kind: str) -> dict[str, torch.Tensor]:
@@ -179,36 +148,6 @@ def test_a_model_in_eval_mode_is_said(
 # transformers.Trainer
 
 
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences that are their own targets."""
-
-    def __len__(self) -> int:
-        return 3 * ROWS
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = tokens(3 * ROWS)[index]
-        return {"input_ids": ids, "labels": ids}
-
-
-def settings(folder: Path) -> dict[str, Any]:
-    """Three steps, every one logged."""
-    return {
-        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True,
-        "max_steps": 3, "per_device_train_batch_size": ROWS, "logging_steps": 1, "seed": 3,
-        "save_strategy": "no", "bf16": False, "learning_rate": 1e-2,
-    }  # fmt: skip
-
-
-def history(trainer: transformers.Trainer) -> list[tuple[float, float]]:
-    """Losses and norms of gradients, from a seed."""
-    torch.manual_seed(7)
-    trainer.train()
-    rows = trainer.state.log_history
-    found = [(row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
-    assert len(found) == 3
-    return found
-
-
 def peak_of_step(trainer: transformers.Trainer, model: nn.Module, **more: Any) -> int:
     """Peak of the step that the trainer does, without the gradients of parameters."""
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
@@ -221,12 +160,6 @@ def peak_of_step(trainer: transformers.Trainer, model: nn.Module, **more: Any) -
 def with_lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     return peft.get_peft_model(model, lora())
-
-
-def lora() -> peft.LoraConfig:
-    return peft.LoraConfig(
-        r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], lora_dropout=0.1
-    )
 
 
 WRAPS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -363,49 +296,6 @@ def test_logits_that_the_caller_may_let_go_are_advised_of(
 
 
 # TRL
-
-
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    numbers = {word: i for i, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
-
-
-def texts(seed: int, length: int) -> list[str]:
-    return [" ".join(WORDS[i] for i in row[:length]) for row in tokens(3 * ROWS, seed)]
-
-
-def supervised(model: nn.Module, folder: Path, config: peft.LoraConfig | None) -> Any:
-    data = datasets.Dataset.from_dict({"text": texts(4, LENGTH - 1)})
-    arguments = trl.SFTConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
-    return trl.SFTTrainer(
-        model=model, args=arguments, train_dataset=data, processing_class=make_tokenizer(),
-        peft_config=config,
-    )  # fmt: skip
-
-
-def preferred(model: nn.Module, folder: Path, config: peft.LoraConfig | None) -> Any:
-    """Rows of chosen and rejected answers, of LENGTH tokens each."""
-    chosen, rejected = texts(5, LENGTH - 9), texts(6, LENGTH - 9)
-    data = datasets.Dataset.from_dict(
-        {
-            "prompt": texts(4, 8),
-            "chosen": [f" {t}" for t in chosen],
-            "rejected": [f" {t}" for t in rejected],
-        }
-    )
-    arguments = trl.DPOConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
-    return trl.DPOTrainer(
-        model=model, args=arguments, train_dataset=data, processing_class=make_tokenizer(),
-        peft_config=config, ref_model=None if config else make_llama(),
-    )  # fmt: skip
 
 
 TRAINERS = {"SFT": (supervised, 1), "DPO": (preferred, 2)}

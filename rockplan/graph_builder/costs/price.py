@@ -72,8 +72,10 @@ def measure(
         inputs = inputs_of(graph, values)
         run_first(inputs, (call for key, call in calls.items() if key not in missing))
         memory = measure_memory(inputs, missing)
-        scratch = scratch_for(torch.device(device_of(graph)))
-        times = measure_times(inputs, {key: equal[key] for key in memory}, scratch)
+        times: dict[str, list[int]] = {}
+        if memory:
+            scratch = scratch_for(torch.device(device_of(graph)))
+            times = measure_times(inputs, {key: equal[key] for key in memory}, scratch)
     for key, call in missing.items():
         if key in memory:
             costs[key] = cost_of(times[key], memory[key])
