@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import collections
 import copy
+import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import rockplan
@@ -161,3 +164,106 @@ def test_results_in_containers_of_the_caller(
     copied = copy.deepcopy(planned)
     expected, found = (step(m, put, KINDS[kind], IDS) for m in (eager, copied))
     assert_equal_trees(found, expected, "a copy")
+
+
+@dataclass
+class Results:
+    hidden: Any = None
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "UserDict": (collections.UserDict, "item"),
+    "UserList": (collections.UserList, "append"),
+    "BatchEncoding": (transformers.BatchEncoding, "item"),
+    "namespace": (types.SimpleNamespace, "attribute"),
+    "dataclass": (Results, "attribute"),
+    "slots": (Slotted, "attribute"),
+}
+PUT_INTO: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "item": lambda given, h: given.update(hidden=h),
+    "append": lambda given, h: given.append(h),
+    "attribute": lambda given, h: setattr(given, "hidden", h),
+}
+READ: dict[str, Callable[[Any], torch.Tensor]] = {
+    "item": lambda given: given["hidden"],
+    "append": lambda given: given[0],
+    "attribute": lambda given: given.hidden,
+}
+
+
+class Filling(nn.Module):
+    def __init__(self, how: str, returns: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.how, self.returns = nn.Linear(4, 4), nn.Linear(4, 4), how, returns
+
+    def forward(self, given: Any, x: torch.Tensor) -> Any:
+        h = self.a(x).sin()
+        PUT_INTO[self.how](given, h)
+        result = self.b(h).sin()
+        return (given, result) if self.returns else result
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_results_in_objects_of_the_caller(
+    name: str, returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where backward starts from these, and so is planned for when it comes."""
+    make, how = OBJECTS[name]
+    torch.manual_seed(0)
+    model, made = Filling(how, returns), count_programs(monkeypatch)
+    eager, sample = copy.deepcopy(model), make()
+    planned: Any = rockplan.solve(model, (sample, torch.randn(3, 4)), "min")
+    assert vars_of(sample) == vars_of(make())
+    for number in range(3):
+        x, found = torch.randn(3, 4), []
+        for module in (planned, eager):
+            given = make()
+            result = module(given, x)
+            if returns:
+                assert result[0] is given
+                result = result[1]
+            hidden = READ[how](given)
+            (result.sum() + hidden.square().sum() * (number > 0)).backward()
+            found.append((type(given), [*map(len, vars_of(given))], hidden, result))
+        assert_equal_trees(found[0], found[1], f"step {number}")
+        assert_same_state(planned, eager, f"step {number}")
+    assert len(made) == 2
+
+
+def vars_of(given: Any) -> list[Any]:
+    """Names of what it holds."""
+    inner = getattr(given, "data", {})
+    names = dir(given) if isinstance(given, Slotted) else vars(given)
+    return [[n for n in names if not n.startswith("_")], [*inner]]
+
+
+def test_what_is_refused_of_objects_says_what_works() -> None:
+    """And does."""
+
+    def counted(given: Any, h: torch.Tensor) -> Any:
+        given["calls"] = given["calls"] + 1
+        return h.sum()
+
+    def deep(given: Any, h: torch.Tensor) -> Any:
+        given["kept"]["h"] = h
+        return h.sum()
+
+    for put in (counted, deep):
+        batch = transformers.BatchEncoding({"ids": IDS, "calls": 1, "kept": {}})
+        model: Any = Encoder(put)
+        model.forward = types.MethodType(forward_of_mappings, model)
+        with pytest.raises(rockplan.UnsupportedModel, match=r"pass `dict\(batch\)`"):
+            rockplan.solve(model, (batch,), "min")
+        planned, given = rockplan.solve(model, (dict(batch),), "min"), dict(batch)
+        planned(given).backward()
+        assert given["calls"] == 2 if put is counted else "h" in given["kept"]
+
+
+def forward_of_mappings(self: Any, given: Any) -> Any:
+    h = self.head(torch.tanh(self.hidden(self.embedding(given["ids"]))))
+    return self.put(given, h)

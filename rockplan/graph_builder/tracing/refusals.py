@@ -55,6 +55,12 @@ AS_OPERATOR = (
 RUN_ONCE = "run the module once on the sample, then plan it"
 """What to do where only the first call is another one."""
 
+PUT_INTO_A_DICTIONARY = (
+    "return what it adds there, or put it into a dictionary or a list that is an argument, where "
+    "planned calls leave it, too (in place of a mapping of another class, such as BatchEncoding, "
+    "pass `dict(batch)`)"
+)
+
 DECIDED = (
     "as a Python bool or number, or as a tensor of bools or integers (each such value is a kind of "
     "call, planned for once)"
@@ -632,7 +638,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "change of the caller's",
         When.FORWARD,
         "the forward changes {place}, which the caller has given, and a planned run would not",
-        "return what it adds there, or put it into a dictionary or a list that is an argument",
+        PUT_INTO_A_DICTIONARY,
         "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(

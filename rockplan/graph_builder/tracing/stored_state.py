@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.recorder import Recorder
-from rockplan.graph_builder.tracing.refusals import NAMED, RUN_ONCE
+from rockplan.graph_builder.tracing.refusals import NAMED, PUT_INTO_A_DICTIONARY, RUN_ONCE
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
 from rockplan.python_state.holders import (
@@ -410,6 +410,8 @@ def _refusal(place: Place, is_kept: bool = False) -> RockplanError:
     facts["place"] = place.text if place.module is not None else str(place)
     if is_kept:
         facts["remedy"] = f"Only the first call does: {RUN_ONCE}"
+    elif place.is_callers:
+        facts["remedy"] = PUT_INTO_A_DICTIONARY[0].upper() + PUT_INTO_A_DICTIONARY[1:]
     elif place.text.removeprefix("self.").isidentifier():
         facts["remedy"] = (
             f"Return it, or update a registered buffer in place ({place.text}.copy_(...))"
