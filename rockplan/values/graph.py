@@ -11,9 +11,10 @@ These are values: nothing here imports torch, and no pass changes a graph in pla
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from rockplan.values.columns import aligned
 from rockplan.values.literals import picklable
@@ -449,3 +450,25 @@ def refs(call: Call) -> list[ValueRef]:
     for _, argument in call.kwargs:
         references += value_refs(argument)
     return references
+
+
+def with_each_ref(argument: Any, of: Callable[[int], object]) -> Any:
+    """`argument` with what `of` says of its index in place of each ValueRef."""
+    if isinstance(argument, ValueRef):
+        return of(argument.index)
+    return (
+        tuple([with_each_ref(a, of) for a in argument]) if isinstance(argument, tuple) else argument
+    )
+
+
+def renamed(
+    call: Call, argument: Callable[[int], int], result: Callable[[int], int | None]
+) -> Call:
+    """`call` with other numbers for its arguments and results."""
+
+    def ref(index: int) -> ValueRef:
+        return ValueRef(argument(index))
+
+    kwargs = tuple([(name, with_each_ref(a, ref)) for name, a in call.kwargs])
+    results = tuple([None if r is None else result(r) for r in call.results])
+    return Call(call.op, with_each_ref(call.args, ref), kwargs, results)

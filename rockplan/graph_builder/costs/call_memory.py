@@ -19,7 +19,7 @@ from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.costs.call_key import call_key, device_of
-from rockplan.graph_builder.costs.execution import Execution, Inputs, flat_results
+from rockplan.graph_builder.costs.execution import Execution, Inputs
 from rockplan.graph_builder.costs.ruler import (
     memory_events,
     peak_between,
@@ -29,6 +29,7 @@ from rockplan.graph_builder.costs.ruler import (
 )
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import OPAQUE
+from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import Call, CDGraph, Phase, value_refs
 from rockplan.values.progress import report

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.costs.call_key import copies_storages, device_of
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.recorded.evaluate import substitute
-from rockplan.graph_builder.recorded.specs import dtype_of, is_floating, span
+from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
+from rockplan.graph_builder.recorded.specs import dtype_of, is_floating
+from rockplan.graph_builder.recorded.tensors import tensor_of
 from rockplan.python_state.autocast import OFF, under_autocast
-from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, is_kernel, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, is_kernel, value_refs
 
 # Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.
 _DRAWN = 1 << 16
@@ -150,7 +151,8 @@ class Inputs:
             environment[index] = self.given[index]
         elif is_floating(value.spec) or not (value.view or index in self.made_by):
             size_bytes = self.graph.data[value.data].size_bytes if with_storage else 0
-            environment[index] = _made_up(value.spec, size_bytes)
+            spec = replace(value.spec, offset=0)
+            environment[index] = tensor_of(spec, _made_up, size_bytes)
         elif value.view is not None:
             self.run(value.view, environment)
         else:
@@ -178,25 +180,10 @@ def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
     return Inputs(graph, given, made_by, torch.device(device_of(graph)).type == "cuda")
 
 
-def _made_up(spec: TensorSpec, size_bytes: int) -> torch.Tensor:
-    """A tensor with the spec's strides, in a storage of `size_bytes` or of what it needs: uniform
-    in [0, 1), a row of _DRAWN elements over and over; zeros if not of floating dtype."""
-    dtype = dtype_of(spec)
-    elements = max(span(spec), size_bytes // dtype.itemsize)
-    if is_floating(spec):
-        generator = torch.Generator(spec.device).manual_seed(0)
-        drawn = torch.rand(min(elements, _DRAWN), generator=generator, device=spec.device)
-        flat = drawn.to(dtype).repeat(-(-elements // _DRAWN))[:elements]
-    else:
-        flat = torch.zeros(elements, dtype=dtype, device=spec.device)
-    tensor = flat.as_strided(spec.shape, spec.stride)
-    if spec.is_conj:
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if spec.is_neg else tensor
-
-
-def flat_results(result: object) -> list[object]:
-    """Flat results, in the order of `Call.results`."""
-    if not isinstance(result, tuple | list):
-        return [result]
-    return [leaf for item in result for leaf in flat_results(item)]
+def _made_up(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uniform in [0, 1), a row of _DRAWN elements over and over; zeros if not of floating dtype."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros(elements, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.rand(min(elements, _DRAWN), generator=generator, device=device)
+    return drawn.to(dtype).repeat(-(-elements // _DRAWN))[:elements]

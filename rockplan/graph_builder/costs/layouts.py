@@ -11,9 +11,10 @@ import torch
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.costs.call_key import call_key
-from rockplan.graph_builder.costs.execution import Inputs, as_executed, flat_results, inputs_of
+from rockplan.graph_builder.costs.execution import Inputs, as_executed, inputs_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
+from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 
 

@@ -38,7 +38,7 @@ from rockplan.graph_builder.foreign.opaque_functions import (
 )
 from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, Tensors
 from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.tensors import tensor_in, tensor_of
 from rockplan.graph_builder.tracing.refusals import NAMED
 
 
@@ -197,23 +197,18 @@ def _made_up(tensors: Tensors) -> list[torch.Tensor]:
     integers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
-    for spec, storage, size_bytes in zip(
-        tensors.specs, tensors.storages, tensors.sizes, strict=True
-    ):
-        dtype, device = dtype_of(spec), torch.device(spec.device)
+    of = zip(tensors.specs, tensors.storages, tensors.sizes, strict=True)
+    for spec, storage, size_bytes in of:
         if storage not in storages:
-            elements = -(-size_bytes // dtype.itemsize)
-            if dtype.is_floating_point or dtype.is_complex:
-                flat = torch.rand(elements, device=device).to(dtype)
-            else:
-                flat = torch.zeros(elements, dtype=dtype, device=device)
-            storages[storage] = flat.untyped_storage()
-        tensor = torch.empty(0, dtype=dtype, device=device)
-        tensor.set_(storages[storage], spec.offset, spec.shape, spec.stride)
-        if spec.is_conj:
-            tensor = tensor.conj()
-        made.append(torch._neg_view(tensor) if spec.is_neg else tensor)
+            storages[storage] = tensor_of(spec, _numbers, size_bytes).untyped_storage()
+        made.append(tensor_in(storages[storage], spec))
     return made
+
+
+def _numbers(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.rand(elements, device=device).to(dtype)
+    return torch.zeros(elements, dtype=dtype, device=device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

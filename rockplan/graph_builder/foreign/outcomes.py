@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.tensors import tensor_of
 from rockplan.python_state.contents import described
 from rockplan.values.graph import TensorSpec
 
@@ -226,7 +226,4 @@ def _sharing(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def new_tensor(made: MadeByRun) -> torch.Tensor:
-    spec, dtype = made.spec, dtype_of(made.spec)
-    elements = -(-made.size_bytes // dtype.itemsize)
-    flat = torch.empty(elements, dtype=dtype, device=spec.device)
-    return flat.as_strided(spec.shape, spec.stride, spec.offset)
+    return tensor_of(made.spec, size_bytes=made.size_bytes)

@@ -28,7 +28,7 @@ import torch
 from rockplan.graph_builder.digests import canonical_literal, digest
 from rockplan.graph_builder.fusion import kernels
 from rockplan.graph_builder.fusion.indices import looks_of
-from rockplan.graph_builder.fusion.parts import REDUCTIONS, renamed, words
+from rockplan.graph_builder.fusion.parts import REDUCTIONS, words
 from rockplan.graph_builder.lowering.reinplace import is_dense, is_ours, seen_by_others
 from rockplan.graph_builder.operators import facts
 from rockplan.values.graph import (
@@ -42,6 +42,7 @@ from rockplan.values.graph import (
     Value,
     ValueRef,
     refs,
+    renamed,
     value_refs,
 )
 
@@ -317,7 +318,7 @@ class _Writing:
         kernel = self._kernel
         for calls, early in steps:
             for call in calls:
-                self._calls.append(replace(renamed(call, self._name), results=call.results))
+                self._calls.append(renamed(call, self._name, int))
             for value, operand in early.items():
                 self._write(value, operand)
         for place, operand in self._over:

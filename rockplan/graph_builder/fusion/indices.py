@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.tensors import tensor_of
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 
@@ -47,10 +48,7 @@ def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
     """Of all its values."""
     made = {r for call in kernel.calls for r in call.made}
     values = sorted({*range(len(kernel.inputs)), *made})
-    shapes = [
-        torch.empty_strided(s.shape, s.stride, dtype=dtype_of(s), device="meta")
-        for s in kernel.inputs
-    ]
+    shapes = [tensor_of(replace(s, device="meta")) for s in kernel.inputs]
     every = replace(kernel, results=tuple(values))
     return dict(zip(values, computed(every, shapes), strict=True))
 
@@ -179,9 +177,9 @@ def is_within(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> bool:
 
 
 def filled(spec: TensorSpec, fill: int = 0) -> torch.Tensor:
-    reach = sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
-    flat = torch.full((spec.offset + reach + 1,), fill, dtype=dtype_of(spec), device=spec.device)
-    return flat.as_strided(spec.shape, spec.stride, spec.offset)
+    return tensor_of(
+        spec, lambda n, dtype, device: torch.full((n,), fill, dtype=dtype, device=device)
+    )
 
 
 def _is_within(indices: _Indices, arguments: Sequence[Any]) -> bool:

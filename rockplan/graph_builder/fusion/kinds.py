@@ -14,9 +14,9 @@ from math import prod
 from rockplan.graph_builder.digests import canonical_literal, digest, spec_fields
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 from rockplan.graph_builder.fusion.groups import Group
-from rockplan.graph_builder.fusion.parts import PartKind, renamed, words
+from rockplan.graph_builder.fusion.parts import PartKind, words
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec
+from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, renamed
 
 _ALIGNED_BYTES = 16
 """Triton asks whether the first element lies at a multiple of this."""
@@ -58,7 +58,10 @@ def fused_group(
     for part in parts:
         for made in part.makes:
             local.setdefault(made, len(local))
-    calls = tuple(_without(renamed(part.call, local.__getitem__), len(inputs)) for part in parts)
+    calls = tuple(
+        _without(renamed(part.call, local.__getitem__, local.__getitem__), len(inputs))
+        for part in parts
+    )
     values = flow.parts.values
     specs = tuple(_as_input(values[v].spec, flow.is_given(flow.storage(v))) for v in inputs)
     kernel = Kernel(

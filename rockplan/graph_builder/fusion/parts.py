@@ -18,13 +18,12 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rockplan.graph_builder.costs.execution import flat_results
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
-from rockplan.graph_builder.recorded.evaluate import substitute
+from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
-from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.values.graph import Call, Phase, ValueRef, refs
+from rockplan.graph_builder.recorded.tensors import memory_of, tensor_in
+from rockplan.values.graph import Call, Phase, ValueRef, refs, renamed
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -82,19 +81,6 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def renamed(call: Call, name: Callable[[int], int]) -> Call:
-    """`call` with other numbers for its arguments and results."""
-
-    def of(argument: Any) -> Any:
-        if isinstance(argument, ValueRef):
-            return ValueRef(name(argument.index))
-        return tuple(map(of, argument)) if isinstance(argument, tuple) else argument
-
-    kwargs = tuple((k, of(a)) for k, a in call.kwargs)
-    results = tuple(None if r is None else name(r) for r in call.results)
-    return Call(call.op, of(call.args), kwargs, results)
-
-
 # -- the whole run -----------------------------------------------------------------------------
 
 
@@ -130,7 +116,7 @@ class _Expansion:
                     RecordedValue(made.spec, storages[made.storage], made.storage_bytes)
                 )
         for part in template.parts:
-            call = renamed(part.call, names.__getitem__)
+            call = renamed(part.call, names.__getitem__, names.__getitem__)
             self.parts.append(
                 OperatorPart(call, part.kind, position, recorded.phase, part.is_trigonometric)
             )
@@ -174,7 +160,7 @@ class _Expansion:
         local = {v: i for i, v in enumerate((*_given(call), *call.made))}
         storages = [self.values[v].storage for v in local]
         return (
-            _typed(renamed(call, local.__getitem__)),
+            _typed(renamed(call, local.__getitem__, local.__getitem__)),
             tuple(self.values[v].spec for v in local),
             tuple(storages.index(s) for s in storages),
         )
@@ -265,7 +251,7 @@ class _Tracing:
     def template(self) -> _Template:
         """Raises _NotFused."""
         call, mode = self._call, self._mode
-        storages: dict[int, torch.Tensor] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         # The fake mode has to be active: decompositions make scalars. What the caller's autocast
         # does is in the recording.
         with torch.no_grad(), torch._C._DisableAutocast(), self._fakes:
@@ -285,17 +271,12 @@ class _Tracing:
             )
         return _Template(tuple(mode.parts), dict(mode.tensors), leaves)
 
-    def _fake(self, value: int, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _fake(self, value: int, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """A fake tensor, in one storage with those that share one."""
         recorded = self._values[value]
-        spec = recorded.spec
-        dtype = dtype_of(spec)
         if recorded.storage not in storages:
-            size = recorded.storage_bytes
-            storages[recorded.storage] = torch.empty(size, dtype=torch.uint8, device=spec.device)
-        whole = storages[recorded.storage]
-        made = torch.empty(0, dtype=dtype, device=spec.device)
-        return made.set_(whole.untyped_storage(), spec.offset, spec.shape, spec.stride)
+            storages[recorded.storage] = memory_of(recorded)
+        return tensor_in(storages[recorded.storage], recorded.spec)
 
     def _leaf(self, result: int, made: Any) -> int:
         """The number of a result, which looks as recorded."""

@@ -16,19 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.lowering.reinplace import is_dense, out_of_place
-from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.recorded.evaluate import substitute
-from rockplan.graph_builder.recorded.results import Results
+from rockplan.graph_builder.recorded.new_calls import NewCalls
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.recorded.view import RunView
-from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef
+from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, renamed
 
 
 def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
@@ -69,10 +63,9 @@ class _Rewriting:
         self._everywhere = everywhere
         self._owned = self._view.storages(self._view.given)
         self._unchangeable = _unchangeable(self._view)
-        self._results = Results(FakeTensorMode())
+        self._writing = NewCalls(self._view)
+        self._values, self._calls = self._writing.values, self._writing.calls
         self._storages = self._view.next_storage
-        self._values = list(capture.values)
-        self._calls: list[RecordedCall] = []
         self._versions: dict[int, _Version] = {}
         self._written: dict[int, int] = {}
 
@@ -89,7 +82,7 @@ class _Rewriting:
         """Of the arguments as they are now; a new version, where it cannot run with the old."""
         recorded = self._view.calls[position]
         read = self._view.storages(recorded.reads)
-        call = self._renamed(recorded.call)
+        call = renamed(recorded.call, self._now, int)
         reads, writes = (tuple(map(self._now, vs)) for vs in (recorded.reads, recorded.writes))
         changing = self._changing(recorded, call, read)
         if changing is not None:
@@ -127,26 +120,11 @@ class _Rewriting:
         if not (self._everywhere or version.is_read or is_late):
             return None
         made = replace(call, op=op)
-        return made if self._made_by(made) == value.spec else None
+        return made if tensor_spec(self._writing.made(made)) == value.spec else None
 
     def _is_late(self, version: _Version, storages: Iterable[int]) -> bool:
         """True if one of `storages` is made after the version."""
         return any(self._written.get(s, -1) > version.begun for s in storages)
-
-    def _made_by(self, call: Call) -> TensorSpec:
-        """What the operator makes of arguments such as these."""
-        fakes = self._results.fake_mode
-
-        def fake(index: int) -> torch.Tensor:
-            spec = self._values[index].spec
-            with fakes:
-                return torch.empty_strided(
-                    spec.shape, spec.stride, dtype=dtype_of(spec), device=spec.device
-                )
-
-        args = tuple(substitute(a, fake) for a in call.args)
-        kwargs = {name: substitute(a, fake) for name, a in call.kwargs}
-        return tensor_spec(self._results.of(facts.resolve(call.op), args, kwargs))
 
     # -- values ----------------------------------------------------------------------------
 
@@ -201,17 +179,6 @@ class _Rewriting:
             replace(last, call=call, reads=(version.whole,), writes=(), random=False)
         )
         return view
-
-    def _renamed(self, call: Call) -> Call:
-        def now(argument: Any) -> Any:
-            if isinstance(argument, ValueRef):
-                return ValueRef(self._now(argument.index))
-            if isinstance(argument, tuple):
-                return tuple(map(now, argument))
-            return argument
-
-        kwargs = tuple((name, now(a)) for name, a in call.kwargs)
-        return replace(call, args=now(call.args), kwargs=kwargs)
 
 
 def _unchangeable(view: RunView) -> set[int]:

@@ -30,7 +30,7 @@ from rockplan.values.graph import (
     DataNode,
     Phase,
     Value,
-    ValueRef,
+    renamed,
     stem,
 )
 from rockplan.values.interface import Interface
@@ -184,20 +184,7 @@ class _Numbering:
 
     def call(self, call: Call) -> Call:
         """`call` with references to values of the graph."""
-
-        def translate(argument: object) -> object:
-            if isinstance(argument, ValueRef):
-                return ValueRef(self.value(argument.index))
-            if isinstance(argument, tuple):
-                return tuple(translate(item) for item in argument)
-            return argument
-
-        return Call(
-            call.op,
-            tuple(translate(a) for a in call.args),
-            tuple((k, translate(a)) for k, a in call.kwargs),
-            tuple(None if r is None else self.value_of.get(r) for r in call.results),
-        )
+        return renamed(call, self.value, self.value_of.get)
 
 
 def _interface(capture: Capture, numbering: _Numbering) -> Interface:

@@ -91,3 +91,10 @@ def substitute(argument: object, tensor: Callable[[int], torch.Tensor]) -> Any:
     if isinstance(argument, tuple):
         return [substitute(item, tensor) for item in argument]
     return argument
+
+
+def flat_results(result: object) -> list[object]:
+    """Flat results, in the order of `Call.results`."""
+    if not isinstance(result, tuple | list):
+        return [result]
+    return [leaf for item in result for leaf in flat_results(item)]

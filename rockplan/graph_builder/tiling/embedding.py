@@ -12,17 +12,14 @@ there (`reinplace`): all but the first ones of a token are zero.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.recorded.evaluate import substitute
-from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
-from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.new_calls import NewCalls
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 from rockplan.values.graph import Call, ValueRef, refs
 
 GRADIENT = "aten.embedding_dense_backward.default"
@@ -33,17 +30,17 @@ def with_rows_added(capture: Capture) -> Capture:
     sums = dict(_sums(capture))
     if not sums:
         return capture
-    writing, gone = _RowSums(capture), frozenset(sums.values())
+    new, gone = NewCalls(capture.view), frozenset(sums.values())
     for position, recorded in enumerate(capture.calls):
         if position in sums:
-            writing.add_rows(recorded, capture.calls[sums[position]])
+            _add_rows(new, recorded, capture.calls[sums[position]])
         elif position not in gone:
-            writing.calls.append(recorded)
-    joined = capture.tiles.joined | {r for p in sums for r in capture.calls[p].call.results if r}
+            new.calls.append(recorded)
+    joined = capture.tiles.joined | {r for p in sums for r in capture.calls[p].call.made}
     return replace(
         capture,
-        values=tuple(writing.values),
-        calls=tuple(writing.calls),
+        values=tuple(new.values),
+        calls=tuple(new.calls),
         tiles=replace(capture.tiles, joined=joined),
     )
 
@@ -65,81 +62,30 @@ def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
             yield position, of_embedding
 
 
-@dataclass(slots=True)
-class _RowSums:
-    """New calls, each on fake tensors."""
+def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) -> None:
+    """Write the sum that `addition` makes of something and of what `embedding` makes."""
+    gradient, tokens, rows, padding, by_frequency = embedding.call.args
+    assert isinstance(gradient, ValueRef) and isinstance(tokens, ValueRef)
+    assert isinstance(padding, int)
+    spec = new.values[tokens.index].spec
+    count, integers = prod(spec.shape), {"dtype": torch.int64}
+    here = {**integers, "device": torch.device(spec.device)}
 
-    values: list[RecordedValue]
-    calls: list[RecordedCall]
-    fakes: dict[int, torch.Tensor]
-    storages: dict[int, int]
-    mode: FakeTensorMode
+    def make(op: str, *args: Any, **kwargs: Any) -> ValueRef:
+        return ValueRef(*new.add(embedding, op, args, tuple(kwargs.items())))
 
-    def __init__(self, capture: Capture) -> None:
-        self.values, self.calls = list(capture.values), []
-        self.fakes, self.storages, self.mode = {}, {}, FakeTensorMode()
-
-    def add_rows(self, addition: RecordedCall, embedding: RecordedCall) -> None:
-        """Write the sum that `addition` makes of something and of what `embedding` makes."""
-        gradient, tokens, rows, padding, by_frequency = embedding.call.args
-        assert isinstance(gradient, ValueRef) and isinstance(tokens, ValueRef)
-        assert isinstance(padding, int)
-        spec = self.values[tokens.index].spec
-        count, integers = prod(spec.shape), {"dtype": torch.int64}
-        here = {**integers, "device": torch.device(spec.device)}
-
-        def make(op: str, *args: Any, **kwargs: Any) -> ValueRef:
-            return self._call(embedding, op, args, kwargs)
-
-        given = make(_COPY, tokens, **integers, memory_format=torch.contiguous_format)
-        if padding >= 0:  # a row that gets no gradient
-            is_none = make("aten.unsqueeze.default", make(_EQUAL, given, padding), len(spec.shape))
-            gradient = make("aten.masked_fill.Scalar", gradient, is_none, 0)
-        flat = make(_VIEW, given, (count,))
-        table = make("aten.full.default", (rows,), count, **here)
-        places = make("aten.arange.default", count, **here)
-        table = make("aten.scatter_reduce.two", table, 0, flat, places, "amin")
-        first = make(_VIEW, make("aten.gather.default", table, 0, flat), spec.shape)
-        summed = make(GRADIENT, gradient, first, count, -1, by_frequency)
-        before, (result,) = addition.call.args[0], addition.call.results
-        self._call(addition, "aten.index_add.default", (before, 0, flat, summed), {}, result)
-
-    def _call(
-        self,
-        like: RecordedCall,
-        op: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: int | None = None,
-    ) -> ValueRef:
-        """Add a call, of the module and line of another one; what it makes: the value `result`, if
-        that is known."""
-        number = self._made(op, args, kwargs) if result is None else result
-        call = Call(op, args, tuple(kwargs.items()), (number,))
-        reads = tuple(dict.fromkeys(ref.index for ref in refs(call)))
-        self.calls.append(replace(like, call=call, reads=reads, writes=()))
-        return ValueRef(number)
-
-    def _made(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """A new value, which the call makes."""
-        given = [substitute(a, self._fake) for a in args]
-        with torch.no_grad(), torch._C._DisableAutocast(), self.mode:
-            made = facts.resolve(op)(*given, **kwargs)
-        number, storage = len(self.values), made.untyped_storage()
-        ordinal = 1 + max(v.storage for v in self.values)
-        ordinal = self.storages.setdefault(storage._cdata, ordinal)
-        self.values.append(RecordedValue(tensor_spec(made), ordinal, int(storage.nbytes())))
-        self.fakes[number] = made
-        return number
-
-    def _fake(self, value: int) -> torch.Tensor:
-        if value not in self.fakes:
-            spec = self.values[value].spec
-            with self.mode:
-                self.fakes[value] = torch.empty_strided(
-                    spec.shape, spec.stride, dtype=dtype_of(spec), device=spec.device
-                )
-        return self.fakes[value]
+    given = make(_COPY, tokens, **integers, memory_format=torch.contiguous_format)
+    if padding >= 0:  # a row that gets no gradient
+        is_none = make("aten.unsqueeze.default", make(_EQUAL, given, padding), len(spec.shape))
+        gradient = make("aten.masked_fill.Scalar", gradient, is_none, 0)
+    flat = make(_VIEW, given, (count,))
+    table = make("aten.full.default", (rows,), count, **here)
+    places = make("aten.arange.default", count, **here)
+    table = make("aten.scatter_reduce.two", table, 0, flat, places, "amin")
+    first = make(_VIEW, make("aten.gather.default", table, 0, flat), spec.shape)
+    summed = make(GRADIENT, gradient, first, count, -1, by_frequency)
+    terms = (addition.call.args[0], 0, flat, summed)
+    new.write(addition, Call("aten.index_add.default", terms, (), addition.call.results))
 
 
 _COPY, _VIEW, _EQUAL = "aten._to_copy.default", "aten.view.default", "aten.eq.Scalar"

@@ -14,28 +14,19 @@ chain of sums, for products by `addmm`, which may be written over the sum before
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rockplan.graph_builder.costs.execution import flat_results
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.recorded.evaluate import substitute
-from rockplan.graph_builder.recorded.results import Results
-from rockplan.graph_builder.recorded.run import (
-    Capture,
-    RecordedCall,
-    RecordedValue,
-    Tiles,
-    tensor_spec,
-)
+from rockplan.graph_builder.recorded.new_calls import NewCalls
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall, Tiles
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tiling.region import Region, regions_of
 from rockplan.graph_builder.tiling.rules import MEANS, NLL, PRODUCT, Groups, Rows, RowWise, in_part
-from rockplan.values.graph import Call, Phase, ValueRef, refs
+from rockplan.values.graph import Call, Phase, ValueRef, with_each_ref
 
 LEAST_ROWS, LEAST_SHORT_ROWS = 128, 64
 """Of a part: matrix products of fewer, and of numbers of 16 bits, are slower by more than they
@@ -103,13 +94,8 @@ class _TiledRun:
     def __init__(self, recorded: Capture, region: Region, size: int) -> None:
         self._region, self._run, self._groups = region, region.run, region.groups
         self._recorded = recorded
-        self._values = list(self._recorded.values)
-        self._calls: list[RecordedCall] = []
-        self._results = Results(FakeTensorMode())
-        self._fakes: dict[int, torch.Tensor] = {}
-        self._ordinals: dict[int, int] = {}
-        self._memory: dict[int, torch.Tensor] = {}
-        self._storages = self._run.next_storage
+        self._new = NewCalls(self._run)
+        self._values = self._new.values
         self._merged: dict[tuple[int, Rows], int] = {}
         self._sums: dict[int, int] = {}
         self._sliced: set[int] = set()
@@ -124,7 +110,7 @@ class _TiledRun:
         """Raises _NotTiled."""
         for beside, head in self._levels():
             for position in sorted(beside):
-                self._calls.append(self._recorded.calls[position])
+                self._new.calls.append(self._recorded.calls[position])
             for part in self._parts:
                 for position in head:
                     self._add(position, part)
@@ -133,7 +119,7 @@ class _TiledRun:
         return replace(
             self._recorded,
             values=tuple(self._values),
-            calls=tuple(self._calls),
+            calls=tuple(self._new.calls),
             tiles=Tiles(len(self._parts), frozenset(self._sliced), frozenset(self._joined)),
         )
 
@@ -205,8 +191,8 @@ class _TiledRun:
             rows = cut.operands.get(value)
             return ValueRef(value if rows is None else self._part_of(value, rows, part, recorded))
 
-        args = _renamed(args, own)
-        kwargs = tuple((name, _renamed(a, own)) for name, a in kwargs)
+        args = with_each_ref(args, own)
+        kwargs = tuple((name, with_each_ref(a, own)) for name, a in kwargs)
         call = recorded.call
         if call.op == NLL and cut.results[0] is None:
             made = self._loss(recorded, args)
@@ -336,10 +322,7 @@ class _TiledRun:
         for value, fakes in enumerate(self._values):
             if fakes.storage == storage:
                 self._values[value] = replace(fakes, storage=self._run.storage(result))
-        call = Call("aten.alias.default", (ValueRef(made),), (), (result,))
-        self._calls.append(replace(recorded, call=call, reads=(made,), writes=()))
-
-    # -- calls on fake tensors ---------------------------------------------------------------
+        self._new.write(recorded, Call("aten.alias.default", (ValueRef(made),), (), (result,)))
 
     def _call(
         self,
@@ -349,57 +332,10 @@ class _TiledRun:
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
         """Add a call, of the module and line of another one; the values that it makes."""
-        given = [substitute(a, self._fake) for a in args]
-        named = {name: substitute(a, self._fake) for name, a in kwargs}
         try:
-            with torch.no_grad(), torch._C._DisableAutocast(), self._results.fake_mode:
-                made = self._results.of(facts.resolve(op), tuple(given), named)
+            return self._new.add(like, op, args, kwargs)
         except facts.CALL_ERRORS as error:
             raise _NotTiled(f"{op} cannot run on a part of the rows ({error})") from error
-        results = tuple(self._value(t) for t in flat_results(made))
-        call = Call(op, args, kwargs, results)
-        reads = tuple(dict.fromkeys(r.index for r in refs(call)))
-        self._calls.append(replace(like, call=call, reads=reads, writes=()))
-        return results
-
-    def _value(self, tensor: Any) -> int:
-        """The number of a tensor that a call has made."""
-        if not isinstance(tensor, torch.Tensor):
-            raise _NotTiled("a call makes what is no tensor")
-        storage = tensor.untyped_storage()
-        ordinal = self._ordinals.get(storage._cdata)
-        if ordinal is None:
-            ordinal = self._ordinals[storage._cdata] = self._storages
-            self._memory[ordinal] = tensor
-            self._storages += 1
-        number = len(self._values)
-        self._values.append(RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes())))
-        self._fakes[number] = tensor
-        return number
-
-    def _fake(self, value: int) -> torch.Tensor:
-        """A fake tensor, in one storage with those that share one."""
-        if value not in self._fakes:
-            recorded = self._values[value]
-            spec, device = recorded.spec, recorded.spec.device
-            with self._results.fake_mode:
-                if recorded.storage not in self._memory:
-                    whole = torch.empty(recorded.storage_bytes, dtype=torch.uint8, device=device)
-                    self._memory[recorded.storage] = whole
-                    self._ordinals[whole.untyped_storage()._cdata] = recorded.storage
-                storage = self._memory[recorded.storage].untyped_storage()
-                made = torch.empty(0, dtype=dtype_of(spec), device=device)
-                made.set_(storage, spec.offset, spec.shape, spec.stride)
-            self._fakes[value] = made
-        return self._fakes[value]
-
-
-def _renamed(argument: Any, own: Callable[[int], ValueRef]) -> Any:
-    if isinstance(argument, ValueRef):
-        return own(argument.index)
-    if isinstance(argument, tuple):
-        return tuple(_renamed(a, own) for a in argument)
-    return argument
 
 
 _VIEW, _SLICE = "aten.view.default", "aten.slice.Tensor"

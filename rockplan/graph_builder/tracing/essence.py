@@ -19,7 +19,7 @@ from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state.contents import data_in
-from rockplan.values.graph import Phase, ValueRef
+from rockplan.values.graph import Phase, ValueRef, with_each_ref
 
 Essence = tuple[Any, ...]
 
@@ -59,18 +59,10 @@ class _Essence:
         written = {self._recorder.values[v].storage for v in recorded.writes}
         for value in [v for v in self._known if self._recorder.values[v].storage in written]:
             del self._known[value]
-        arguments = [self._argument(a) for a in (*call.args, *(v for _, v in call.kwargs))]
-        for result in call.results:
-            if result is not None:
-                self._numbers.setdefault(result, len(self._numbers))
+        arguments = with_each_ref((*call.args, *(v for _, v in call.kwargs)), self.value)
+        for result in call.made:
+            self._numbers.setdefault(result, len(self._numbers))
         return call.op, arguments, [name for name, _ in call.kwargs], recorded.random
-
-    def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, ValueRef):
-            return self.value(argument.index)
-        if isinstance(argument, tuple):
-            return tuple(map(self._argument, argument))
-        return argument
 
     def value(self, value: int) -> Any:
         if value in self._known:

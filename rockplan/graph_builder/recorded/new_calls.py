@@ -1,0 +1,86 @@
+"""NewCalls: calls that a pass writes into a run, worked out on fake tensors.
+
+takes: the view of a run. returns: its values and new ones, calls. guarantees: what a new call makes
+is described as eager makes it; values that share a storage are fake tensors that do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
+from rockplan.graph_builder.recorded.results import Results
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.tensors import memory_of, tensor_in
+from rockplan.graph_builder.recorded.view import RunView
+from rockplan.values.graph import Call, refs
+
+
+class NewCalls:
+    """values: those of the run, then new ones; calls: what is written so far, in order."""
+
+    def __init__(self, view: RunView) -> None:
+        self.values = list(view.values)
+        self.calls: list[RecordedCall] = []
+        self._results = Results(FakeTensorMode())
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._ordinals: dict[int, int] = {}
+        self._next_storage = view.next_storage
+
+    def add(
+        self,
+        like: RecordedCall,
+        op: str,
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...] = (),
+    ) -> tuple[int, ...]:
+        """Write a call, of the module and line of another one; the values that it makes. Raises
+        what the operator raises."""
+        results = tuple(map(self._value, flat_results(self.made(Call(op, args, kwargs, ())))))
+        self.write(like, Call(op, args, kwargs, results))
+        return results
+
+    def write(self, like: RecordedCall, call: Call) -> None:
+        """Write a call whose results are known."""
+        reads = tuple(dict.fromkeys(r.index for r in refs(call)))
+        self.calls.append(replace(like, call=call, reads=reads, writes=()))
+
+    def made(self, call: Call) -> Any:
+        """What the call makes, as fake tensors. Raises what the operator raises."""
+        given = tuple(substitute(a, self._fake) for a in call.args)
+        named = {name: substitute(a, self._fake) for name, a in call.kwargs}
+        with torch.no_grad(), torch._C._DisableAutocast(), self._results.fake_mode:
+            return self._results.of(facts.resolve(call.op), given, named)
+
+    def _value(self, tensor: Any) -> int:
+        """The number of a tensor that a call has made."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError("a call makes what is no tensor")
+        storage = tensor.untyped_storage()
+        ordinal = self._ordinals.get(storage._cdata)
+        if ordinal is None:
+            ordinal = self._ordinals[storage._cdata] = self._next_storage
+            self._memory[ordinal] = storage
+            self._next_storage += 1
+        number = len(self.values)
+        self.values.append(RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes())))
+        self._fakes[number] = tensor
+        return number
+
+    def _fake(self, value: int) -> torch.Tensor:
+        """A fake tensor, in one storage with those that share one."""
+        if value not in self._fakes:
+            recorded = self.values[value]
+            with self._results.fake_mode:
+                if recorded.storage not in self._memory:
+                    storage = memory_of(recorded)
+                    self._memory[recorded.storage] = storage
+                    self._ordinals[storage._cdata] = recorded.storage
+                self._fakes[value] = tensor_in(self._memory[recorded.storage], recorded.spec)
+        return self._fakes[value]
