@@ -8,8 +8,9 @@ Variables, of storage d and node i before backward node n, which ends a stage:
     keep_d_before_n          binary: d is alive when the stage starts
     again_i_before_n         binary: i runs again in it
     use_d_from_i_before_n    in [0, 1]: d is used in it by i or later (liveness after its producer)
-    state_i_before_n         in [0, 1]: random node i runs again in it or later: its generator state
-                             is alive from its first execution to there
+
+The state of a generator is a storage that the first execution of a node makes, others of it read,
+and nothing makes again.
 
 Frees are not variables: in a schedule that is written out by `with_frees` a storage is alive
 exactly when its next event is a use, and this is what the constraints charge.
@@ -94,7 +95,6 @@ class _Model:
     rows: list[LpConstraint] = field(default_factory=list)
     keep: dict[tuple[int, int], LpVariable] = field(default_factory=dict)
     rerun: dict[tuple[int, int], LpVariable] = field(default_factory=dict)
-    state: dict[tuple[int, int], LpVariable] = field(default_factory=dict)
     peak: list[MemoryRow] = field(default_factory=list)
 
     def before(self, s: int) -> str:
@@ -141,24 +141,10 @@ class _Model:
         return lpSum(v for v in (self.keep.get((s, d)), *made) if v is not None)
 
     def kept_units(self, s: int) -> Terms:
-        """Units of free storages and generator states alive when stage s starts."""
+        """Units of free storages alive when stage s starts."""
         if s == len(self.stages.stages):
             return []
-        terms = [term for d in self.stages.stages[s].wanted for term in self.kept(s, d)]
-        return terms + self.states(s, -1)
-
-    def states(self, s: int, after: int) -> Terms:
-        """Units of generator states that node indices above `after` hold for stage s or later,
-        and the others for later stages only."""
-        return [
-            (variable, self.state_size(i))
-            for (stage, i), variable in self.state.items()
-            if stage == (s if i > after else s + 1)
-        ]
-
-    def state_size(self, i: int) -> int:
-        """Units of the generator state of node i."""
-        return self.stages.units.up(self.stages.units.view.state_bytes[i])
+        return [term for d in self.stages.stages[s].wanted for term in self.kept(s, d)]
 
 
 def weighed(terms: Iterable[tuple[LpVariable, int]]) -> LpAffineExpression:
@@ -181,7 +167,6 @@ def formulate(stages: Stages) -> StageModel:
     for s in range(len(stages.stages)):
         _add_reads(model, s)
         _add_survival(model, s)
-        _add_states(model, s)
         _add_backward_memory(model, s)
         _add_rerun_memory(model, s)
     model.within_peak("memory_after_the_last_stage", [], stages.tail)
@@ -212,11 +197,6 @@ def _add_variables(model: _Model) -> None:
     for s, stage in stages:
         for i in stage.movable:
             model.rerun[s, i] = model.variable(f"again_n{i}_{model.before(s)}", "Binary")
-    for s, stage in stages:
-        for i in stage.movable:
-            if view.state_bytes[i]:
-                name = f"state_n{i}_{model.before(s)}"
-                model.state[s, i] = model.variable(name, "Continuous")
     model.problem += LpAffineExpression(
         {v: graph.nodes[i].time_ns / time_unit_ns for (_, i), v in model.rerun.items()}
     )
@@ -224,10 +204,10 @@ def _add_variables(model: _Model) -> None:
 
 def _add_reads(model: _Model, s: int) -> None:
     """What is read is there: kept, or made again in the stage."""
-    graph, stage = model.stages.units.graph, model.stages.stages[s]
+    reads_again, stage = model.stages.units.view.reads_again, model.stages.stages[s]
     before, wanted = model.before(s), set(stage.wanted)
     for i in stage.movable:
-        for d in graph.nodes[i].reads:
+        for d in reads_again[i]:
             if d in wanted:
                 there = model.available(s, d) >= model.rerun[s, i]
                 model.require(f"n{i}_again_{before}_reads_d{d}", there)
@@ -247,20 +227,6 @@ def _add_survival(model: _Model, s: int) -> None:
         model.require(f"d{d}_{before}_is_kept_or_made_again", once)
 
 
-def _add_states(model: _Model, s: int) -> None:
-    """The state of a generator is alive until what draws from it runs for the last time."""
-    before = model.before(s)
-    for i in model.stages.stages[s].movable:
-        state = model.state.get((s, i))
-        if state is not None:
-            drawn = state >= model.rerun[s, i]
-            model.require(f"state_is_there_for_n{i}_again_{before}", drawn)
-            later = model.state.get((s + 1, i))
-            if later is not None:
-                stays = state >= later
-                model.require(f"state_of_n{i}_stays_from_{before}_to_{model.before(s + 1)}", stays)
-
-
 def _add_backward_memory(model: _Model, s: int) -> None:
     """Memory while the backward node runs, and while those between the last stage and this one
     do."""
@@ -272,7 +238,6 @@ def _add_backward_memory(model: _Model, s: int) -> None:
         for d in model.stages.stages[s + 1].wanted:
             if d not in there:
                 after += model.kept(s + 1, d)
-        after += model.states(s + 1, -1)
     model.within_peak(f"memory_at_n{stage.node}", after, stage.during + needed_bytes)
     model.within_peak(f"memory_up_to_n{stage.node}", model.kept_units(s), stage.gap)
 
@@ -281,12 +246,13 @@ def _add_rerun_memory(model: _Model, s: int) -> None:
     """Memory while a node runs again in stage s."""
     stages = model.stages
     graph, stage = stages.units.graph, stages.stages[s]
+    state_bytes = stages.units.view.state_bytes
     lives = [_add_life(model, s, d) for d in stage.wanted]
     wanted = set(stage.wanted)
     for i in stage.movable:
         node = graph.nodes[i]
         unlisted_bytes = sum(model.bytes(d) for d in node.writes if d not in wanted)
-        extra = stages.units.up(node.workspace_bytes + unlisted_bytes) + model.state_size(i)
+        extra = sum(map(stages.units.up, (node.workspace_bytes + unlisted_bytes, state_bytes[i])))
         terms: Terms = [(model.rerun[s, i], extra)]
         constant_bytes = stage.before
         for life in lives:
@@ -295,7 +261,7 @@ def _add_rerun_memory(model: _Model, s: int) -> None:
             else:
                 terms += life.during(model, s, i)
         name = f"memory_at_n{i}_again_{model.before(s)}"
-        model.within_peak(name, terms + model.states(s, i - 1), constant_bytes)
+        model.within_peak(name, terms, constant_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +293,10 @@ class _Life:
 
 def _add_life(model: _Model, s: int, d: int) -> _Life:
     """A storage that is used by a node that runs again, or after it, is alive up to there."""
-    graph, before = model.stages.units.graph, model.before(s)
+    reads_again, before = model.stages.units.view.reads_again, model.before(s)
     stage = model.stages.stages[s]
     is_read = d in stage.reads
-    users = tuple(i for i in stage.movable if d in graph.nodes[i].reads)
+    users = tuple(i for i in stage.movable if d in reads_again[i])
     later = model.keep.get((s + 1, d))
     use: list[LpVariable] = []
     for u in () if is_read else reversed(users):
@@ -340,13 +306,12 @@ def _add_life(model: _Model, s: int, d: int) -> _Life:
             model.require(f"d{d}_is_used_after_n{u}_again_{before}", alive >= later)
         later = alive
         use.append(alive)
-    made_by = model.stages.units.view.producer[d]
+    made_by = model.stages.units.view.producer.get(d, -1)
     return _Life(d, model.size(d), made_by, is_read, users, tuple(reversed(use)))
 
 
 def _add_forward_memory(model: _Model) -> None:
-    """Memory while forward nodes run: what is kept although the forward phase is done with it, and
-    generator states."""
+    """Memory while forward nodes run: what is kept although the forward phase is done with it."""
     stages = model.stages
     for i, during in enumerate(stages.forward_during):
         terms: Terms = []
@@ -354,11 +319,6 @@ def _add_forward_memory(model: _Model) -> None:
             last_use = stages.last_use[d]
             if last_use is not None and last_use < i:
                 terms += model.kept(0, d)
-        terms += [
-            (variable, model.state_size(node))
-            for (s, node), variable in model.state.items()
-            if s == 0 and node <= i
-        ]
         model.within_peak(f"memory_at_n{i}_first", terms, during)
 
 
@@ -373,7 +333,7 @@ def _add_start_memory(model: _Model) -> None:
     ]
     outputs_bytes = sum(model.bytes(d) for d in outputs if d not in not_free)
     constant_bytes = model.stages.start_bytes + outputs_bytes
-    model.within_peak("memory_at_the_turn", terms + model.states(0, -1), constant_bytes)
+    model.within_peak("memory_at_the_turn", terms, constant_bytes)
 
 
 def _add_saved(model: _Model) -> MemoryRow:
@@ -381,4 +341,4 @@ def _add_saved(model: _Model) -> MemoryRow:
     outputs = set(model.stages.units.graph.outputs)
     wanted = model.stages.stages[0].wanted
     terms = [term for d in wanted if d not in outputs for term in model.kept(0, d)]
-    return model.memory("saved_at_the_turn", terms + model.states(0, -1), model.stages.held)
+    return model.memory("saved_at_the_turn", terms, model.stages.held)

@@ -5,10 +5,10 @@ nodes once in order; at a stage, directly before a backward node that reads forw
 forward nodes may run again, in order.
 
 A storage is *free* if the solver decides when it lives: made by a forward node, neither held nor
-tiny. A free storage is *transient* if it is only a step to another one that is no larger: no
-backward node reads it, one node does, which reads no other free storage and writes no more bytes
-than that; such a storage is never kept, its reader's result is (on written-out attention a fifth
-of the solver's time, and no optimum changes: benchmarks/ilp_blocks.py).
+tiny, or the state of a generator. A free storage is *transient* if it is only a step to another one
+that is no larger: no backward node reads it, one node does, which reads no other free storage and
+writes no more bytes than that; such a storage is never kept, its reader's result is (on written-out
+attention a fifth of the solver's time, and no optimum changes: benchmarks/ilp_blocks.py).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tu
     wanted: set[int] = set()
 
     def free_reads(node: int) -> list[int]:
-        return [r for r in graph.nodes[node].reads if r in free]
+        return [r for r in view.reads_again[node] if r in free]
 
     for start, node in reversed(list(zip(starts, chosen, strict=False))):
         seeds = wanted | set(reads[node])
@@ -121,12 +121,10 @@ def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tu
 
 
 def _free(units: Units) -> frozenset[int]:
-    outside = units.tiny | set(units.graph.held)
-    return frozenset(
-        d.index
-        for d in units.graph.data
-        if d.kind is DataKind.ACTIVATION and d.index not in outside
-    )
+    view = units.view
+    states = (state for i, state in view.states.items() if view.state_bytes[i])
+    activations = (d.index for d in units.graph.data if d.kind is DataKind.ACTIVATION)
+    return frozenset((*activations, *states)) - units.tiny - view.held
 
 
 def _without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
@@ -170,8 +168,10 @@ def _last_forward_use(view: GraphView) -> dict[int, int | None]:
     lives to the end of that phase anyway."""
     stay = view.held.union(view.graph.outputs)
     n_forward = len(view.graph.forward)
-    return {
+    last_use: dict[int, int | None] = {
         d: None if d in stay else max(i for i in (made_by, *view.readers[d]) if i < n_forward)
         for d, made_by in view.producer.items()
         if made_by < n_forward
     }
+    # A state is there while its node runs only if that runs again.
+    return last_use | {state: i - 1 for i, state in view.states.items()}
