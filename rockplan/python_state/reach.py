@@ -24,7 +24,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import numpy
@@ -240,41 +239,35 @@ class _Walk:
         )
 
     def _look_into(self, value: Any, place: Place) -> None:
-        kind: Any = type(value)
         if isinstance(value, type | types.FunctionType) and id(value) in NOT_FOLLOWED:
             return
         # Of a proxy, what it stands for.
-        sort = _sort(kind if value.__class__ is kind else value.__class__)
-        match sort:
-            case _Sort.UNSEEN:
-                return
-            case _Sort.BUILTIN:
-                self.meet(value.__self__, place.inside(place.text, None, ""))
-                return
-            case _Sort.CLASS:
-                self._class(value)
-                return
-            case _Sort.TENSOR:
-                self._hold(self.real.get(id(value), value), place.guarded())
-                return
-            case _Sort.MODULE:
-                self._module(value, place)
-                return
-            case _Sort.FUNCTION:
-                self._function(value, place)
-                return
-            case _Sort.PROXY:
-                for inner in gc.get_referents(value):
-                    self.meet(inner, place.inside(place.text, None, ""))
-            case _Sort.TUPLE:
-                self._elements(enumerate(value), place)
-            case _Sort.WEAK:
-                self.meet(value(), place.inside(place.text, None, ""))
-            case _:
-                if _is_closed(kind) and not is_keeper(value) and not _is_container(value):
-                    return
-                self.meet(kind, place)
+        kind: Any = type(value)
+        _step(kind if value.__class__ is kind else value.__class__)(self, value, place)
+
+    def _object(self, value: Any, place: Place) -> None:
+        kind: Any = type(value)
+        if _is_closed(kind) and not is_keeper(value) and not isinstance(value, _CONTAINERS):
+            return
+        self.meet(kind, place)
         self._hold(value, place.guarded() if is_opaque_keeper(value) else place)
+
+    def _tensor(self, value: torch.Tensor, place: Place) -> None:
+        self._hold(self.real.get(id(value), value), place.guarded())
+
+    def _fixed(self, value: Any, place: Place) -> None:
+        """What refers to others for ever: a tuple, a weak reference, a view of a dictionary."""
+        if isinstance(value, types.MappingProxyType):
+            self._beyond(gc.get_referents(value), place)
+        elif isinstance(value, weakref.ref):
+            self._beyond((value(),), place)
+        else:
+            self._elements(enumerate(value), place)
+        self._hold(value, place)
+
+    def _beyond(self, values: Iterable[Any], place: Place) -> None:
+        for value in values:
+            self.meet(value, place.inside(place.text, None, ""))
 
     def _is_old(self, value: Any) -> bool:
         """Is there nothing to note of it? Names of places take longer to make than all else."""
@@ -294,7 +287,7 @@ class _Walk:
                 if not self._is_old(element):
                     self.meet(element, held.element(key))
                 if id(type(key)) not in PLAIN:
-                    self.meet(key, place.inside(place.text, None, ""))
+                    self._beyond((key,), place)
 
     def _elements(self, elements: Iterable[tuple[Any, Any]], place: Place) -> None:
         for key, element in elements:
@@ -351,8 +344,7 @@ class _Walk:
                 self.waiting[name].append((member, held.element(name)))
 
     def _function(self, function: Any, place: Place) -> None:
-        for inner in _wrapped(function):
-            self.meet(inner, place.inside(place.text, None, ""))
+        self._beyond(_wrapped(function), place)
         if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
             return
         is_named = place.text.startswith("self.")
@@ -420,35 +412,25 @@ _FUNCTIONS = (
 )
 
 
-class _Sort(Enum):
-    """What is looked for in an object, by its class."""
-
-    UNSEEN = auto()
-    BUILTIN = auto()
-    CLASS = auto()
-    TENSOR = auto()
-    MODULE = auto()
-    FUNCTION = auto()
-    PROXY = auto()
-    TUPLE = auto()
-    WEAK = auto()
-    OTHER = auto()
+_Step = Callable[[_Walk, Any, Place], None]
+_STEPS: tuple[tuple[tuple[type, ...], _Step], ...] = (
+    (
+        (types.BuiltinFunctionType, types.MethodWrapperType),
+        lambda walk, value, place: walk._beyond((value.__self__,), place),
+    ),
+    (_UNSEEN, lambda walk, value, place: None),
+    ((type,), lambda walk, value, place: walk._class(value)),
+    ((torch.Tensor,), _Walk._tensor),
+    ((nn.Module,), _Walk._module),
+    (_FUNCTIONS, _Walk._function),
+    ((types.MappingProxyType, tuple, frozenset, weakref.ref), _Walk._fixed),
+)
+"""How a walk looks into objects of these classes."""
 
 
 @once_for_each_class
-def _sort(kind: type) -> _Sort:
-    rows: tuple[tuple[_Sort, tuple[type, ...]], ...] = (
-        (_Sort.BUILTIN, (types.BuiltinFunctionType, types.MethodWrapperType)),
-        (_Sort.UNSEEN, _UNSEEN),
-        (_Sort.CLASS, (type,)),
-        (_Sort.TENSOR, (torch.Tensor,)),
-        (_Sort.MODULE, (nn.Module,)),
-        (_Sort.FUNCTION, _FUNCTIONS),
-        (_Sort.PROXY, (types.MappingProxyType,)),
-        (_Sort.TUPLE, (tuple, frozenset)),
-        (_Sort.WEAK, (weakref.ref,)),
-    )
-    return next((sort for sort, kinds in rows if issubclass(kind, kinds)), _Sort.OTHER)
+def _step(kind: type) -> _Step:
+    return next((step for kinds, step in _STEPS if issubclass(kind, kinds)), _Walk._object)
 
 
 _MEMBERS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
@@ -541,10 +523,6 @@ def _compares_objects(code: types.CodeType) -> bool:
 
 def _root(value: Any) -> str:
     return str(getattr(value, "__module__", None)).partition(".")[0]
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS)
 
 
 @once_for_each_class
