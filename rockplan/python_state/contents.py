@@ -385,22 +385,6 @@ def _data(frozen: Any) -> Any:
     return frozen
 
 
-def is_other_code(value: object, former: object) -> bool:
-    """Is it a class or a function in place of another one? One that is made anew is the same."""
-    code, known = _code(value), _code(former)
-    return code is not None and known is not None and code != known
-
-
-def _code(value: object) -> Any:
-    if isinstance(value, functools.partial):
-        return _code(value.func)
-    if isinstance(value, types.MethodType):
-        return _code(value.__func__)
-    if isinstance(value, types.FunctionType):
-        return value.__code__
-    return value if isinstance(value, type | types.BuiltinFunctionType) else None
-
-
 def is_plain(value: object) -> bool:
     """Is it data that does not change, or a tuple of such?"""
     return _is_value(value) or (type(value) is tuple and all(map(is_plain, value)))

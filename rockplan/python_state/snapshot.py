@@ -7,6 +7,7 @@ in place, so that references stay valid; `changes` says what is other data than 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import types
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rockplan.python_state.contents import data_in, is_other_code, is_same
+from rockplan.python_state.contents import data_in, is_same
 from rockplan.python_state.holders import is_function_cache, replaced, same_elements, tensors_in
 from rockplan.python_state.object_slots import GENERATOR, OF_TENSOR, Element
 from rockplan.python_state.reach import PLAIN, Held, Identity, Place, Reached, is_library, reached
@@ -184,6 +185,22 @@ def told(value: Any) -> Any:
     if value is ABSENT or isinstance(value, torch.Tensor):
         return value if value is ABSENT else None
     return data_in(value)
+
+
+def is_other_code(value: object, former: object) -> bool:
+    """Is it a class or a function in place of another one? One that is made anew is the same."""
+    code, known = _code(value), _code(former)
+    return code is not None and known is not None and code != known
+
+
+def _code(value: object) -> Any:
+    if isinstance(value, functools.partial):
+        return _code(value.func)
+    if isinstance(value, types.MethodType):
+        return _code(value.__func__)
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    return value if isinstance(value, type | types.BuiltinFunctionType) else None
 
 
 @dataclass(frozen=True, slots=True)

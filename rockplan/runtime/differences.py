@@ -23,7 +23,7 @@ from rockplan.runtime.guards import (
 )
 from rockplan.runtime.switches import switches_in_words
 
-Facts = tuple[tuple[str, str], ...]
+Aspects = tuple[tuple[str, str], ...]
 """(aspect, text) of a leaf of the arguments; the first one is what it is called by."""
 
 _LONGEST = 40
@@ -35,9 +35,9 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class DescribedCall:
-    """A call in words. leaves: (name, facts) of the arguments; settings: switches of PyTorch."""
+    """A call in words. leaves: (name, aspects) of the arguments; settings: switches of PyTorch."""
 
-    leaves: tuple[tuple[str, Facts], ...] = ()
+    leaves: tuple[tuple[str, Aspects], ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
 
 
@@ -82,12 +82,12 @@ def described_call(
     given = named_arguments(forward, args, kwargs)
     leaves = [(f"{n}{path}", leaf) for n, a in given for path, leaf in trees.named_leaves(a)]
     first: dict[int, str] = {}
-    described = tuple((n, _facts(leaf, n, first)) for n, leaf in leaves)
+    described = tuple((n, _aspects(leaf, n, first)) for n, leaf in leaves)
     one = ", ".join(f"{b} is {a}" for a, b in trees.shared((args, kwargs))) or "none"
     return DescribedCall(described, (("containers that are one", one), *switches_in_words()))
 
 
-def _facts(leaf: Any, name: str, first: dict[int, str]) -> Facts:
+def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
     if not isinstance(leaf, torch.Tensor):
         return (("value", _shown(leaf)),)
     shape = "x".join(map(str, leaf.shape)) or "a scalar"
@@ -130,15 +130,15 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
     return tuple(differences)
 
 
-def _leaf_difference(name: str, now: Facts | None, then: Facts | None) -> Difference:
-    facts, planned = dict(now or ()), dict(then or ())
-    if facts.keys() != planned.keys():
+def _leaf_difference(name: str, now: Aspects | None, then: Aspects | None) -> Difference:
+    aspects, planned = dict(now or ()), dict(then or ())
+    if aspects.keys() != planned.keys():
         texts = (now[0][1] if now else "not passed", then[0][1] if then else "without")
         return Difference(f"{name}: {texts[0]}, planned {texts[1]}", _A_SAMPLE.format(name))
-    changed = [aspect for aspect in facts if facts[aspect] != planned[aspect]]
+    changed = [aspect for aspect in aspects if aspects[aspect] != planned[aspect]]
     if "shape" in changed:
         changed = [aspect for aspect in changed if aspect not in ("strides", "memory")]
-    now_text, then_text = ("; ".join(of[a] for a in changed) for of in (facts, planned))
+    now_text, then_text = ("; ".join(of[a] for a in changed) for of in (aspects, planned))
     advice = _LENGTHS if "shape" in changed else _A_VALUE.format(name) if "value" in changed else ""
     what = "which arguments are one tensor: " if "same" in changed else ""
     return Difference(f"{what}{name}: {now_text}, planned {then_text}", advice)

@@ -52,12 +52,12 @@ from rockplan.graph_builder.tracing.stored_state import (
     tables_of,
 )
 from rockplan.graph_builder.tracing.tensor_questions import Questions
+from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
-from rockplan.values.graph import ValueRef
 from rockplan.values.interface import Assignment, Incoming, Precedent
 
 
@@ -147,7 +147,7 @@ def _recorded(call: Sample, leftovers: Leftovers, before: Tables | None) -> Capt
             ask_places(recorder, exchanged.questions)
             values = without_places(recorder, exchanged.questions)
             assignments = _assignments(recording, exchanged.forward, first, is_as_begun)
-    _refuse_other_variants(recorder)
+    refuse_other_variants(recorder.values, recorder.calls)
     return Capture(
         values=values,
         calls=tuple(recorder.calls),
@@ -336,31 +336,6 @@ def _assignments(
     if assignments and is_overwritten(forward, second, recording.another_recorder()):
         return tuple(replace(one, is_overwritten=True) for one in assignments)
     return assignments
-
-
-def _refuse_other_variants(recorder: Recorder) -> None:
-    """Raise where eager execution calls other operators than it does while they are recorded.
-
-    Composite operators have a second variant for tensor subclasses and dispatch modes
-    (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. One whose bits
-    differ is cross entropy with class weights, label smoothing and the mean: eager sums the
-    weights of the targets that count (masked_select), the variant those of all targets, others
-    set to zero. (The two others known are recorded as eager computes them:
-    `unwatched.Unwatched`, `eager_paths._max_pool1d`.)
-    """
-    values = recorder.values
-    filled: dict[int, ValueRef] = {}
-    gathered: dict[int, ValueRef] = {}
-    for recorded in recorder.calls:
-        call = recorded.call
-        refs = [a for a in call.args if isinstance(a, ValueRef)]
-        if call.op == "aten.masked_fill.Scalar" and call.results[0] is not None:
-            filled[call.results[0]] = refs[1]
-        elif call.op == "aten.gather.default" and refs[1].index in filled:
-            if call.results[0] is not None and len(values[refs[0].index].spec.shape) == 1:
-                gathered[call.results[0]] = filled[refs[1].index]
-        elif call.op == "aten.masked_fill_.Scalar" and gathered.get(refs[0].index) == refs[1]:
-            raise NAMED["cross entropy"].at(recorded.module, recorded.source)
 
 
 def _tensor_names(

@@ -24,7 +24,7 @@ from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED, PUT_INTO_A_DICTIONARY, RUN_ONCE
 from rockplan.graph_builder.tracing.value_reads import ValueReader
-from rockplan.python_state.contents import copied, data_in, is_other_code, is_plain
+from rockplan.python_state.contents import copied, data_in, is_plain
 from rockplan.python_state.holders import (
     Holder,
     cached_in,
@@ -36,7 +36,7 @@ from rockplan.python_state.holders import (
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.object_slots import ATTRIBUTES, LIST, Element
 from rockplan.python_state.reach import Held, Identity, Place, Reached, identity_of
-from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding
+from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding, is_other_code
 from rockplan.values.interface import ABSENT, Address, Assignment
 
 
@@ -189,34 +189,6 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
             raise NAMED["kept change"].error(place.module, who=_who(place), place=place.text)
         assignments += _assigned(held, keys, now, before)
     return tuple(assignments)
-
-
-def perturbed(snapshot: Snapshot, changes: Changes) -> bool:
-    """Put other data where the forward leaves some. True if there is other data for all of it."""
-    owners = {owner for owner, _ in changes}
-    for held, _, _ in _known(snapshot):
-        if held.identity in owners:
-            other: list[Element] = []
-            for key, value in held.elements:
-                is_changed = (held.identity, key) in changes or held.kind.step == "all"
-                other.append((key, _other(value) if is_changed else value))
-                if other[-1][1] is ABSENT:
-                    return False
-            held.write(other)
-    return True
-
-
-def _other(value: Any) -> Any:
-    if type(value) is bool:
-        return not value
-    if type(value) in (int, float):
-        return value + 1
-    if type(value) is str:
-        return f"{value}_"
-    if isinstance(value, tuple) and value and is_plain(value):
-        first = _other(value[0])
-        return ABSENT if first is ABSENT else type(value)((first, *value[1:]))
-    return ABSENT
 
 
 def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], list[Element]]]:

@@ -10,12 +10,15 @@ compute is not computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
+from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.values.graph import ValueRef
 
 _ZEROS = torch.ops.aten.zeros.default
 _WITHOUT_MEMORY = torch.ops.aten._efficientzerotensor.default
@@ -75,3 +78,27 @@ class Unwatched:
         if not self._zeros:
             return False
         return _KEEP_ZEROS[func]([self._storage_of(t) in self._zeros for t in facts.tensors(args)])
+
+
+def refuse_other_variants(values: Sequence[RecordedValue], calls: Sequence[RecordedCall]) -> None:
+    """Raise where eager execution calls other operators than it does while they are recorded.
+
+    Composite operators have a second variant for tensor subclasses and dispatch modes
+    (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. One whose bits
+    differ is cross entropy with class weights, label smoothing and the mean: eager sums the
+    weights of the targets that count (masked_select), the variant those of all targets, others
+    set to zero. (The two others known are recorded as eager computes them:
+    `Unwatched`, `eager_paths._max_pool1d`.)
+    """
+    filled: dict[int, ValueRef] = {}
+    gathered: dict[int, ValueRef] = {}
+    for recorded in calls:
+        call = recorded.call
+        refs = [a for a in call.args if isinstance(a, ValueRef)]
+        if call.op == "aten.masked_fill.Scalar" and call.results[0] is not None:
+            filled[call.results[0]] = refs[1]
+        elif call.op == "aten.gather.default" and refs[1].index in filled:
+            if call.results[0] is not None and len(values[refs[0].index].spec.shape) == 1:
+                gathered[call.results[0]] = filled[refs[1].index]
+        elif call.op == "aten.masked_fill_.Scalar" and gathered.get(refs[0].index) == refs[1]:
+            raise NAMED["cross entropy"].at(recorded.module, recorded.source)
