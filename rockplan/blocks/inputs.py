@@ -26,9 +26,9 @@ from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, autocast_state
-from rockplan.python_state.holders import same_elements
+from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import Element
-from rockplan.python_state.reach import Held, reached
+from rockplan.python_state.reach import reached
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import original_forward

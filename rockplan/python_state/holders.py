@@ -1,4 +1,4 @@
-"""Holders: which rows of `object_slots` an object has, and what follows from them.
+"""Holders: which rows of `object_slots` an object has, where it is, and what follows from that.
 
 takes: any object. returns: (owner, kind) of each way in which it holds others.
 """
@@ -47,10 +47,11 @@ from rockplan.python_state.object_slots import (
     Bytes,
     Element,
     Kind,
+    Namespace,
     slots,
 )
 from rockplan.values.classes import once_for_each_class
-from rockplan.values.interface import ABSENT
+from rockplan.values.interface import ABSENT, Address
 
 # Copied where a forward is recorded, and compared at every call: 1 MiB takes about 0.1 ms.
 _MAXIMUM_ARRAY_BYTES = 1 << 20
@@ -86,6 +87,86 @@ class Holder:
         """`value` beside what else there is; none for `ABSENT`."""
         others = {**dict(self.elements), key: value}
         self.write([(k, v) for k, v in others.items() if v is not ABSENT])
+
+
+HOLDING_NOTHING = (type(None), bool, int, float, complex, str, bytes)
+
+# Keys by which an element is found at another time.
+_FOUND_AGAIN = (*HOLDING_NOTHING, tuple, torch.dtype, torch.device, type)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is. text: 'self.tables', 'TABLES[4]', "the argument 'x'"; module: the path of
+    the submodule that has it, if one has; is_callers: it is of an argument of the call; address:
+    how to come to it at another time, None where there is no way; is_guarded: it is the user's, and
+    neither an argument nor what attributes of the module hold, which are compared elsewhere."""
+
+    text: str
+    module: str | None = None
+    is_callers: bool = False
+    address: Address | None = None
+    is_guarded: bool = False
+
+    def __str__(self) -> str:
+        if self.module is not None:
+            return f"{self.text} of module '{self.module or '(root)'}'"
+        if self.address is not None and self.address[0] == "file":
+            return f"{self.text} of {self.address[1]}"
+        return self.text
+
+    @property
+    def is_users(self) -> bool:
+        """Is it the module's, the caller's, or of the user's files?"""
+        return self.module is not None or self.is_callers or self.is_guarded
+
+    def inside(self, text: str, step: str | None, key: Any) -> Place:
+        """Where one of its elements is."""
+        address = self.address
+        if address is not None:
+            kind, root, steps = address
+            is_found = step is not None and isinstance(key, _FOUND_AGAIN)
+            address = (kind, root, (*steps, (str(step), key))) if is_found else None
+        return Place(text, self.module, self.is_callers, address, self.is_guarded)
+
+    def unaddressed(self, text: str, is_guarded: bool) -> Place:
+        """Where something is that is found by no steps."""
+        return Place(text, self.module, self.is_callers, None, is_guarded)
+
+    def guarded(self) -> Place:
+        if self.is_callers or self.is_guarded:
+            return self
+        return Place(self.text, self.module, self.is_callers, self.address, is_guarded=True)
+
+
+Identity = tuple[int, int]
+
+
+def identity_of(owner: Any, kind: Kind) -> Identity:
+    """Of a holder, whenever it is reached."""
+    known = owner.variables if isinstance(owner, Namespace) else owner
+    return id(known), id(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Holder):
+    """A holder that can be changed, and where. is_registry: of parameters, buffers or
+    submodules."""
+
+    place: Place
+    is_registry: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Of the same holder, whenever it is reached."""
+        return identity_of(self.owner, self.kind)
+
+    def element(self, key: Any) -> Place:
+        """Where its element is."""
+        step = self.kind.step
+        if step == "all":
+            step = None if self.kind is SET else "item"
+        return self.place.inside(self.kind.named(self.place.text, key), step, key)
 
 
 def holder_at(owner: Any, step: str, key: Any) -> Holder:

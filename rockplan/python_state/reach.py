@@ -13,7 +13,6 @@ fake tensors wherever they are.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import gc
 import inspect
@@ -30,16 +29,29 @@ import numpy
 import torch
 from torch import nn
 
-from rockplan.python_state.holders import Holder, is_keeper, is_opaque_keeper, kinds_of
-from rockplan.python_state.object_slots import CLASS, NAMESPACE, SET, Kind, Namespace
+from rockplan.python_state.code_names import (
+    compares_objects,
+    files_of,
+    global_names_in,
+    imported_in,
+    names_in,
+)
+from rockplan.python_state.holders import (
+    HOLDING_NOTHING,
+    Held,
+    Place,
+    is_keeper,
+    is_opaque_keeper,
+    kinds_of,
+)
+from rockplan.python_state.object_slots import CLASS, NAMESPACE, Kind, Namespace
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.interface import Address
 
 # Their classes, functions and global variables are not looked into.
 _CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "triton", "rockplan", "builtins"}
 _CLOSED |= set(sys.stdlib_module_names) - {"__main__"}
-_HOLDING_NOTHING = (type(None), bool, int, float, complex, str, bytes)
-PLAIN = frozenset(map(id, _HOLDING_NOTHING))
+PLAIN = frozenset(map(id, HOLDING_NOTHING))
 """Classes of what holds nothing, by identity."""
 
 _FIRST_NAMES = ("forward", "__call__")
@@ -50,83 +62,6 @@ _UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
 
 NOT_FOLLOWED: dict[int, Any] = {}
 """By identity, classes and functions that a recording does not run: what they come to is theirs."""
-
-# Keys by which an element is found at another time.
-_FOUND_AGAIN = (*_HOLDING_NOTHING, tuple, torch.dtype, torch.device, type)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where something is. text: 'self.tables', 'TABLES[4]', "the argument 'x'"; module: the path of
-    the submodule that has it, if one has; is_callers: it is of an argument of the call; address:
-    how to come to it at another time, None where there is no way; is_guarded: it is the user's, and
-    neither an argument nor what attributes of the module hold, which are compared elsewhere."""
-
-    text: str
-    module: str | None = None
-    is_callers: bool = False
-    address: Address | None = None
-    is_guarded: bool = False
-
-    def __str__(self) -> str:
-        if self.module is not None:
-            return f"{self.text} of module '{self.module or '(root)'}'"
-        if self.address is not None and self.address[0] == "file":
-            return f"{self.text} of {self.address[1]}"
-        return self.text
-
-    @property
-    def is_users(self) -> bool:
-        """Is it the module's, the caller's, or of the user's files?"""
-        return self.module is not None or self.is_callers or self.is_guarded
-
-    def inside(self, text: str, step: str | None, key: Any) -> Place:
-        """Where one of its elements is."""
-        address = self.address
-        if address is not None:
-            kind, root, steps = address
-            is_found = step is not None and isinstance(key, _FOUND_AGAIN)
-            address = (kind, root, (*steps, (str(step), key))) if is_found else None
-        return Place(text, self.module, self.is_callers, address, self.is_guarded)
-
-    def unaddressed(self, text: str, is_guarded: bool) -> Place:
-        """Where something is that is found by no steps."""
-        return Place(text, self.module, self.is_callers, None, is_guarded)
-
-    def guarded(self) -> Place:
-        if self.is_callers or self.is_guarded:
-            return self
-        return Place(self.text, self.module, self.is_callers, self.address, is_guarded=True)
-
-
-Identity = tuple[int, int]
-
-
-def identity_of(owner: Any, kind: Kind) -> Identity:
-    """Of a holder, whenever it is reached."""
-    known = owner.variables if isinstance(owner, Namespace) else owner
-    return id(known), id(kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Held(Holder):
-    """A holder that can be changed, and where. is_registry: of parameters, buffers or
-    submodules."""
-
-    place: Place
-    is_registry: bool = False
-
-    @property
-    def identity(self) -> Identity:
-        """Of the same holder, whenever it is reached."""
-        return identity_of(self.owner, self.kind)
-
-    def element(self, key: Any) -> Place:
-        """Where its element is."""
-        step = self.kind.step
-        if step == "all":
-            step = None if self.kind is SET else "item"
-        return self.place.inside(self.kind.named(self.place.text, key), step, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,17 +286,17 @@ class _Walk:
         text = place.text if is_named else function.__qualname__
         is_users = not (is_library(function.__module__) or place.is_callers)
         self._hold(function, place.unaddressed(text, is_users))
-        names = _names_in(function.__code__)
-        self.compares_objects = self.compares_objects or _compares_objects(function.__code__)
+        names = names_in(function.__code__)
+        self.compares_objects = self.compares_objects or compares_objects(function.__code__)
         for name in names - self.names:
             self.names.add(name)
             for member, member_place in self.waiting.pop(name, ()):
                 self.meet(member, member_place)
         # Those of libraries are few and stay; in a script another one may have an attribute's name.
-        read = _global_names_in(function.__code__) if is_users else names
+        read = global_names_in(function.__code__) if is_users else names
         self._global_variables(function.__globals__, read, names)
-        for name in _imported_in(function.__code__):
-            for file in _files(name, str(function.__globals__.get("__package__") or "")):
+        for name in imported_in(function.__code__):
+            for file in files_of(name, str(function.__globals__.get("__package__") or "")):
                 self._global_variables(file, names, names)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
@@ -451,74 +386,6 @@ def _wrapped(function: Any) -> Iterable[Any]:
         return (function.func,)
     inner = getattr(function, "__wrapped__", None)
     return () if inner is None else (inner,)
-
-
-@functools.cache
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    """Texts that are names count as well: `getattr(self, "kept")`, `globals()["KEPT"]`."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    return frozenset(code.co_names).union(texts, *map(_names_in, inner))
-
-
-@functools.cache
-def _global_names_in(code: types.CodeType) -> frozenset[str]:
-    """Of `_names_in`, those of global variables; all where the code may look up any of them."""
-    names = _names_in(code)
-    if names & _BY_TEXT:
-        return names
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
-    return frozenset(own).union(*map(_global_names_in, inner))
-
-
-_OF_GLOBALS = frozenset(
-    f"{verb}_{what}" for verb in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME")
-) | {"LOAD_FROM_DICT_OR_GLOBALS"}
-
-_BY_TEXT = frozenset(
-    (
-        *("globals", "locals", "vars", "eval", "exec", "modules", "import_module", "__import__"),
-        *("__dict__", "__globals__", "__builtins__", "f_globals", "f_locals"),
-        *("getmodule", "attrgetter"),
-    )
-)
-"""Names of what gives global variables by their names."""
-
-
-@functools.cache
-def _imported_in(code: types.CodeType) -> frozenset[str]:
-    """Names of modules that it imports while it runs."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    own: Iterable[str] = ()
-    if _IMPORT in code.co_code[::2]:
-        own = (i.argval for i in dis.get_instructions(code) if i.opcode == _IMPORT)
-    return frozenset(own).union(*map(_imported_in, inner))
-
-
-_IMPORT = dis.opmap["IMPORT_NAME"]
-
-
-def _files(name: str, package: str) -> Iterable[dict[str, Any]]:
-    """Variables of the module that is imported by `name`, also relative to a package around."""
-    parts = package.split(".")
-    around = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-    for path in (name, *(f"{p}.{name}".strip(".") for p in around)):
-        module = sys.modules.get(path)
-        if isinstance(module, types.ModuleType):
-            yield vars(module)
-
-
-@functools.cache
-def _compares_objects(code: types.CodeType) -> bool:
-    """Does it say `a is b` or `id(a)`, with neither None nor another constant?"""
-    before = ""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IS_OP" and before != "LOAD_CONST":
-            return True
-        before = instruction.opname
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return "id" in code.co_names or any(map(_compares_objects, inner))
 
 
 def _root(value: Any) -> str:

@@ -20,9 +20,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.python_state.contents import data_in, is_same
-from rockplan.python_state.holders import is_function_cache, replaced, same_elements, tensors_in
+from rockplan.python_state.holders import (
+    Held,
+    Identity,
+    Place,
+    is_function_cache,
+    replaced,
+    same_elements,
+    tensors_in,
+)
 from rockplan.python_state.object_slots import GENERATOR, OF_TENSOR, Element
-from rockplan.python_state.reach import PLAIN, Held, Identity, Place, Reached, is_library, reached
+from rockplan.python_state.reach import PLAIN, Reached, is_library, reached
 from rockplan.values.interface import ABSENT
 
 Changes = dict[tuple[Identity, Any], Any]

@@ -29,7 +29,8 @@ from rockplan.libraries import key_value_cache
 from rockplan.python_state import trees
 from rockplan.python_state.contents import data_in
 from rockplan.python_state.given import GivenCall
-from rockplan.python_state.reach import Held, Reached, reached
+from rockplan.python_state.holders import Held
+from rockplan.python_state.reach import Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
 
 # Fake tensors have no values that a kernel could look at.

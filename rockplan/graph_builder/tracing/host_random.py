@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from rockplan.errors import RockplanError
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.python_state.holders import same_elements
+from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import GENERATOR, Element
-from rockplan.python_state.reach import Held, Reached
+from rockplan.python_state.reach import Reached
 
 
 class _NotAdvanced:

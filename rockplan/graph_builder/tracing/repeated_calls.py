@@ -16,8 +16,8 @@ from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_plain
+from rockplan.python_state.holders import Identity, Place
 from rockplan.python_state.object_slots import Element
-from rockplan.python_state.reach import Identity, Place
 from rockplan.python_state.snapshot import Changes, Snapshot
 from rockplan.values.interface import ABSENT
 

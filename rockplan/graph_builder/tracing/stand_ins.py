@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
-from rockplan.python_state.holders import kinds_of
-from rockplan.python_state.reach import Held, Place, named_arguments
+from rockplan.python_state.holders import Held, Place, kinds_of
+from rockplan.python_state.reach import named_arguments
 
 
 @dataclass(frozen=True, slots=True)

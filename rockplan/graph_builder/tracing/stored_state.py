@@ -26,8 +26,12 @@ from rockplan.graph_builder.tracing.refusals import NAMED, PUT_INTO_A_DICTIONARY
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state.contents import copied, data_in, is_plain
 from rockplan.python_state.holders import (
+    Held,
     Holder,
+    Identity,
+    Place,
     cached_in,
+    identity_of,
     is_function_cache,
     kinds_of,
     replaced,
@@ -35,7 +39,7 @@ from rockplan.python_state.holders import (
 )
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.object_slots import ATTRIBUTES, LIST, Element
-from rockplan.python_state.reach import Held, Identity, Place, Reached, identity_of
+from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding, is_other_code
 from rockplan.values.interface import ABSENT, Address, Assignment
 

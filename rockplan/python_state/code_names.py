@@ -1,0 +1,78 @@
+"""Names that code has: of attributes, global variables, imported modules; what it compares by."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Texts that are names count as well: `getattr(self, "kept")`, `globals()["KEPT"]`."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(code.co_names).union(texts, *map(names_in, inner))
+
+
+@functools.cache
+def global_names_in(code: types.CodeType) -> frozenset[str]:
+    """Of `names_in`, those of global variables; all where the code may look up any of them."""
+    names = names_in(code)
+    if names & _BY_TEXT:
+        return names
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+    return frozenset(own).union(*map(global_names_in, inner))
+
+
+_OF_GLOBALS = frozenset(
+    f"{verb}_{what}" for verb in ("LOAD", "STORE", "DELETE") for what in ("GLOBAL", "NAME")
+) | {"LOAD_FROM_DICT_OR_GLOBALS"}
+
+_BY_TEXT = frozenset(
+    (
+        *("globals", "locals", "vars", "eval", "exec", "modules", "import_module", "__import__"),
+        *("__dict__", "__globals__", "__builtins__", "f_globals", "f_locals"),
+        *("getmodule", "attrgetter"),
+    )
+)
+"""Names of what gives global variables by their names."""
+
+
+@functools.cache
+def imported_in(code: types.CodeType) -> frozenset[str]:
+    """Names of modules that it imports while it runs."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    own: Iterable[str] = ()
+    if _IMPORT in code.co_code[::2]:
+        own = (i.argval for i in dis.get_instructions(code) if i.opcode == _IMPORT)
+    return frozenset(own).union(*map(imported_in, inner))
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+def files_of(name: str, package: str) -> Iterable[dict[str, Any]]:
+    """Variables of the module that is imported by `name`, also relative to a package around."""
+    parts = package.split(".")
+    around = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    for path in (name, *(f"{p}.{name}".strip(".") for p in around)):
+        module = sys.modules.get(path)
+        if isinstance(module, types.ModuleType):
+            yield vars(module)
+
+
+@functools.cache
+def compares_objects(code: types.CodeType) -> bool:
+    """Does it say `a is b` or `id(a)`, with neither None nor another constant?"""
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and before != "LOAD_CONST":
+            return True
+        before = instruction.opname
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return "id" in code.co_names or any(map(compares_objects, inner))
