@@ -8,7 +8,6 @@ before the call is refused, with what it depends on.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,20 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import value_shapes
-from rockplan.graph_builder.tracing.recorder import OUTSIDE, Recorder
-from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
-from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
+from rockplan.graph_builder.tracing.read_errors import (
+    ARGUMENT,
+    BUFFER,
+    OF_ARRAYS,
+    shape_error,
+    value_read_error,
+)
+from rockplan.graph_builder.tracing.recorder import Recorder
+from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
@@ -77,8 +81,8 @@ class ValueReader:
                 self._buffers[value] = tensor
                 self._buffer_positions[value] = position
         self.inputs = frozenset(inputs)
-        self._names = {v: f"{_ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()}
-        self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
+        self._names = {v: f"{ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()}
+        self._names |= {v: f"{BUFFER} '{name}'" for name, v in buffers}
         self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
 
     def read(
@@ -133,7 +137,7 @@ class ValueReader:
         value = recorder.value(recorder.known_tensor(tensor))
         recorder.refuse_unwritten([value], f"Python at {source} reads")
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        environment = self._environment(recorder, calls, leaves, module, source, _OF_ARRAYS)
+        environment = self._environment(recorder, calls, leaves, module, source, OF_ARRAYS)
         known = environment[value]
         with _disable_current_modes(), torch.no_grad():
             handed = _Handed(known, _bits(known).clone(), module, source)
@@ -178,7 +182,7 @@ class ValueReader:
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
-            recorder.refuse(_value_read_error(calls, unknown, is_backward, module, source, more))
+            recorder.refuse(value_read_error(calls, unknown, is_backward, module, source, more))
         return self._run(recorder, calls, leaves)
 
     def _unknown(
@@ -222,7 +226,7 @@ class ValueReader:
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
         unknown = self._unknown(recorder, calls, leaves)
         if rule is None or not deciding or unknown is not None:
-            raise _shape_error(operator, calls, unknown or [], module, source)
+            raise shape_error(operator, calls, unknown or [], module, source)
         environment = self._run(recorder, calls, leaves)
         real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
         plain = tuple(c.call for c in calls)
@@ -366,33 +370,6 @@ def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int,
         }
 
 
-# Parts of a message that names what a value depends on: what has no name, the kind of a buffer, how
-# many are named.
-_CHANGED = "a value that the forward has changed in place"
-_BUFFER = "the buffer"
-_ARGUMENT = "leaf "
-_NAMED = 3
-# What functions that read values are called by begins like this -> what to do, where that is
-# something else than usual.
-_REMEDIES = {
-    "torch.nn.modules.batchnorm._BatchNorm.forward": (
-        "With momentum=None it divides by the number of batches so far: give it a momentum"
-    ),
-    "torch.distributions.": (
-        "torch.distributions checks its arguments like this: pass it validate_args=False"
-    ),
-    "torchdiffeq._impl.solvers.AdaptiveStepsizeODESolver.": (
-        "A method with adaptive steps asks how large its error is: take one with fixed steps "
-        "(method='rk4')"
-    ),
-}
-# Where an array is asked for.
-_OF_ARRAYS = (
-    "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
-    "(torch.library.custom_op with register_fake and register_autograd)"
-)
-
-
 def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -404,88 +381,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """A view as integers, where there are integers of that size: equal for equal NaNs, and other
     ones for 0 and -0."""
     return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
-
-
-def _value_read_error(
-    calls: Sequence[RecordedCall],
-    names: Sequence[str],
-    is_backward: bool,
-    module: str,
-    source: str,
-    further: str,
-) -> CaptureError:
-    """names: of parameters, buffers and inputs that the value depends on; further: another thing
-    to do."""
-    what = f"a value that depends on {_listed(names)}"
-    if not names:
-        what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
-    function = torch_function()
-    who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
-    remedy = NAMED["value"].remedy
-    if function:
-        remedy = OUTSIDE
-    remedy += _of_the_callers(names)
-    what = _of_outside(calls) or what
-    if any(c.random for c in calls):
-        remedy += (
-            f"; or {DRAWN}; where layers are dropped at random, set their share to 0 (layerdrop)"
-        )
-    remedy = f"{_known_remedy() or remedy}{further}{of_function()}{of_experts()}"
-    return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
-
-
-def _of_outside(calls: Sequence[RecordedCall]) -> str:
-    """What of `calls` nobody knows before the call, if there is any."""
-    if any(c.random for c in calls):
-        return "a random draw"
-    acting = next((c.call.op for c in calls if c.effect), "")
-    return f"what {acting} returns, which is not called before the step" if acting else ""
-
-
-def _shape_error(
-    operator: OpOverload,
-    calls: Sequence[RecordedCall],
-    names: Sequence[str],
-    module: str,
-    source: str,
-) -> CaptureError:
-    """names: of parameters, buffers and inputs that the shape depends on."""
-    function = torch_function()
-    if function:
-        remedy = f"It is called by {function}. {OUTSIDE}"
-    else:
-        remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
-    what = f"the values of {_listed(names)}" if names else "the values of its input"
-    what = _of_outside(calls) or what
-    remedy = f"{remedy}{_of_the_callers(names)}{of_function()}{of_experts()}"
-    return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = ", ..." if names[_NAMED:] else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
-
-
-def _of_the_callers(names: Sequence[str]) -> str:
-    """What to do where everything depends on buffers, or on arguments."""
-    remedy = ""
-    if names and all(name.startswith(_ARGUMENT) for name in names):
-        remedy = f"; or decide before the call, and pass in what was decided {DECIDED}"
-    if names and all(name.startswith((_ARGUMENT, _BUFFER)) for name in names):
-        remedy += (
-            "; a table that stays as it is can be a plain attribute of the module in place of "
-            "that: its values are compared at every call"
-        )
-    return remedy
-
-
-def _known_remedy() -> str:
-    """Of the innermost function that runs now and has one."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
-        for prefix, remedy in _REMEDIES.items():
-            if called.startswith(prefix):
-                return remedy
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

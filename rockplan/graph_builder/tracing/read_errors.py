@@ -1,0 +1,128 @@
+"""Errors of reads: what a message says where Python asks for values, or a shape depends on them.
+
+It names what the value depends on, who asks, and what to do there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch._ops import OpOverload
+
+from rockplan.errors import CaptureError
+from rockplan.graph_builder.recorded.run import RecordedCall
+from rockplan.graph_builder.tracing.recorder import OUTSIDE
+from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
+from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
+
+# Parts of a message that names what a value depends on: what has no name, the kind of a buffer, how
+# many are named.
+_CHANGED = "a value that the forward has changed in place"
+BUFFER = "the buffer"
+ARGUMENT = "leaf "
+_NAMED = 3
+# What functions that read values are called by begins like this -> what to do, where that is
+# something else than usual.
+_REMEDIES = {
+    "torch.nn.modules.batchnorm._BatchNorm.forward": (
+        "With momentum=None it divides by the number of batches so far: give it a momentum"
+    ),
+    "torch.distributions.": (
+        "torch.distributions checks its arguments like this: pass it validate_args=False"
+    ),
+    "torchdiffeq._impl.solvers.AdaptiveStepsizeODESolver.": (
+        "A method with adaptive steps asks how large its error is: take one with fixed steps "
+        "(method='rk4')"
+    ),
+}
+# Where an array is asked for.
+OF_ARRAYS = (
+    "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
+    "(torch.library.custom_op with register_fake and register_autograd)"
+)
+
+
+def value_read_error(
+    calls: Sequence[RecordedCall],
+    names: Sequence[str],
+    is_backward: bool,
+    module: str,
+    source: str,
+    further: str,
+) -> CaptureError:
+    """names: of parameters, buffers and inputs that the value depends on; further: another thing
+    to do."""
+    what = f"a value that depends on {_listed(names)}"
+    if not names:
+        what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
+    function = torch_function()
+    who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
+    remedy = NAMED["value"].remedy
+    if function:
+        remedy = OUTSIDE
+    remedy += _of_the_callers(names)
+    what = _of_outside(calls) or what
+    if any(c.random for c in calls):
+        remedy += (
+            f"; or {DRAWN}; where layers are dropped at random, set their share to 0 (layerdrop)"
+        )
+    remedy = f"{_known_remedy() or remedy}{further}{of_function()}{of_experts()}"
+    return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
+
+
+def _of_outside(calls: Sequence[RecordedCall]) -> str:
+    """What of `calls` nobody knows before the call, if there is any."""
+    if any(c.random for c in calls):
+        return "a random draw"
+    acting = next((c.call.op for c in calls if c.effect), "")
+    return f"what {acting} returns, which is not called before the step" if acting else ""
+
+
+def shape_error(
+    operator: OpOverload,
+    calls: Sequence[RecordedCall],
+    names: Sequence[str],
+    module: str,
+    source: str,
+) -> CaptureError:
+    """names: of parameters, buffers and inputs that the shape depends on."""
+    function = torch_function()
+    if function:
+        remedy = f"It is called by {function}. {OUTSIDE}"
+    else:
+        remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
+    what = f"the values of {_listed(names)}" if names else "the values of its input"
+    what = _of_outside(calls) or what
+    remedy = f"{remedy}{_of_the_callers(names)}{of_function()}{of_experts()}"
+    return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", ..." if names[_NAMED:] else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _of_the_callers(names: Sequence[str]) -> str:
+    """What to do where everything depends on buffers, or on arguments."""
+    remedy = ""
+    if names and all(name.startswith(ARGUMENT) for name in names):
+        remedy = f"; or decide before the call, and pass in what was decided {DECIDED}"
+    if names and all(name.startswith((ARGUMENT, BUFFER)) for name in names):
+        remedy += (
+            "; a table that stays as it is can be a plain attribute of the module in place of "
+            "that: its values are compared at every call"
+        )
+    return remedy
+
+
+def _known_remedy() -> str:
+    """Of the innermost function that runs now and has one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+        for prefix, remedy in _REMEDIES.items():
+            if called.startswith(prefix):
+                return remedy
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
