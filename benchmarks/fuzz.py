@@ -12,7 +12,8 @@ predicted. A seed ends as
     unrepeated   two eager runs differ from one another, or eager refuses the network
     wrong        anything else
 
-Operators without a result, which check what they are given, are called as often as in eager.
+Operators without a result, which check what they are given, are called as often as in eager,
+but where `Options(check=True)` has steps of the original run beside a new plan.
 
 With `--compile` plans are of compiled kernels. Then the bits are those of a plan for 1000 %, where
 nothing runs again; and each use of that is compared with the same of eager execution, from the same
@@ -75,11 +76,13 @@ BUDGETS = ("min", "50%", "70%", "100%", "200%")
 
 @dataclass
 class Side:
-    """One of the two modules that are used in the same way, with inputs of its own."""
+    """One of the two modules that are used in the same way, with inputs of its own. is_checked: each
+    plan is compared with steps of the original when it is made."""
 
     module: nn.Module
     inputs: tuple[torch.Tensor, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    is_checked: bool = False
 
     def call(self) -> Any:
         return self.module(*self.inputs, **self.kwargs)
@@ -439,7 +442,9 @@ def use_both(
     torch.manual_seed(number)
     CALLS.clear()
     found = use(second, number)
-    directions = () if use is under_checkpoint else ("forward", "backward")
+    # Steps of the original call what checks as well.
+    is_counted = use is not under_checkpoint and not second.is_checked
+    directions = ("forward", "backward") if is_counted else ()
     for direction in directions if use in WHOLE_USES else directions[:1]:
         of_both = [own.count(direction) for own in (CALLS, calls)]
         assert of_both[0] == of_both[1], f"{when}: checks of the {direction}: {of_both}"
@@ -534,7 +539,7 @@ def examine(drawn: Drawn) -> tuple[str, str]:
         kept = solve_kept(drawn) if drawn.options.compile else None
         planned = solve(drawn)
         assert_equal_trees(generator_states(), before, "planning moved the generator")
-        side = Side(planned, own_inputs(drawn.inputs))
+        side = Side(planned, own_inputs(drawn.inputs), is_checked=drawn.options.check)
         measure(side, drawn.options.released)
         eager.module.load_state_dict(side.module.state_dict())
         side.module.zero_grad()
