@@ -62,7 +62,7 @@ def _of_result(result: Any) -> torch.Tensor:
     return result.loss
 
 
-def _mean_square(result: torch.Tensor) -> torch.Tensor:
+def mean_square(result: torch.Tensor) -> torch.Tensor:
     return result.pow(2).mean()
 
 
@@ -242,7 +242,7 @@ def resnet(
 ) -> Case:
     """A ResNet-50-shaped network with BatchNorm in training mode."""
     images = torch.randn(batch, 3, size, size)
-    return Case("resnet-50", ResNet(depths, width, 10).train(), (images,), {}, _mean_square)
+    return Case("resnet-50", ResNet(depths, width, 10).train(), (images,), {}, mean_square)
 
 
 class BasicBlock(nn.Module):
@@ -284,7 +284,7 @@ def resnet18(width: int = 16, batch: int = 4, size: int = 64) -> Case:
         inputs = outputs
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)]
     model = nn.Sequential(*layers).train()
-    return Case("resnet-18", model, (torch.randn(batch, 3, size, size),), {}, _mean_square)
+    return Case("resnet-18", model, (torch.randn(batch, 3, size, size),), {}, mean_square)
 
 
 def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
@@ -329,7 +329,7 @@ class UNet(nn.Module):
 def unet(levels: int = 4, width: int = 8, batch: int = 2, size: int = 64) -> Case:
     """A UNet: 2 x `levels` stages, the outer ones with skips."""
     images = torch.randn(batch, 3, size, size)
-    return Case(f"unet-{levels}", UNet(levels, width).train(), (images,), {}, _mean_square)
+    return Case(f"unet-{levels}", UNet(levels, width).train(), (images,), {}, mean_square)
 
 
 class Dense(nn.Module):
@@ -361,7 +361,7 @@ def densenet(
     stack += [nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     model = nn.Sequential(*stack, nn.Linear(width, 10)).train()
     images = torch.randn(batch, 3, size, size)
-    return Case(f"densenet-{groups}x{layers}", model, (images,), {}, _mean_square)
+    return Case(f"densenet-{groups}x{layers}", model, (images,), {}, mean_square)
 
 
 def t5(
@@ -397,7 +397,7 @@ def mlp(depth: int = 8, width: int = 64, batch: int = 128) -> Case:
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1)]
     model = nn.Sequential(*layers, nn.Linear(width, 8)).train()
-    return Case(f"mlp-{depth}", model, (torch.randn(batch, width),), {}, _mean_square)
+    return Case(f"mlp-{depth}", model, (torch.randn(batch, width),), {}, mean_square)
 
 
 def encoder(layers: int = 2, width: int = 64, batch: int = 4, length: int = 32) -> Case:
@@ -405,7 +405,7 @@ def encoder(layers: int = 2, width: int = 64, batch: int = 4, length: int = 32) 
     layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
     model = nn.TransformerEncoder(layer, layers).train()
     sample = torch.randn(batch, length, width)
-    return Case(f"encoder-{layers}", model, (sample,), {}, _mean_square)
+    return Case(f"encoder-{layers}", model, (sample,), {}, mean_square)
 
 
 CASES: dict[str, Callable[[], Case]] = {

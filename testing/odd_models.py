@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from testing.models import Case
+from testing.models import Case, mean_square
 
 
 class HyperConnection(nn.Module):
@@ -233,7 +233,7 @@ def ddpm(levels: int = 3, width: int = 32, blocks: int = 3, size: int = 16) -> C
     """The denoiser of a diffusion."""
     images, steps = torch.randn(2, 3, size, size), torch.randint(0, 1000, (2,)).float()
     model = DiffusionUNet(levels, width, blocks).train()
-    return Case(f"ddpm-{levels}x{blocks}", model, (images, steps), {}, _mean_square)
+    return Case(f"ddpm-{levels}x{blocks}", model, (images, steps), {}, mean_square)
 
 
 PATHS = ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1), (0, 2, 2), (2, 0, 2), (1, 1, 2))
@@ -389,15 +389,11 @@ def convnext(
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(width), nn.Linear(width, 10)]
     model = nn.Sequential(*layers).train()
     images = torch.randn(batch, 3, size, size)
-    return Case(f"convnext-{sum(depths)}", model, (images,), {}, _mean_square)
+    return Case(f"convnext-{sum(depths)}", model, (images,), {}, mean_square)
 
 
 def _itself(result: torch.Tensor) -> torch.Tensor:
     return result
-
-
-def _mean_square(result: torch.Tensor) -> torch.Tensor:
-    return result.pow(2).mean()
 
 
 CASES: dict[str, Callable[[], Case]] = {

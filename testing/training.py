@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -78,6 +79,22 @@ def train_side_by_side(case: Case, planned: nn.Module, eager: nn.Module, steps: 
         eager_optimizer.step()
         planned_optimizer.step()
         assert_same_state(planned, eager, f"after step {step}")
+
+
+def assert_same_steps(planned: nn.Module, eager: nn.Module, calls: Iterable[Any]) -> None:
+    """A step from each of `calls`, which are tuples of arguments or dictionaries of those by name,
+    and from a seed each: the same loss, gradients, state and generators bit for bit. Gradients add
+    up."""
+    for step, call in enumerate(calls):
+        ends = []
+        for module in (planned, eager):
+            torch.manual_seed(step)
+            result = module(**call) if isinstance(call, dict) else module(*call)
+            loss = getattr(result, "loss", result)
+            loss.square().mean().backward()
+            ends.append((loss.detach(), generator_states()))
+        assert_equal_trees(*ends, f"step {step}")
+        assert_same_state(planned, eager, f"step {step}")
 
 
 def generator_states() -> list[torch.Tensor]:

@@ -6,11 +6,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import rockplan
-from testing.training import assert_same_state, assert_same_tensor
+from testing.training import assert_same_steps
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
 
@@ -32,17 +31,7 @@ def assert_planned(model: nn.Module, *calls: Any) -> Any:
     eager = copy.deepcopy(model)
     first = calls[0] if isinstance(calls[0], dict) else tuple(calls[0])
     planned = rockplan.solve(model, first, "100%", options=OPTIONS)
-    for step, call in enumerate(calls):
-        ends = []
-        for module in (planned, eager):
-            torch.manual_seed(step)
-            result = module(**call) if isinstance(call, dict) else module(*call)
-            loss = getattr(result, "loss", result)
-            loss.square().mean().backward()
-            ends.append((loss.detach(), torch.get_rng_state()))
-        assert_same_tensor(ends[0][0], ends[1][0], "result")
-        assert torch.equal(ends[0][1], ends[1][1])
-        assert_same_state(planned, eager, f"step {step}")
+    assert_same_steps(planned, eager, calls)
     return planned
 
 

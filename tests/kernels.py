@@ -15,7 +15,7 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.values.graph import Kernel
-from testing.models import Case
+from testing.models import Case, mean_square
 
 Failing = Callable[[Kernel], bool]
 
@@ -105,10 +105,6 @@ class LossOf(nn.Module):
     def forward(self, **given: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(**given).loss
         return loss
-
-
-def mean_square(result: torch.Tensor) -> torch.Tensor:
-    return result.pow(2).mean()
 
 
 def stack(layers: int = 2, width: int = 32, dropout: float = 0.0, rows: int = 512) -> Case:

@@ -16,22 +16,13 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rockplan
-from testing.models import Case
+from testing.models import Case, mean_square
 from testing.training import (
     solve_case,
     train_side_by_side,
 )
 from testing.zoo_cases import loss_of
-from tests.usage import (
-    BUDGET,
-    SAMPLE,
-    Net,
-    both,
-    count_programs,
-    mean_square,
-    net_case,
-    pair,
-)
+from tests.usage import BUDGET, SAMPLE, Net, both, count_programs, net_case, pair
 
 
 def test_several_forwards_before_one_backward() -> None:

@@ -26,8 +26,8 @@ from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion.fuse import proposed
 from rockplan.options import Options
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef
-from testing.models import Case, gpt2
-from tests.kernels import distance, gradients, mean_square, run
+from testing.models import Case, gpt2, mean_square
+from tests.kernels import distance, gradients, run
 from tests.planning import set_times
 
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)

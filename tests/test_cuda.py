@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from benchmarks import stand_in
 from benchmarks.zoo import tolerance_bytes
-from testing.models import CASES, Case, gpt2
+from testing.models import CASES, Case, gpt2, mean_square
 from testing.training import generator_states, solve_case, train_side_by_side, twin
 from testing.zoo_cases import loss_of
 from tests.cuda import ON_CUDA, captured, deterministic, large  # noqa: F401
 from tests.orders import planned_in
-from tests.usage import LookupByCount, classifier, mean_square
+from tests.usage import LookupByCount, classifier
 
 pytestmark = ON_CUDA
 ON_A_DEVICE = pytest.mark.skipif(stand_in.is_there(), reason="the stand-in has no cuDNN")

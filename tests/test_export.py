@@ -18,9 +18,9 @@ import rockplan
 from rockplan.checkpointing.export import _needed, _simulated, _wrapped
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.examples import mlp, transformer
-from testing.models import Case, gpt2, llama, resnet
+from testing.models import Case, gpt2, llama, mean_square, resnet
 from testing.training import QUICK, solve_case
-from tests.usage import both, mean_square, net_case
+from tests.usage import both, net_case
 
 NET = """
 import torch

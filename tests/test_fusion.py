@@ -32,10 +32,10 @@ from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.options import Options
 from rockplan.values.graph import Kernel, Phase, TensorSpec, is_kernel, producers
-from testing.models import Case, gpt2, llama, resnet18, t5, unet
+from testing.models import Case, gpt2, llama, mean_square, resnet18, t5, unet
 from testing.random_networks import network
 from testing.zoo_cases import loss_of
-from tests.kernels import distance, gradients, interpret, mean_square, run, stack
+from tests.kernels import distance, gradients, interpret, run, stack
 
 TABLE = inductor.decompositions()
 COMPILED = Options(compile=True, cache=False)

@@ -44,10 +44,10 @@ from rockplan.values.graph import (
     without_takes,
 )
 from rockplan.values.schedule import Compute
-from testing.models import Case, gpt2
+from testing.models import Case, gpt2, mean_square
 from testing.random_networks import network
 from testing.zoo_cases import loss_of
-from tests.kernels import gradients, interpret, mean_square, run, stack
+from tests.kernels import gradients, interpret, run, stack
 
 COMPILED = Options(compile=True, cache=False, time_limit_s=5)
 

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rockplan
+from testing.models import mean_square
 from testing.training import assert_same_state, assert_same_tensor
-from tests.usage import BUDGET, SAMPLE, both, count_programs, mean_square, net_case, pair
+from tests.usage import BUDGET, SAMPLE, both, count_programs, net_case, pair
 
 
 class Doubled(TorchFunctionMode):

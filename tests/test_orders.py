@@ -21,10 +21,9 @@ from rockplan.search.local.exchange import ExchangeLimits, exchanged, squeezed
 from rockplan.search.planning import plan_anew
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import first_executions
-from testing.models import Case, gpt2, t5
+from testing.models import Case, gpt2, mean_square, t5
 from testing.training import train_side_by_side, twin
 from tests.orders import planned_in, roofline_problem
-from tests.usage import mean_square
 
 
 class Decayed(nn.Module):

@@ -33,9 +33,8 @@ from rockplan.values.plan import Plan, Status
 from rockplan.values.schedule import keep_all
 from testing import models
 from testing.graphs import random_graph
-from testing.models import Case
+from testing.models import Case, mean_square
 from testing.priced import prepared, prepared_case
-from tests.usage import mean_square
 
 NO_CACHE = Options(cache=False, time_limit_s=600)
 """No time limit strikes, however slow the machine is."""

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 import rockplan
 from rockplan.codegen.result_aliasing import _are_apart
 from rockplan.values.graph import TensorSpec
-from testing.models import Case
+from testing.models import Case, mean_square
 from testing.training import QUICK, assert_equal_trees, train_side_by_side
-from tests.usage import SAMPLE, both, classifier, count_programs, mean_square, pair
+from tests.usage import SAMPLE, both, classifier, count_programs, pair
 
 
 class Twice(nn.Module):

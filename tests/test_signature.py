@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import rockplan
-from tests.usage import both, count_programs, mean_square
+from testing.models import mean_square
+from tests.usage import both, count_programs
 
 SAMPLE = torch.randn(16, 16)
 

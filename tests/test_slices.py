@@ -12,7 +12,8 @@ from torch import nn
 
 import rockplan
 from rockplan.runtime.planned_state import programs_of
-from tests.usage import both, count_programs, mean_square
+from testing.models import mean_square
+from tests.usage import both, count_programs
 
 _WIDTH = 16
 

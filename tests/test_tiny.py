@@ -16,9 +16,8 @@ from rockplan.search.limits import Limits
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import first_executions, keep_all
 from testing.exhaustive import Exhaustive
-from testing.models import Case
+from testing.models import Case, mean_square
 from testing.priced import prepared_case
-from tests.usage import mean_square
 
 OPTIONS = Options(cache=False, time_limit_s=600)
 

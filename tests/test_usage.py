@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rockplan
 from rockplan.runtime import planned_module as planned_modules
-from testing.models import Case
+from testing.models import Case, mean_square
 from testing.training import (
     QUICK,
     assert_equal_trees,
@@ -51,7 +51,6 @@ from tests.usage import (
     both,
     count_programs,
     encoder_without_dropout,
-    mean_square,
     mlp_case,
     net_case,
     pair,

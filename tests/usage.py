@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from rockplan import programs
-from testing.models import Case, encoder, mlp
+from testing.models import Case, encoder, mean_square, mlp
 from testing.training import QUICK, assert_equal_trees, assert_same_state, solve_case, twin
 
 SAMPLE = torch.randn(32, 16)
@@ -48,10 +48,6 @@ class NormOfTransposed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.b(self.norm(self.a(x).transpose(1, 2)).transpose(1, 2))
         return y
-
-
-def mean_square(result: torch.Tensor) -> torch.Tensor:
-    return result.pow(2).mean()
 
 
 def net_case(batch: int = 128) -> Case:
