@@ -61,11 +61,12 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from benchmarks import python_state
 from benchmarks.timing import where
-from benchmarks.zoo import FOR_CUDA, plan_roughly, tolerance_bytes
+from benchmarks.zoo import plan_roughly
 from rockplan import check
 from rockplan.graph_builder.fusion import inductor, kernels
 from testing.models import moved
 from testing.random_networks import CALLS, Network, network
+from testing.sweep import FOR_CUDA, tolerance_bytes
 from testing.training import assert_equal_trees, assert_same_state, generator_states
 from testing.zoo_cases import loss_of
 

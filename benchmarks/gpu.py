@@ -35,7 +35,7 @@ from types import FrameType
 
 from benchmarks.gpu_table import DETAIL, line, table
 from benchmarks.gpu_worker import Row, TimeLimit, lines_of
-from benchmarks.zoo import FOR_CUDA
+from testing.sweep import FOR_CUDA
 
 GRACE_S = 10.0
 """After a limit, for what does not let itself be interrupted; then its process is ended."""

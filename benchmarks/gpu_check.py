@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import rockplan
 from benchmarks.timing import interleaved_seconds, machine, mebibytes, median_ratio
-from benchmarks.zoo import FOR_CUDA
 from testing.models import Case, ResNet, gpt2, llama, resnet
+from testing.sweep import FOR_CUDA
 
 WAY = (0.1, 0.4)
 REPEATS = 7

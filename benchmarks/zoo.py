@@ -52,11 +52,12 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from testing.sweep import FOR_CUDA, seed_of, tolerance_bytes
 
 RESULTS = Path(__file__).parent / "results"
 TIME_LIMIT_S = 600
@@ -67,15 +68,9 @@ LARGE_GRAPH = 150
 
 # Of a worker: a configuration that does not build small must not take the machine with it.
 ADDRESS_SPACE_GIB = 10
-TOLERANCE = 0.02
 BUDGETS = ("min", "60%")
 COMPILED_BUDGETS = ("100%", "min")
 
-# Results of cuBLAS that repeat themselves, and an allocator that gives out what is asked for.
-FOR_CUDA = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
 OUTCOMES = ("equal", "refused", "wrong", "unfinished", "unrepeated", "not built")
 SOURCES = ("modules", "transformers", "timm")
 
@@ -399,13 +394,6 @@ def take_input_gradients(case: Any) -> list[Any]:
     return found
 
 
-def tolerance_bytes(plan: Any, device: str) -> float:
-    """How far a measured peak may be from the predicted one. The smallest block of CUDA's allocator
-    is as large as whole activations of small cases: two of them, the value and the gradient of the
-    caller's loss, are counted where they may not be."""
-    return TOLERANCE * plan.peak_bytes + (2 * 512 if device.startswith("cuda") else 0)
-
-
 def measure(case: Any, planned: Any, device: str) -> dict[str, int]:
     """Budget, prediction and measured peak in bytes; raises AssertionError where they disagree."""
     import rockplan
@@ -517,10 +505,6 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in rows}
 
 
-def seed_of(name: str) -> int:
-    return zlib.crc32(name.encode())
-
-
 def case_names(sources: list[str]) -> list[str]:
     from testing import zoo_cases
 
@@ -602,8 +586,7 @@ def package_commit() -> str:
         "--porcelain",
         "--",
         "rockplan",
-        "testing/zoo_cases.py",
-        "testing/library_cases",
+        "testing",
     )
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 

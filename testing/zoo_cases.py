@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,16 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from testing.models import Case
+from testing.sweep import seed_of
 
 MAX_PARAMETERS = 36_000_000
 
 
 class NotBuilt(Exception):
     """The case cannot be made: no configuration or no input that eager execution accepts."""
-
-
-def seed_of(name: str) -> int:
-    return zlib.crc32(name.encode())
 
 
 def loss_of(result: Any) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks import stand_in
-from benchmarks.zoo import FOR_CUDA
 from testing.models import Case
+from testing.sweep import FOR_CUDA
 from testing.zoo_cases import loss_of
 
 ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

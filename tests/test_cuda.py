@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks import stand_in
-from benchmarks.zoo import tolerance_bytes
 from testing.models import CASES, Case, gpt2, mean_square
+from testing.sweep import tolerance_bytes
 from testing.training import generator_states, solve_case, train_side_by_side, twin
 from testing.zoo_cases import loss_of
 from tests.cuda import ON_CUDA, captured, deterministic, large  # noqa: F401

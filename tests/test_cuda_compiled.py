@@ -20,11 +20,11 @@ import rockplan
 from benchmarks import stand_in
 from benchmarks.kernel_record import graph_of, recorded
 from benchmarks.tiled import Loss
-from benchmarks.zoo import tolerance_bytes
 from rockplan.options import Options
 from testing import models
 from testing.gpu_cases import LossCase, made_on
 from testing.models import Case
+from testing.sweep import tolerance_bytes
 from testing.training import generator_states, solve_case, train_side_by_side, twin
 from tests.cuda import ON_CUDA, captured, deterministic, large  # noqa: F401
 

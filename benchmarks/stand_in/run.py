@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.zoo import FOR_CUDA
+from testing.sweep import FOR_CUDA
 
 
 def environment(folder: Path) -> dict[str, str]:
