@@ -10,7 +10,7 @@ from torch import nn
 
 import rockplan
 from rockplan.values.graph import caller_bytes
-from testing.models import CASES, Case, encoder, gpt2, mlp, resnet
+from testing.models import CASES, Case, gpt2, mlp, resnet
 from testing.training import QUICK, solve_case, train_side_by_side, twin
 
 
@@ -72,7 +72,6 @@ SMALL: dict[str, Callable[[], Case]] = {
     "gpt2": lambda: gpt2(1, width=16, heads=1, vocabulary=16, batch=1, length=8),
     "resnet": lambda: resnet((1,), batch=2, size=16),
     "mlp": lambda: mlp(depth=3),
-    "encoder": lambda: encoder(1, width=16, batch=2, length=8),
 }
 """Of which the whole search for the smallest budget takes seconds."""
 
