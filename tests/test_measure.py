@@ -23,7 +23,7 @@ from rockplan.graph_builder.costs.call_key import call_key
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.execution import Execution, inputs_of
 from rockplan.graph_builder.costs.price import measure, price
-from rockplan.graph_builder.costs.ruler import peak_live_bytes
+from rockplan.graph_builder.costs.ruler import peak_live_bytes, profiled
 from rockplan.graph_builder.digests import profile_digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators import facts
@@ -858,3 +858,24 @@ def test_steps_on_the_cpu_are_timed_there_though_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     times = interleaved_seconds({"sum": lambda: sum(range(1000))}, 2, device="cpu")
     assert len(times["sum"]) == 2 and "thread(s)" in machine("cpu")
+
+
+@pytest.mark.parametrize("outer", [profiled, torch.profiler.profile])
+def test_a_session_of_the_profiler_is_not_ended_by_another(outer: Callable[[], Any]) -> None:
+    """By a measurement in it, or by planning for a new kind of call, which measures."""
+    options = rockplan.Options(cache=False, time_limit_s=1)
+    planned = rockplan.solve(nn.Linear(4, 4), torch.randn(8, 4), "100%", options=options)
+
+    def step() -> None:
+        planned(torch.randn(5, 4)).sum().backward()
+
+    with outer() as session:
+        torch.randn(3).sin()
+        for measuring in (lambda: peak_live_bytes(step, 0), step):
+            with pytest.raises(InvalidInput, match="profiler"):
+                measuring()
+    assert "aten::sin" in [e.key for e in session.key_averages()]
+    step()
+    with outer() as session:
+        step()
+    assert session.key_averages()

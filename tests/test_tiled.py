@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -413,6 +415,63 @@ def test_rows_of_an_embedding_are_added_to_the_gradient_of_its_head(
     assert plan.peak_bytes <= rockplan.plan_of(whole).peak_bytes
     measured = rockplan.peak_live_bytes(lambda: case.step(by_rows)).peak_bytes
     assert plan.peak_bytes - 16 <= measured <= plan.peak_bytes
+
+
+def tied_llama() -> nn.Module:
+    sizes = {"intermediate_size": 32, **TIED_SIZES}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **SIZES))
+
+
+def tied_gpt2() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **SIZES))
+
+
+def tied_opt() -> nn.Module:
+    sizes = {"ffn_dim": 32, "word_embed_proj_dim": 16, **TIED_SIZES}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **SIZES))
+
+
+SIZES: dict[str, Any] = {"vocab_size": 500, "use_cache": False, "tie_word_embeddings": True}
+TIED_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("make", [tied_llama, tied_gpt2, tied_opt])
+def test_of_models_as_they_are_only_the_gradient_of_the_tied_weight_differs(
+    make: Callable[[], nn.Module], dtype: torch.dtype, bound: float
+) -> None:
+    """By the order of its sums; all others have eager's bits, at each step of eager's."""
+    torch.manual_seed(0)
+    eager: Any = make().to(dtype).train()
+    fast: Any = copy.deepcopy(eager)
+    options = replace(OPTIONS, only_loss=True)
+    tokens = torch.randint(500, (4, 4, 64))
+    given = {"input_ids": tokens[0], "labels": tokens[0]}
+    fast = rockplan.solve(fast, given, "min", options=options)
+    assert rockplan.plan_of(fast).graph.tiles == options.tile
+    optimizer = torch.optim.SGD(eager.parameters(), 0.1)
+    tied = eager.get_input_embeddings().weight
+    assert tied is eager.get_output_embeddings().weight
+    for step, batch in enumerate(tokens):
+        fast.load_state_dict(eager.state_dict())
+        for module in (eager, fast):
+            torch.manual_seed(step)
+            module.zero_grad()
+            module(input_ids=batch, labels=batch).loss.backward()
+        for (name, p), q in zip(eager.named_parameters(), fast.parameters(), strict=True):
+            if p is tied:
+                assert (p.grad - q.grad).double().norm() <= bound * p.grad.double().norm()
+            else:
+                assert torch.equal(p.grad, q.grad), f"{name} at step {step}"
+        optimizer.step()
 
 
 # Plans

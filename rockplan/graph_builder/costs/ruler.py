@@ -104,7 +104,14 @@ def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
 
 def profiled() -> profile:
     """A session of the profiler that sees CPU memory. `torch.profiler.profile`, which makes one of
-    these, warns in torch 2.11 and 2.12 of cycles that it does not have."""
+    these, warns in torch 2.11 and 2.12 of cycles that it does not have. Raises InvalidInput where
+    one records already, which another would end."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        raise InvalidInput(
+            "memory is measured by the profiler of PyTorch, which records already, and would end "
+            "that session; measure outside of it, and call a planned module once on such "
+            "arguments, forward and backward, before the session begins"
+        )
     return profile(use_kineto=True, profile_memory=True)
 
 
