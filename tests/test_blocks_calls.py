@@ -6,10 +6,12 @@ from __future__ import annotations
 import copy
 import logging
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import rockplan
@@ -540,3 +542,55 @@ def test_a_model_of_which_no_block_is_trained() -> None:
     )
     with pytest.raises(rockplan.InvalidInput, match="no block to plan.*nothing in it is trained"):
         rockplan.solve_blocks(model, X, "min", options=OPTIONS)
+
+
+class Settling(nn.Module):
+    """Layers that keep the configuration of their root, which settles it in its first forward, as
+    heads of transformers do with `problem_type`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(SettledLayer(config) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        if isinstance(self.config, dict):
+            self.config.setdefault("problem", "regression")
+        elif getattr(self.config, "problem", None) is None:
+            self.config.problem = "regression"
+        return x.square().mean()
+
+
+class SettledLayer(nn.Module):
+    """With a second result, of which backward was thought to start as well."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.inner = config, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.inner(x).sin()
+        return x + h.cos(), h.exp()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [dict, types.SimpleNamespace, lambda: transformers.PretrainedConfig(problem=None)],
+    ids=["dictionary", "namespace", "transformers"],
+)
+def test_a_configuration_that_the_first_step_settles(config: Callable[[], Any]) -> None:
+    """The error says what changed and what to do, which works."""
+    torch.manual_seed(0)
+    model, x = Settling(config()).train(), torch.randn(4, 8)
+    options = rockplan.Options(**QUICK)
+    with pytest.raises(rockplan.BackwardError, match=r"SettledLayer.*config.*run the model once"):
+        rockplan.solve_blocks(model, x, "min", blocks="layers.*", options=options)
+    model(x)
+    eager = copy.deepcopy(model)
+    rockplan.solve_blocks(model, x, "min", blocks="layers.*", options=options)
+    for module in (model, eager, model, eager):
+        module(x).backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert p.grad is not None and torch.equal(p.grad, q.grad)

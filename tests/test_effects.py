@@ -396,3 +396,43 @@ def test_a_second_backward_pass_calls_nothing_twice() -> None:
     result = planned(SAMPLE).pow(2).mean()
     result.backward(retain_graph=True)
     assert calls_of(result.backward) == ["backward"] * 2
+
+
+@torch.library.custom_op("effects_test::wide", mutates_args=())
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """With a workspace of 64 times its argument."""
+    return x.repeat(64, 1).sum(0, keepdim=True).expand_as(x) + x
+
+
+wide.register_fake(torch.empty_like)
+wide.register_autograd(lambda ctx, gradient: gradient * 1.0)
+
+
+def test_memory_of_an_operator_that_nobody_knows_is_said_to_come_on_top(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And is measured, once it is declared."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(wide(self.a(x).sin()).sin()).sum()
+
+    model, x = Net(), torch.randn(32, 64)
+    options = rockplan.Options(cache=False, time_limit_s=1)
+    workspace_bytes = 64 * x.nbytes
+    for is_known in (False, True):
+        if is_known:
+            rockplan.pure(torch.ops.effects_test.wide)
+        caplog.clear()
+        planned = rockplan.solve(model, x, "100%", options=options)
+        measured = rockplan.peak_live_bytes(lambda f=planned: f(x).backward()).peak_bytes
+        predicted = rockplan.plan_of(planned).peak_bytes
+        assert ("on top of the predicted peak" in caplog.text) is not is_known
+        if is_known:
+            assert predicted - 16 <= measured <= predicted
+        else:
+            assert predicted < measured <= predicted + workspace_bytes

@@ -32,7 +32,12 @@ from rockplan.runtime.call_checks import (
     warn_of_mismatch,
     warn_of_original,
 )
-from rockplan.runtime.differences import Difference, Differences, described_call
+from rockplan.runtime.differences import (
+    Difference,
+    Differences,
+    described_call,
+    module_differences,
+)
 from rockplan.runtime.guards import module_signature, signature_holds, with_tensors_of
 from rockplan.runtime.planned_state import PLANNING, HasPlans, bind_now, original_forward
 from rockplan.runtime.program import PlannedProgram
@@ -231,9 +236,13 @@ class Situation:
         # What the call itself has left in Python is no change.
         same = (b for b in state.programs[self.key] if b.program is self.bound.program)
         if not any(signature_holds(b.signature) for b in (self.bound, *same)):
+            changed = Differences(module_differences(self.bound.signature))
             raise BackwardError(
-                "the module was changed between forward and backward, and this backward pass "
-                "needs another plan; change modules before the forward"
+                f"the module, a {type(module).__qualname__}, was changed between forward and "
+                f"backward ({changed}), and this backward pass needs another plan; change modules "
+                "before the forward. Where only the first call of a model does (it settles a "
+                "configuration that planned blocks share), run the model once on the sample, then "
+                "plan it"
             )
         rebind(module, original_forward(module), {self.key: state.programs[self.key]})
         bounds = state.programs[self.key]

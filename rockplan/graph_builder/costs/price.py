@@ -95,8 +95,9 @@ def _say_unknown(calls: Iterable[Call]) -> None:
     if names:
         _LOGGER.warning(
             "nobody knows whether %s do anything beside their results, so they run as often as in "
-            "eager execution, never again, and are not tried to see what they cost. If they do "
-            "nothing else, say so before planning: rockplan.pure('library::name')",
+            "eager execution, never again, and are not tried to see what they cost: memory that "
+            "they take while they run comes on top of the predicted peak. If they do nothing else, "
+            "say so before planning, and it is measured: rockplan.pure('library::name')",
             ", ".join(sorted(names)),
         )
 
