@@ -77,8 +77,8 @@ BUDGETS = ("min", "50%", "70%", "100%", "200%")
 
 @dataclass
 class Side:
-    """One of the two modules that are used in the same way, with inputs of its own. is_checked: each
-    plan is compared with steps of the original when it is made."""
+    """One of the two modules that are used in the same way, with inputs of its own. is_checked:
+    each plan is compared with steps of the original when it is made."""
 
     module: nn.Module
     inputs: tuple[torch.Tensor, ...]
