@@ -36,7 +36,7 @@ from rockplan.search.boundary import (
 )
 from rockplan.search.problem import Problem, measured
 from rockplan.values.block_sequence import BoundedOption
-from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.graph import CALLER_LOSS, CDGraph, DataKind
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.schedule import keep_all
 
@@ -99,7 +99,7 @@ def _of_a_step(graph: CDGraph) -> CDGraph:
     """`graph`, whose results and loss are the step's."""
     returned = frozenset(graph.outputs)
     data = (
-        replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == "caller_loss" else d
+        replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d
         for d in graph.data
     )
     held = tuple(d for d in graph.held if d not in returned)

@@ -46,6 +46,10 @@ class DataKind(Enum):
 _RESIDENT = (DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT)
 
 
+CALLER_LOSS = "caller_loss"
+"""Name of the tangent that stands for scalars of the caller: a loss that is made of the result."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataNode:
     """One storage.

@@ -23,6 +23,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import allocated_bytes, dtype_of
 from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import (
+    CALLER_LOSS,
     Call,
     CDGraph,
     ComputeNode,
@@ -240,7 +241,7 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
     index = len(numbering.data)
     scalar_bytes = allocated_bytes(dtype_of(first.spec).itemsize, first.spec.device)
     numbering.data.append(
-        DataNode(index, "caller_loss", DataKind.TANGENT, _CALLER_SCALARS * scalar_bytes)
+        DataNode(index, CALLER_LOSS, DataKind.TANGENT, _CALLER_SCALARS * scalar_bytes)
     )
     return held | {index}
 

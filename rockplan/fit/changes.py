@@ -1,0 +1,77 @@
+"""Changes: what a step asks of an allocator, in order, and who asks.
+
+takes: changes. returns: the most bytes alive, and who has them then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Owner(Enum):
+    """Who has bytes in a step of training."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    INPUTS = "inputs"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    OPTIMIZER_TEMPORARIES = "optimizer temporaries"
+    WORKSPACES = "workspaces"
+    CALLER = "caller's scalars"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`size_bytes` for `key` are allocated, or given back. A key is alive once at a time."""
+
+    key: Hashable
+    size_bytes: int
+    owner: Owner
+    is_free: bool = False
+
+    @property
+    def change_bytes(self) -> int:
+        return -self.size_bytes if self.is_free else self.size_bytes
+
+    @property
+    def freed(self) -> Change:
+        """That gives back what this one allocates."""
+        return Change(self.key, self.size_bytes, self.owner, is_free=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes alive, who has them, and after how many changes."""
+
+    size_bytes: int
+    owners: Mapping[Owner, int]
+    position: int
+
+
+def peak_of(changes: Iterable[Change], resident: Mapping[Owner, int] | None = None) -> Peak:
+    """resident: bytes that are alive before the first change."""
+    alive = Counter(resident or {})
+    live_bytes = sum(alive.values())
+    peak = Peak(live_bytes, dict(alive), 0)
+    for position, change in enumerate(changes, 1):
+        alive[change.owner] += change.change_bytes
+        live_bytes += change.change_bytes
+        if live_bytes > peak.size_bytes:
+            peak = Peak(live_bytes, dict(alive), position)
+    return peak
+
+
+def left_alive(changes: Iterable[Change]) -> dict[Hashable, Change]:
+    """What is allocated and not given back, by key. Frees of what was there before are ignored."""
+    alive: dict[Hashable, Change] = {}
+    for change in changes:
+        if change.is_free:
+            alive.pop(change.key, None)
+        else:
+            alive[change.key] = change
+    return alive

@@ -1,0 +1,191 @@
+"""Optimizer: what one step of the real one allocates, over fake tensors.
+
+takes: an optimizer, a factory of one, or a name; parameters on any device. returns: OptimizerSteps:
+changes of the first step, which makes the state, and of a later one. guarantees: nothing of the
+sizes of parameters is allocated; the caller's parameters, gradients and optimizer are left as they
+are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rockplan.errors import InvalidInput
+from rockplan.fit.changes import Change, Owner, left_alive
+from rockplan.fit.tracker import Tracker
+from rockplan.python_state import trees
+
+Factory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+OptimizerLike = str | Factory | torch.optim.Optimizer | None
+
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adafactor": ("Adafactor", {}),
+    "adagrad": ("Adagrad", {}),
+    "adam": ("Adam", {}),
+    "adamw": ("AdamW", {}),
+    "adamw-fused": ("AdamW", {"fused": True}),
+    "rmsprop": ("RMSprop", {}),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+}
+"""Name -> class of torch.optim and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSteps:
+    """state_bytes: kept from step to step; first, later: changes of a step that makes the state,
+    and of one that finds it."""
+
+    name: str
+    state_bytes: int = 0
+    first: tuple[Change, ...] = ()
+    later: tuple[Change, ...] = ()
+
+
+def optimizer_steps(
+    optimizer: OptimizerLike,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    clip_norm: float | None = None,
+    metered: bool = False,
+) -> OptimizerSteps:
+    """Two steps of `optimizer`, of parameters that have a gradient each.
+
+    optimizer: None for none; a factory takes the parameters, as a list. clip_norm: of
+    `clip_grad_norm_` before each step, if any. metered: calls run once on made-up tensors on CPU,
+    for what they allocate inside; elsewhere that is not known.
+    Raises InvalidInput for a name that there is not, and for what does not run over fake tensors.
+    """
+    if optimizer is None:
+        return OptimizerSteps("none")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = {name: _fake(parameter) for name, parameter in parameters.items()}
+        made = _made(optimizer, parameters, fakes)
+        _choose_foreach(made)
+        steps = [_changes_of_step(made, fakes, clip_norm, metered) for _ in range(2)]
+    kept = left_alive(steps[0])
+    first = tuple(map(_owned(kept), steps[0]))
+    state_bytes = sum(change.size_bytes for change in kept.values())
+    return OptimizerSteps(_name(optimizer, made), state_bytes, first, tuple(steps[1]))
+
+
+def _fake(parameter: torch.Tensor) -> torch.Tensor:
+    """Under a FakeTensorMode: a parameter of the same shape, strides and dtype, with a gradient.
+    What is on the meta device is taken to be on CPU."""
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    made = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
+    )
+    fake = torch.nn.Parameter(made)
+    fake.grad = torch.empty_like(made)
+    return fake
+
+
+def _made(
+    optimizer: str | Factory | torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    fakes: Mapping[str, torch.Tensor],
+) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _over_fakes(optimizer, parameters, fakes)
+    factory = _named(optimizer) if isinstance(optimizer, str) else optimizer
+    try:
+        made = factory([*fakes.values()])
+    except Exception as error:  # whatever the caller's function fails with
+        raise InvalidInput(
+            f"the optimizer cannot be made: {type(error).__name__}: {error}. It is called with the "
+            "list of the parameters that have gradients, as fake tensors"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InvalidInput(
+            f"optimizer makes a {type(made).__name__}; pass a function from parameters to a "
+            f"torch.optim.Optimizer, an optimizer, or a name: {', '.join(NAMES)}"
+        )
+    return made
+
+
+def _named(name: str) -> Factory:
+    if name not in NAMES:
+        raise InvalidInput(f"no optimizer is named {name!r}; there are {', '.join(NAMES)}")
+    kind, arguments = NAMES[name]
+    make: Any = getattr(torch.optim, kind)
+    return lambda parameters: make(parameters, **arguments)
+
+
+def _over_fakes(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    fakes: Mapping[str, torch.Tensor],
+) -> torch.optim.Optimizer:
+    """A copy of the caller's optimizer without its state, of the parameters that have a gradient
+    here."""
+    memo: dict[int, Any] = {id(p): fakes[name] for name, p in parameters.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        own = [memo[id(p)] for p in group["params"] if id(p) in memo]
+        others = {key: copy.deepcopy(v) for key, v in group.items() if key != "params"}
+        groups.append({**others, "params": own})
+    made: Any = copy.copy(optimizer)
+    made.state = type(optimizer.state)(dict)
+    made.param_groups = [group for group in groups if group["params"]]
+    if not made.param_groups:
+        raise InvalidInput("the optimizer has none of the parameters that have gradients")
+    return made  # type: ignore[no-any-return]
+
+
+def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """As PyTorch chooses for plain tensors on CUDA, which it does not for fake ones."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is not None or group.get("fused"):
+            continue
+        has_tensors = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
+        on_cuda = all(p.is_cuda for p in group["params"])
+        if on_cuda and not has_tensors and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+def _changes_of_step(
+    optimizer: torch.optim.Optimizer,
+    fakes: Mapping[str, torch.Tensor],
+    clip_norm: float | None,
+    metered: bool,
+) -> list[Change]:
+    tracker = Tracker(Owner.OPTIMIZER_TEMPORARIES, metered=metered)
+    for name, fake in fakes.items():
+        tracker.know(fake, ("parameter", name), Owner.PARAMETERS)
+        assert fake.grad is not None
+        tracker.know(fake.grad, ("gradient", name), Owner.GRADIENTS)
+    for number, leaf in enumerate(trees.tree_leaves([*optimizer.state.values()])):
+        if isinstance(leaf, torch.Tensor):
+            tracker.know(leaf, ("state", number), Owner.OPTIMIZER)
+    try:
+        with tracker:
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([*fakes.values()], clip_norm)
+            optimizer.step()
+    except Exception as error:  # optimizers of others fail in their own ways
+        raise InvalidInput(
+            f"a step of {type(optimizer).__name__} does not run over fake tensors, by which its "
+            f"memory is known: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    return tracker.changes
+
+
+def _owned(kept: Mapping[Hashable, Change]) -> Callable[[Change], Change]:
+    def owned(change: Change) -> Change:
+        if kept.get(change.key) is not change:
+            return change
+        return Change(change.key, change.size_bytes, Owner.OPTIMIZER)
+
+    return owned
+
+
+def _name(optimizer: OptimizerLike, made: torch.optim.Optimizer) -> str:
+    return optimizer if isinstance(optimizer, str) else type(made).__name__

@@ -1,0 +1,69 @@
+"""Timeline: the memory of whole steps of training, from one to the next.
+
+takes: what is there before, the changes of forward and backward, an optimizer's. returns: Timeline,
+with its peak and who has it. guarantees: one sequence of changes, so that what comes when other
+things are gone is not counted beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rockplan.fit.changes import Change, Owner, Peak, left_alive, peak_of
+from rockplan.fit.optimizer import OptimizerSteps
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Forward and backward. first: where parameters have no `.grad`; later: where they have, to
+    which gradients are added."""
+
+    first: tuple[Change, ...]
+    later: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Two steps from nothing but what the model is: the first makes the state of the optimizer, the
+    second is like all that follow. steps: the changes of each; resident: bytes before."""
+
+    resident: Mapping[Owner, int]
+    steps: tuple[tuple[Change, ...], ...]
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        return tuple(change for step in self.steps for change in step)
+
+    @property
+    def peak(self) -> Peak:
+        return peak_of(self.changes, self.resident)
+
+    def peak_of_step(self, number: int) -> Peak:
+        """Of the step of this number alone, what is alive before it included."""
+        alive = dict(self.resident)
+        for change in (c for step in self.steps[:number] for c in step):
+            alive[change.owner] = alive.get(change.owner, 0) + change.change_bytes
+        return peak_of(self.steps[number], alive)
+
+
+def timeline_of(
+    resident: Mapping[Owner, int],
+    passes: Passes,
+    optimizer: OptimizerSteps,
+    *,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+) -> Timeline:
+    """`zero_grad(set_to_none)`, then `accumulate` times forward and backward, then a step of the
+    optimizer; twice."""
+    first = (*_accumulated(passes, accumulate, has_gradients=False), *optimizer.first)
+    gradients = [c for c in left_alive(first).values() if c.owner is Owner.GRADIENTS]
+    emptied = tuple(c.freed for c in gradients) if set_to_none else ()
+    later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
+    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)))
+
+
+def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[Change]:
+    for number in range(times):
+        yield from passes.later if number or has_gradients else passes.first

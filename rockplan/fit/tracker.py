@@ -1,0 +1,137 @@
+"""Tracker: the changes of Python that runs over fake tensors.
+
+takes: code that runs inside of it, under a FakeTensorMode. returns: an allocation for each new
+storage, a free when it dies, in the order of eager execution, since Python and autograd hold fake
+tensors exactly as long as they would hold real ones. guarantees: nothing of their sizes is
+allocated, but for calls that are measured (`metered`).
+
+What an operator allocates inside of itself and gives back is known where calls are measured alone,
+and left out elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from rockplan.fit.changes import Change, Owner
+from rockplan.graph_builder.costs.ruler import rise_of
+from rockplan.python_state import trees
+
+_numbers = itertools.count()
+
+
+class Tracker(TorchDispatchMode):
+    """changes: so far. owner: of what is allocated from now on."""
+
+    def __init__(self, owner: Owner, *, metered: bool = False) -> None:
+        super().__init__()
+        self.owner = owner
+        self.changes: list[Change] = []
+        self._metered = metered
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def know(self, tensor: torch.Tensor, key: Hashable, owner: Owner) -> None:
+        """`tensor` is there already; it is given back when it dies."""
+        self._watch(tensor.untyped_storage(), Change(key, _bytes_of(tensor), owner))
+
+    def _watch(self, storage: Any, change: Change) -> None:
+        address = storage._cdata
+
+        def freed(reference: object) -> None:
+            if self._known.get(address) is reference:
+                del self._known[address]
+                self.changes.append(change.freed)
+
+        self._known[address] = weakref.ref(storage, freed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            return _assumed(func, args)
+        for leaf in trees.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._known:
+                    change = Change(next(_numbers), _bytes_of(leaf), self.owner)
+                    self.changes.append(change)
+                    self._watch(storage, change)
+        if self._metered and (size_bytes := workspace_bytes(func, args, kwargs)):
+            inside = Change(next(_numbers), size_bytes, _inside(self.owner))
+            self.changes += (inside, inside.freed)
+        return result
+
+
+def _inside(owner: Owner) -> Owner:
+    return owner if owner is Owner.OPTIMIZER_TEMPORARIES else Owner.WORKSPACES
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+def _assumed(func: Any, args: tuple[Any, ...]) -> float | int:
+    """A number that Python asks for and nobody knows: sizes of an optimizer's tensors do not hang
+    on it. What a condition asks for, they may. Raises what was raised."""
+    tensor = args[0]
+    if func is not torch.ops.aten._local_scalar_dense.default or tensor.dtype is torch.bool:
+        raise DataDependentOutputException(func)
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+_measured: dict[Hashable, int] = {}
+
+
+def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """What the call allocates on CPU beyond its results: it runs on made-up tensors, once for each
+    kind of call in this process. 0 where it does not run on them."""
+    leaves, spec = trees.tree_flatten((args, kwargs))
+    key = (str(func), str(spec), *map(_described, leaves))
+    if key not in _measured:
+        with _disable_current_modes():
+            _measured[key] = _run(func, *trees.tree_unflatten([*map(_made_up, leaves)], spec))
+    return _measured[key]
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    made: list[Any] = []
+
+    def call() -> None:
+        made.append(func(*args, **kwargs))
+
+    with contextlib.suppress(Exception), torch.no_grad():
+        call()
+        made.clear()
+        rise = rise_of(call, torch.device("cpu"))
+        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        new = {t.untyped_storage()._cdata: _bytes_of(t) for t in _tensors(made)}
+        return max(rise - sum(size for key, size in new.items() if key not in known), 0)
+    return 0
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _described(leaf: Any) -> Hashable:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type)
+
+
+def _made_up(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+    return made.zero_()

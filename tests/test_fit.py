@@ -1,0 +1,188 @@
+"""Will it fit: bytes of whole steps of training, against the allocator's events."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rockplan.errors import InvalidInput
+from rockplan.fit.changes import Change, Owner, peak_of
+from rockplan.fit.optimizer import NAMES, OptimizerSteps, optimizer_steps
+from rockplan.fit.scheduled import first_gradients, scheduled_changes
+from rockplan.fit.timeline import Passes, timeline_of
+from rockplan.graph_builder.costs.ruler import memory_events, profiled
+from rockplan.runtime.planned_module import plan_of, programs_of
+from rockplan.values.interface import Interface
+from rockplan.values.plan import Plan
+from testing import models
+from testing.training import QUICK, solve_case
+
+SHAPES = ((64, 64), (64,), (128, 64), (10, 128))
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "nesterov": lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, foreach=True),
+    "centered": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True, foreach=True),
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "radam": lambda p: torch.optim.RAdam(p, foreach=True),
+    "rprop": torch.optim.Rprop,
+    "two groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:2], "weight_decay": 0.0}, {"params": p[2:]}]
+    ),
+}
+
+
+def real_peaks(step: Callable[[], object], steps: int) -> list[tuple[int, int]]:
+    """(peak, bytes left) of each step, relative to its start."""
+    found = []
+    for _ in range(steps):
+        gc.collect()
+        with profiled() as session:
+            step()
+        live = [*itertools.accumulate((c for _, c in memory_events(session)), initial=0)]
+        found.append((max(live), live[-1]))
+    return found
+
+
+def peaks(changes: tuple[Change, ...]) -> tuple[int, int]:
+    return peak_of(changes).size_bytes, sum(r.change_bytes for r in changes)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("name", [*NAMES, *OPTIMIZERS])
+def test_an_optimizer_allocates_what_is_said(name: str, clip_norm: float | None) -> None:
+    parameters = {str(s): torch.nn.Parameter(torch.randn(s)) for s in SHAPES}
+    for p in parameters.values():
+        p.grad = torch.randn_like(p)
+    found = optimizer_steps(
+        OPTIMIZERS.get(name, name), parameters, clip_norm=clip_norm, metered=True
+    )
+    if name in NAMES:
+        kind, arguments = NAMES[name]
+        real = getattr(torch.optim, kind)([*parameters.values()], **arguments)
+    else:
+        real = OPTIMIZERS[name]([*parameters.values()])
+
+    def step() -> None:
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([*parameters.values()], clip_norm)
+        real.step()
+
+    first, later = real_peaks(step, 2)
+    assert (peaks(found.first), peaks(found.later)) == (first, later)
+    assert found.state_bytes == first[1]
+
+
+def test_an_optimizer_of_the_caller_is_left_as_it_is() -> None:
+    parameters = {
+        "w": torch.nn.Parameter(torch.randn(8, 8)),
+        "frozen": torch.nn.Parameter(torch.randn(8)),
+    }
+    optimizer = torch.optim.Adam([*parameters.values()])
+    found = optimizer_steps(optimizer, {"w": parameters["w"]})
+    assert found.state_bytes == 4 + 2 * 8 * 8 * 4
+    assert not optimizer.state and len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_what_has_no_sum_is_refused() -> None:
+    parameters = {"w": torch.nn.Parameter(torch.empty(8, 8, device="meta"))}
+    for optimizer, said in [
+        ("adan", "there are adafactor"),
+        (lambda p: 1 / 0, "ZeroDivisionError"),
+        (lambda p: 3, "makes a int"),
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.SparseAdam, "does not run over fake tensors"),
+    ]:
+        with pytest.raises(InvalidInput, match=said):
+            optimizer_steps(optimizer, parameters)
+    assert optimizer_steps(torch.optim.AdamW, parameters).state_bytes == 4 + 2 * 8 * 8 * 4
+
+
+def test_foreach_is_what_cuda_gets() -> None:
+    """It holds temporaries of all parameters at once, on CUDA by default."""
+    on_cpu = {str(i): torch.nn.Parameter(torch.empty(64, 64)) for i in range(8)}
+    each = peak_of(optimizer_steps("adamw", on_cpu).later)
+    together = peak_of(optimizer_steps(lambda p: torch.optim.AdamW(p, foreach=True), on_cpu).later)
+    assert together.size_bytes == 8 * 64 * 64 * 4 > each.size_bytes
+    assert together.owners.keys() == {Owner.OPTIMIZER_TEMPORARIES}
+
+
+CASES = {
+    "gpt2": lambda: models.gpt2(layers=2, width=32, batch=2, length=16, attention_dropout=0.0),
+    "llama": lambda: models.llama(layers=2, width=32, batch=2, length=16),
+    "vit": lambda: models.vit(layers=2, width=32, batch=2),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_steps_of_a_plan_need_what_is_said(name: str) -> None:
+    """Gradients that are made anew or added to, for one step and two; the scalars of the caller's
+    loss, which these models compute themselves, are counted and not there."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    fast = solve_case(case, "70%", options=QUICK)
+    case.step(fast)  # what operators keep from their first run is no part of a step
+    program = plan_of(fast), programs_of(fast)[0].interface
+    for set_to_none, accumulate in itertools.product((True, False), (1, 2)):
+        options = {"set_to_none": set_to_none, "accumulate": accumulate}
+        said = step_peaks(case, *program, "adamw", **options)
+        fast.zero_grad()
+        optimizer = torch.optim.AdamW(fast.parameters())
+        step = functools.partial(train, case, fast, optimizer, **options)
+        assert said == [peak for peak, _ in real_peaks(step, 2)], options
+
+
+def train(
+    case: models.Case,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    set_to_none: bool,
+    accumulate: int,
+) -> None:
+    optimizer.zero_grad(set_to_none)
+    for _ in range(accumulate):
+        case.step(module)
+    optimizer.step()
+
+
+def step_peaks(
+    case: models.Case, plan: Plan, interface: Interface, optimizer: str, **options: Any
+) -> list[int]:
+    """Of two steps, each relative to its start, without the caller's scalars."""
+    gradients = first_gradients(plan.graph, interface)
+    passes = Passes(
+        scheduled_changes(plan.graph, plan.schedule, gradients),
+        scheduled_changes(plan.graph, plan.schedule, {}),
+    )
+    named = dict(case.model.named_parameters())
+    used = {n: named[n] for n in gradients.values()}
+    steps = timeline_of({}, passes, optimizer_steps(optimizer, used, metered=True), **options)
+    return [
+        peak_of(c for c in changes if c.owner is not Owner.CALLER).size_bytes
+        for changes in steps.steps
+    ]
+
+
+def test_a_peak_says_who_has_it() -> None:
+    """What comes when other things are gone is not counted beside them."""
+    activation = Change("a", 100, Owner.ACTIVATIONS)
+    gradient = Change(("gradient", "w"), 10, Owner.GRADIENTS)
+    state, inside = Change("s", 20, Owner.OPTIMIZER), Change("t", 60, Owner.OPTIMIZER_TEMPORARIES)
+    passes = Passes((activation, activation.freed, gradient), (activation, activation.freed))
+    optimizer = OptimizerSteps("own", 20, (state, inside, inside.freed), (inside, inside.freed))
+    steps = timeline_of({Owner.PARAMETERS: 10}, passes, optimizer)
+    assert steps.peak.size_bytes == 10 + 20 + 100
+    held = {owner: size for owner, size in steps.peak.owners.items() if size}
+    assert held == {Owner.PARAMETERS: 10, Owner.OPTIMIZER: 20, Owner.ACTIVATIONS: 100}
+    assert steps.peak_of_step(0).size_bytes == 10 + 100
+    kept = timeline_of({Owner.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
+    assert kept.peak.size_bytes == 10 + 20 + 10 + 100
