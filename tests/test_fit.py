@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from rockplan import plan_of
 from rockplan.errors import InvalidInput
 from rockplan.fit.changes import Change, Owner, peak_of
 from rockplan.fit.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fit.scheduled import first_gradients, scheduled_changes
 from rockplan.fit.timeline import Passes, timeline_of
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
-from rockplan.runtime.planned_module import plan_of, programs_of
+from rockplan.runtime.planned_state import programs_of
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 from testing import models

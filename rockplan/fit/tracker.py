@@ -28,11 +28,11 @@ from rockplan.python_state import trees
 _numbers = itertools.count()
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """changes: so far. owner: of what is allocated from now on."""
 
     def __init__(self, owner: Owner, *, metered: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.changes: list[Change] = []
         self._metered = metered
