@@ -13,7 +13,7 @@ import torch
 
 from rockplan import plan_of
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import Change, Owner, peak_of
+from rockplan.fit.changes import MemoryChange, Part, peak_of
 from rockplan.fit.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fit.scheduled import first_gradients, scheduled_changes
 from rockplan.fit.timeline import Passes, timeline_of
@@ -54,7 +54,7 @@ def real_peaks(step: Callable[[], object], steps: int) -> list[tuple[int, int]]:
     return found
 
 
-def peaks(changes: tuple[Change, ...]) -> tuple[int, int]:
+def peaks(changes: tuple[MemoryChange, ...]) -> tuple[int, int]:
     return peak_of(changes).size_bytes, sum(r.change_bytes for r in changes)
 
 
@@ -114,7 +114,7 @@ def test_foreach_is_what_cuda_gets() -> None:
     each = peak_of(optimizer_steps("adamw", on_cpu).later)
     together = peak_of(optimizer_steps(lambda p: torch.optim.AdamW(p, foreach=True), on_cpu).later)
     assert together.size_bytes == 8 * 64 * 64 * 4 > each.size_bytes
-    assert together.owners.keys() == {Owner.OPTIMIZER_TEMPORARIES}
+    assert together.owners.keys() == {Part.OPTIMIZER_TEMPORARIES}
 
 
 CASES = {
@@ -168,22 +168,25 @@ def step_peaks(
     used = {n: named[n] for n in gradients.values()}
     steps = timeline_of({}, passes, optimizer_steps(optimizer, used, metered=True), **options)
     return [
-        peak_of(c for c in changes if c.owner is not Owner.CALLER).size_bytes
+        peak_of(c for c in changes if c.owner is not Part.CALLER).size_bytes
         for changes in steps.steps
     ]
 
 
 def test_a_peak_says_who_has_it() -> None:
     """What comes when other things are gone is not counted beside them."""
-    activation = Change("a", 100, Owner.ACTIVATIONS)
-    gradient = Change(("gradient", "w"), 10, Owner.GRADIENTS)
-    state, inside = Change("s", 20, Owner.OPTIMIZER), Change("t", 60, Owner.OPTIMIZER_TEMPORARIES)
+    activation = MemoryChange("a", 100, Part.ACTIVATIONS)
+    gradient = MemoryChange(("gradient", "w"), 10, Part.GRADIENTS)
+    state, inside = (
+        MemoryChange("s", 20, Part.OPTIMIZER),
+        MemoryChange("t", 60, Part.OPTIMIZER_TEMPORARIES),
+    )
     passes = Passes((activation, activation.freed, gradient), (activation, activation.freed))
     optimizer = OptimizerSteps("own", 20, (state, inside, inside.freed), (inside, inside.freed))
-    steps = timeline_of({Owner.PARAMETERS: 10}, passes, optimizer)
+    steps = timeline_of({Part.PARAMETERS: 10}, passes, optimizer)
     assert steps.peak.size_bytes == 10 + 20 + 100
     held = {owner: size for owner, size in steps.peak.owners.items() if size}
-    assert held == {Owner.PARAMETERS: 10, Owner.OPTIMIZER: 20, Owner.ACTIVATIONS: 100}
+    assert held == {Part.PARAMETERS: 10, Part.OPTIMIZER: 20, Part.ACTIVATIONS: 100}
     assert steps.peak_of_step(0).size_bytes == 10 + 100
-    kept = timeline_of({Owner.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
+    kept = timeline_of({Part.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
     assert kept.peak.size_bytes == 10 + 20 + 10 + 100

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Owner(Enum):
+class Part(Enum):
     """Who has bytes in a step of training."""
 
     PARAMETERS = "parameters"
@@ -26,12 +26,12 @@ class Owner(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MemoryChange:
     """`size_bytes` for `key` are allocated, or given back. A key is alive once at a time."""
 
     key: Hashable
     size_bytes: int
-    owner: Owner
+    owner: Part
     is_free: bool = False
 
     @property
@@ -39,9 +39,9 @@ class Change:
         return -self.size_bytes if self.is_free else self.size_bytes
 
     @property
-    def freed(self) -> Change:
+    def freed(self) -> MemoryChange:
         """That gives back what this one allocates."""
-        return Change(self.key, self.size_bytes, self.owner, is_free=True)
+        return MemoryChange(self.key, self.size_bytes, self.owner, is_free=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Peak:
     """The most bytes alive, who has them, and after how many changes."""
 
     size_bytes: int
-    owners: Mapping[Owner, int]
+    owners: Mapping[Part, int]
     position: int
 
 
-def peak_of(changes: Iterable[Change], resident: Mapping[Owner, int] | None = None) -> Peak:
+def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Part, int] | None = None) -> Peak:
     """resident: bytes that are alive before the first change."""
     alive = Counter(resident or {})
     live_bytes = sum(alive.values())
@@ -66,9 +66,9 @@ def peak_of(changes: Iterable[Change], resident: Mapping[Owner, int] | None = No
     return peak
 
 
-def left_alive(changes: Iterable[Change]) -> dict[Hashable, Change]:
+def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:
     """What is allocated and not given back, by key. Frees of what was there before are ignored."""
-    alive: dict[Hashable, Change] = {}
+    alive: dict[Hashable, MemoryChange] = {}
     for change in changes:
         if change.is_free:
             alive.pop(change.key, None)

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import Change, Owner, left_alive
+from rockplan.fit.changes import MemoryChange, Part, left_alive
 from rockplan.fit.tracker import Tracker
 from rockplan.python_state import trees
 
@@ -44,8 +44,8 @@ class OptimizerSteps:
 
     name: str
     state_bytes: int = 0
-    first: tuple[Change, ...] = ()
-    later: tuple[Change, ...] = ()
+    first: tuple[MemoryChange, ...] = ()
+    later: tuple[MemoryChange, ...] = ()
 
 
 def optimizer_steps(
@@ -156,15 +156,15 @@ def _changes_of_step(
     fakes: Mapping[str, torch.Tensor],
     clip_norm: float | None,
     metered: bool,
-) -> list[Change]:
-    tracker = Tracker(Owner.OPTIMIZER_TEMPORARIES, metered=metered)
+) -> list[MemoryChange]:
+    tracker = Tracker(Part.OPTIMIZER_TEMPORARIES, metered=metered)
     for name, fake in fakes.items():
-        tracker.know(fake, ("parameter", name), Owner.PARAMETERS)
+        tracker.know(fake, ("parameter", name), Part.PARAMETERS)
         assert fake.grad is not None
-        tracker.know(fake.grad, ("gradient", name), Owner.GRADIENTS)
+        tracker.know(fake.grad, ("gradient", name), Part.GRADIENTS)
     for number, leaf in enumerate(trees.tree_leaves([*optimizer.state.values()])):
         if isinstance(leaf, torch.Tensor):
-            tracker.know(leaf, ("state", number), Owner.OPTIMIZER)
+            tracker.know(leaf, ("state", number), Part.OPTIMIZER)
     try:
         with tracker:
             if clip_norm is not None:
@@ -178,11 +178,11 @@ def _changes_of_step(
     return tracker.changes
 
 
-def _owned(kept: Mapping[Hashable, Change]) -> Callable[[Change], Change]:
-    def owned(change: Change) -> Change:
+def _owned(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], MemoryChange]:
+    def owned(change: MemoryChange) -> MemoryChange:
         if kept.get(change.key) is not change:
             return change
-        return Change(change.key, change.size_bytes, Owner.OPTIMIZER)
+        return MemoryChange(change.key, change.size_bytes, Part.OPTIMIZER)
 
     return owned
 

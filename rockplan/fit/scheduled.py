@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from rockplan.fit.changes import Change, Owner
-from rockplan.oracles.lifetimes import Lifetime, lifetimes
-from rockplan.oracles.lifetimes import Owner as Tenant
+from rockplan.fit.changes import MemoryChange, Part
+from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.schedule import Schedule
@@ -35,32 +34,32 @@ def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
 
 def scheduled_changes(
     graph: CDGraph, schedule: Schedule, gradients: Gradients
-) -> tuple[Change, ...]:
+) -> tuple[MemoryChange, ...]:
     """gradients: those that stay; others are added to what is there, and given back. What the
     caller holds of the result is let go at the end."""
     return tuple(_changes(graph, schedule, gradients))
 
 
-def _changes(graph: CDGraph, schedule: Schedule, gradients: Gradients) -> Iterator[Change]:
-    begin: dict[int, list[Change]] = defaultdict(list)
-    end: dict[int, list[Change]] = defaultdict(list)
+def _changes(graph: CDGraph, schedule: Schedule, gradients: Gradients) -> Iterator[MemoryChange]:
+    begin: dict[int, list[MemoryChange]] = defaultdict(list)
+    end: dict[int, list[MemoryChange]] = defaultdict(list)
     for number, lifetime in enumerate(lifetimes(graph, schedule)):
-        change = Change(number, lifetime.size_bytes, _owner(graph, lifetime))
+        change = MemoryChange(number, lifetime.size_bytes, _owner(graph, lifetime))
         begin[lifetime.start].append(change)
         end[lifetime.stop].append(change.freed)
-        if lifetime.owner is Tenant.STORAGE and lifetime.index in gradients:
+        if lifetime.owner is Owner.STORAGE and lifetime.index in gradients:
             name = gradients[lifetime.index]
-            kept = Change(("gradient", name), lifetime.size_bytes, Owner.GRADIENTS)
+            kept = MemoryChange(("gradient", name), lifetime.size_bytes, Part.GRADIENTS)
             end[lifetime.stop].append(kept)
     for event in range(len(schedule.events) + 1):
         yield from end[event]
         yield from begin[event]
 
 
-def _owner(graph: CDGraph, lifetime: Lifetime) -> Owner:
-    if lifetime.owner in (Tenant.WORKSPACE, Tenant.GENERATOR):
-        return Owner.WORKSPACES
+def _owner(graph: CDGraph, lifetime: Lifetime) -> Part:
+    if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
+        return Part.WORKSPACES
     if lifetime.index in graph.handed:
-        return Owner.GRADIENTS
+        return Part.GRADIENTS
     is_callers = graph.data[lifetime.index].name == CALLER_LOSS
-    return Owner.CALLER if is_callers else Owner.ACTIVATIONS
+    return Part.CALLER if is_callers else Part.ACTIVATIONS

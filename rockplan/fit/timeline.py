@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rockplan.fit.changes import Change, Owner, Peak, left_alive, peak_of
+from rockplan.fit.changes import MemoryChange, Part, Peak, left_alive, peak_of
 from rockplan.fit.optimizer import OptimizerSteps
 
 
@@ -19,8 +19,8 @@ class Passes:
     """Forward and backward. first: where parameters have no `.grad`; later: where they have, to
     which gradients are added."""
 
-    first: tuple[Change, ...]
-    later: tuple[Change, ...]
+    first: tuple[MemoryChange, ...]
+    later: tuple[MemoryChange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Timeline:
     """Two steps from nothing but what the model is: the first makes the state of the optimizer, the
     second is like all that follow. steps: the changes of each; resident: bytes before."""
 
-    resident: Mapping[Owner, int]
-    steps: tuple[tuple[Change, ...], ...]
+    resident: Mapping[Part, int]
+    steps: tuple[tuple[MemoryChange, ...], ...]
 
     @property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[MemoryChange, ...]:
         return tuple(change for step in self.steps for change in step)
 
     @property
@@ -48,7 +48,7 @@ class Timeline:
 
 
 def timeline_of(
-    resident: Mapping[Owner, int],
+    resident: Mapping[Part, int],
     passes: Passes,
     optimizer: OptimizerSteps,
     *,
@@ -58,12 +58,12 @@ def timeline_of(
     """`zero_grad(set_to_none)`, then `accumulate` times forward and backward, then a step of the
     optimizer; twice."""
     first = (*_accumulated(passes, accumulate, has_gradients=False), *optimizer.first)
-    gradients = [c for c in left_alive(first).values() if c.owner is Owner.GRADIENTS]
+    gradients = [c for c in left_alive(first).values() if c.owner is Part.GRADIENTS]
     emptied = tuple(c.freed for c in gradients) if set_to_none else ()
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
     return Timeline(resident, (first, (*emptied, *later, *optimizer.later)))
 
 
-def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[Change]:
+def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[MemoryChange]:
     for number in range(times):
         yield from passes.later if number or has_gradients else passes.first

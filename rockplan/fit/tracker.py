@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rockplan.fit.changes import Change, Owner
+from rockplan.fit.changes import MemoryChange, Part
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.python_state import trees
 
@@ -31,18 +31,18 @@ _numbers = itertools.count()
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """changes: so far. owner: of what is allocated from now on."""
 
-    def __init__(self, owner: Owner, *, metered: bool = False) -> None:
+    def __init__(self, owner: Part, *, metered: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
-        self.changes: list[Change] = []
+        self.changes: list[MemoryChange] = []
         self._metered = metered
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def know(self, tensor: torch.Tensor, key: Hashable, owner: Owner) -> None:
+    def know(self, tensor: torch.Tensor, key: Hashable, owner: Part) -> None:
         """`tensor` is there already; it is given back when it dies."""
-        self._watch(tensor.untyped_storage(), Change(key, _bytes_of(tensor), owner))
+        self._watch(tensor.untyped_storage(), MemoryChange(key, _bytes_of(tensor), owner))
 
-    def _watch(self, storage: Any, change: Change) -> None:
+    def _watch(self, storage: Any, change: MemoryChange) -> None:
         address = storage._cdata
 
         def freed(reference: object) -> None:
@@ -64,17 +64,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._known:
-                    change = Change(next(_numbers), _bytes_of(leaf), self.owner)
+                    change = MemoryChange(next(_numbers), _bytes_of(leaf), self.owner)
                     self.changes.append(change)
                     self._watch(storage, change)
         if self._metered and (size_bytes := workspace_bytes(func, args, kwargs)):
-            inside = Change(next(_numbers), size_bytes, _inside(self.owner))
+            inside = MemoryChange(next(_numbers), size_bytes, _inside(self.owner))
             self.changes += (inside, inside.freed)
         return result
 
 
-def _inside(owner: Owner) -> Owner:
-    return owner if owner is Owner.OPTIMIZER_TEMPORARIES else Owner.WORKSPACES
+def _inside(owner: Part) -> Part:
+    return owner if owner is Part.OPTIMIZER_TEMPORARIES else Part.WORKSPACES
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
