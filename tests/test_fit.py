@@ -13,7 +13,7 @@ import torch
 
 from rockplan import plan_of
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import MemoryChange, Part, peak_of
+from rockplan.fit.changes import MemoryChange, Holding, peak_of
 from rockplan.fit.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fit.scheduled import first_gradients, scheduled_changes
 from rockplan.fit.timeline import Passes, timeline_of
@@ -114,7 +114,7 @@ def test_foreach_is_what_cuda_gets() -> None:
     each = peak_of(optimizer_steps("adamw", on_cpu).later)
     together = peak_of(optimizer_steps(lambda p: torch.optim.AdamW(p, foreach=True), on_cpu).later)
     assert together.size_bytes == 8 * 64 * 64 * 4 > each.size_bytes
-    assert together.owners.keys() == {Part.OPTIMIZER_TEMPORARIES}
+    assert together.owners.keys() == {Holding.OPTIMIZER_TEMPORARIES}
 
 
 CASES = {
@@ -168,25 +168,25 @@ def step_peaks(
     used = {n: named[n] for n in gradients.values()}
     steps = timeline_of({}, passes, optimizer_steps(optimizer, used, metered=True), **options)
     return [
-        peak_of(c for c in changes if c.owner is not Part.CALLER).size_bytes
+        peak_of(c for c in changes if c.owner is not Holding.CALLER).size_bytes
         for changes in steps.steps
     ]
 
 
 def test_a_peak_says_who_has_it() -> None:
     """What comes when other things are gone is not counted beside them."""
-    activation = MemoryChange("a", 100, Part.ACTIVATIONS)
-    gradient = MemoryChange(("gradient", "w"), 10, Part.GRADIENTS)
+    activation = MemoryChange("a", 100, Holding.ACTIVATIONS)
+    gradient = MemoryChange(("gradient", "w"), 10, Holding.GRADIENTS)
     state, inside = (
-        MemoryChange("s", 20, Part.OPTIMIZER),
-        MemoryChange("t", 60, Part.OPTIMIZER_TEMPORARIES),
+        MemoryChange("s", 20, Holding.OPTIMIZER),
+        MemoryChange("t", 60, Holding.OPTIMIZER_TEMPORARIES),
     )
     passes = Passes((activation, activation.freed, gradient), (activation, activation.freed))
     optimizer = OptimizerSteps("own", 20, (state, inside, inside.freed), (inside, inside.freed))
-    steps = timeline_of({Part.PARAMETERS: 10}, passes, optimizer)
+    steps = timeline_of({Holding.PARAMETERS: 10}, passes, optimizer)
     assert steps.peak.size_bytes == 10 + 20 + 100
     held = {owner: size for owner, size in steps.peak.owners.items() if size}
-    assert held == {Part.PARAMETERS: 10, Part.OPTIMIZER: 20, Part.ACTIVATIONS: 100}
+    assert held == {Holding.PARAMETERS: 10, Holding.OPTIMIZER: 20, Holding.ACTIVATIONS: 100}
     assert steps.peak_of_step(0).size_bytes == 10 + 100
-    kept = timeline_of({Part.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
+    kept = timeline_of({Holding.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
     assert kept.peak.size_bytes == 10 + 20 + 10 + 100

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Part(Enum):
+class Holding(Enum):
     """Who has bytes in a step of training."""
 
     PARAMETERS = "parameters"
@@ -31,7 +31,7 @@ class MemoryChange:
 
     key: Hashable
     size_bytes: int
-    owner: Part
+    owner: Holding
     is_free: bool = False
 
     @property
@@ -49,11 +49,11 @@ class Peak:
     """The most bytes alive, who has them, and after how many changes."""
 
     size_bytes: int
-    owners: Mapping[Part, int]
+    owners: Mapping[Holding, int]
     position: int
 
 
-def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Part, int] | None = None) -> Peak:
+def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | None = None) -> Peak:
     """resident: bytes that are alive before the first change."""
     alive = Counter(resident or {})
     live_bytes = sum(alive.values())

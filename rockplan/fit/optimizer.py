@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import MemoryChange, Part, left_alive
+from rockplan.fit.changes import MemoryChange, Holding, left_alive
 from rockplan.fit.tracker import Tracker
 from rockplan.python_state import trees
 
@@ -157,14 +157,14 @@ def _changes_of_step(
     clip_norm: float | None,
     metered: bool,
 ) -> list[MemoryChange]:
-    tracker = Tracker(Part.OPTIMIZER_TEMPORARIES, metered=metered)
+    tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
     for name, fake in fakes.items():
-        tracker.know(fake, ("parameter", name), Part.PARAMETERS)
+        tracker.know(fake, ("parameter", name), Holding.PARAMETERS)
         assert fake.grad is not None
-        tracker.know(fake.grad, ("gradient", name), Part.GRADIENTS)
+        tracker.know(fake.grad, ("gradient", name), Holding.GRADIENTS)
     for number, leaf in enumerate(trees.tree_leaves([*optimizer.state.values()])):
         if isinstance(leaf, torch.Tensor):
-            tracker.know(leaf, ("state", number), Part.OPTIMIZER)
+            tracker.know(leaf, ("state", number), Holding.OPTIMIZER)
     try:
         with tracker:
             if clip_norm is not None:
@@ -182,7 +182,7 @@ def _owned(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], Me
     def owned(change: MemoryChange) -> MemoryChange:
         if kept.get(change.key) is not change:
             return change
-        return MemoryChange(change.key, change.size_bytes, Part.OPTIMIZER)
+        return MemoryChange(change.key, change.size_bytes, Holding.OPTIMIZER)
 
     return owned
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from rockplan.fit.changes import MemoryChange, Part
+from rockplan.fit.changes import MemoryChange, Holding
 from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
@@ -49,17 +49,17 @@ def _changes(graph: CDGraph, schedule: Schedule, gradients: Gradients) -> Iterat
         end[lifetime.stop].append(change.freed)
         if lifetime.owner is Owner.STORAGE and lifetime.index in gradients:
             name = gradients[lifetime.index]
-            kept = MemoryChange(("gradient", name), lifetime.size_bytes, Part.GRADIENTS)
+            kept = MemoryChange(("gradient", name), lifetime.size_bytes, Holding.GRADIENTS)
             end[lifetime.stop].append(kept)
     for event in range(len(schedule.events) + 1):
         yield from end[event]
         yield from begin[event]
 
 
-def _owner(graph: CDGraph, lifetime: Lifetime) -> Part:
+def _owner(graph: CDGraph, lifetime: Lifetime) -> Holding:
     if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
-        return Part.WORKSPACES
+        return Holding.WORKSPACES
     if lifetime.index in graph.handed:
-        return Part.GRADIENTS
+        return Holding.GRADIENTS
     is_callers = graph.data[lifetime.index].name == CALLER_LOSS
-    return Part.CALLER if is_callers else Part.ACTIVATIONS
+    return Holding.CALLER if is_callers else Holding.ACTIVATIONS

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rockplan.fit.changes import MemoryChange, Part, Peak, left_alive, peak_of
+from rockplan.fit.changes import MemoryChange, Holding, Peak, left_alive, peak_of
 from rockplan.fit.optimizer import OptimizerSteps
 
 
@@ -28,7 +28,7 @@ class Timeline:
     """Two steps from nothing but what the model is: the first makes the state of the optimizer, the
     second is like all that follow. steps: the changes of each; resident: bytes before."""
 
-    resident: Mapping[Part, int]
+    resident: Mapping[Holding, int]
     steps: tuple[tuple[MemoryChange, ...], ...]
 
     @property
@@ -48,7 +48,7 @@ class Timeline:
 
 
 def timeline_of(
-    resident: Mapping[Part, int],
+    resident: Mapping[Holding, int],
     passes: Passes,
     optimizer: OptimizerSteps,
     *,
@@ -58,7 +58,7 @@ def timeline_of(
     """`zero_grad(set_to_none)`, then `accumulate` times forward and backward, then a step of the
     optimizer; twice."""
     first = (*_accumulated(passes, accumulate, has_gradients=False), *optimizer.first)
-    gradients = [c for c in left_alive(first).values() if c.owner is Part.GRADIENTS]
+    gradients = [c for c in left_alive(first).values() if c.owner is Holding.GRADIENTS]
     emptied = tuple(c.freed for c in gradients) if set_to_none else ()
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
     return Timeline(resident, (first, (*emptied, *later, *optimizer.later)))

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rockplan.fit.changes import MemoryChange, Part
+from rockplan.fit.changes import MemoryChange, Holding
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.python_state import trees
 
@@ -31,14 +31,14 @@ _numbers = itertools.count()
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """changes: so far. owner: of what is allocated from now on."""
 
-    def __init__(self, owner: Part, *, metered: bool = False) -> None:
+    def __init__(self, owner: Holding, *, metered: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.changes: list[MemoryChange] = []
         self._metered = metered
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def know(self, tensor: torch.Tensor, key: Hashable, owner: Part) -> None:
+    def know(self, tensor: torch.Tensor, key: Hashable, owner: Holding) -> None:
         """`tensor` is there already; it is given back when it dies."""
         self._watch(tensor.untyped_storage(), MemoryChange(key, _bytes_of(tensor), owner))
 
@@ -73,8 +73,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _inside(owner: Part) -> Part:
-    return owner if owner is Part.OPTIMIZER_TEMPORARIES else Part.WORKSPACES
+def _inside(owner: Holding) -> Holding:
+    return owner if owner is Holding.OPTIMIZER_TEMPORARIES else Holding.WORKSPACES
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
