@@ -13,7 +13,7 @@ import torch
 
 from rockplan import plan_of
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import MemoryChange, Holding, peak_of
+from rockplan.fit.changes import Holding, MemoryChange, peak_of
 from rockplan.fit.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fit.scheduled import first_gradients, scheduled_changes
 from rockplan.fit.timeline import Passes, timeline_of

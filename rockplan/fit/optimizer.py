@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import MemoryChange, Holding, left_alive
+from rockplan.fit.changes import Holding, MemoryChange, left_alive
 from rockplan.fit.tracker import Tracker
 from rockplan.python_state import trees
 

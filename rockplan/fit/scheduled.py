@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from rockplan.fit.changes import MemoryChange, Holding
+from rockplan.fit.changes import Holding, MemoryChange
 from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface

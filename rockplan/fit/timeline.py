@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rockplan.fit.changes import MemoryChange, Holding, Peak, left_alive, peak_of
+from rockplan.fit.changes import Holding, MemoryChange, Peak, left_alive, peak_of
 from rockplan.fit.optimizer import OptimizerSteps
 
 
