@@ -13,10 +13,10 @@ import torch
 
 from rockplan import plan_of
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import Holding, MemoryChange, peak_of
-from rockplan.fit.optimizer import NAMES, OptimizerSteps, optimizer_steps
-from rockplan.fit.scheduled import first_gradients, scheduled_changes
-from rockplan.fit.timeline import Passes, timeline_of
+from rockplan.fitting.changes import Holding, MemoryChange, peak_of
+from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
+from rockplan.fitting.scheduled import first_gradients, scheduled_changes
+from rockplan.fitting.timeline import Passes, timeline_of
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.runtime.planned_state import programs_of
 from rockplan.values.interface import Interface

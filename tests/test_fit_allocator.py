@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rockplan.fit.allocator import (
+from rockplan.fitting.allocator import (
     LARGE_SEGMENT_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.fit.gpus import CONTEXT_BYTES, GPUS, Gpu, gpu, listing
+from rockplan.fitting.gpus import CONTEXT_BYTES, GPUS, Gpu, gpu, listing
 
 
 @pytest.mark.parametrize("row", GPUS, ids=str)

@@ -23,7 +23,7 @@ LIBRARIES = {
         "checkpointing",
         "search",
         "blocks",
-        "fit",
+        "fitting",
         "cli",
     },
     "highspy": {"ilp"},

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rockplan.fit.changes import Holding, MemoryChange, Peak, left_alive, peak_of
-from rockplan.fit.optimizer import OptimizerSteps
+from rockplan.fitting.changes import Holding, MemoryChange, Peak, left_alive, peak_of
+from rockplan.fitting.optimizer import OptimizerSteps
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import InvalidInput
-from rockplan.fit.changes import Holding, MemoryChange, left_alive
-from rockplan.fit.tracker import Tracker
+from rockplan.fitting.changes import Holding, MemoryChange, left_alive
+from rockplan.fitting.tracker import Tracker
 from rockplan.python_state import trees
 
 Factory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from rockplan.fit.changes import Holding, MemoryChange
+from rockplan.fitting.changes import Holding, MemoryChange
 from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
@@ -44,7 +44,7 @@ def _changes(graph: CDGraph, schedule: Schedule, gradients: Gradients) -> Iterat
     begin: dict[int, list[MemoryChange]] = defaultdict(list)
     end: dict[int, list[MemoryChange]] = defaultdict(list)
     for number, lifetime in enumerate(lifetimes(graph, schedule)):
-        change = MemoryChange(number, lifetime.size_bytes, _owner(graph, lifetime))
+        change = MemoryChange(("lifetime", number), lifetime.size_bytes, _owner(graph, lifetime))
         begin[lifetime.start].append(change)
         end[lifetime.stop].append(change.freed)
         if lifetime.owner is Owner.STORAGE and lifetime.index in gradients:

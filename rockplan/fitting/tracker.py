@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rockplan.fit.changes import Holding, MemoryChange
+from rockplan.fitting.changes import Holding, MemoryChange
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.python_state import trees
 

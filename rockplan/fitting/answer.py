@@ -1,0 +1,90 @@
+"""Answer: what fits on a device, as a frozen value and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from rockplan.errors import InvalidInput
+from rockplan.values.columns import aligned
+from rockplan.values.plan import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """The largest batch of one way that fits, at one length; what its steps need and take.
+
+    length: None where lengths do not vary; batch: 0 where none fits, then all figures are of the
+    smallest batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, two
+    steps from the start; owners: (who, bytes) at the peak of what is asked for. overhead: of time,
+    over everything kept; tokens_per_s: an estimate by the device's peaks (samples, where lengths do
+    not vary), None where these are not known.
+    """
+
+    length: int | None
+    way: str
+    batch: int
+    allocated_bytes: int
+    reserved_bytes: int
+    owners: tuple[tuple[str, int], ...]
+    overhead: float
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits. device_bytes: all of the device; usable_bytes: what is left for the caching
+    allocator beside the context; optimizer: its name; notes: what the figures rest on."""
+
+    device: str
+    device_bytes: int
+    usable_bytes: int
+    optimizer: str
+    rows: tuple[FitRow, ...]
+    notes: tuple[str, ...] = ()
+
+    def largest(self, length: int | None = None) -> FitRow:
+        """The row of the largest batch at a length; of equal ones, that of least overhead. Raises
+        InvalidInput where there is no such length."""
+        rows = [row for row in self.rows if row.length == length]
+        if not rows:
+            lengths = ", ".join(str(n) for n in dict.fromkeys(row.length for row in self.rows))
+            raise InvalidInput(f"no row is of length {length}; there are {lengths}")
+        return max(rows, key=lambda row: (row.batch, -row.overhead))
+
+    def fastest(self) -> FitRow | None:
+        """The row of most tokens a second, of those that fit; None where none fits, or times are
+        not known."""
+        rows = [row for row in self.rows if row.batch and row.tokens_per_s]
+        return max(rows, key=lambda row: row.tokens_per_s or 0, default=None)
+
+    def breakdown(self, way: str, length: int | None = None) -> dict[str, int]:
+        """Who has how many bytes at the peak of a row. Raises InvalidInput."""
+        for row in self.rows:
+            if (row.way, row.length) == (way, length):
+                return dict(row.owners)
+        ways = ", ".join(dict.fromkeys(row.way for row in self.rows))
+        raise InvalidInput(f"no row is of {way!r} at length {length}; ways are {ways}")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        head = ("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second")
+        table = [head, *map(_cells, self.rows)]
+        context = format_bytes(self.device_bytes - self.usable_bytes)
+        lines = [
+            f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
+            f"optimizer {self.optimizer}",
+            *aligned(table, numbers=(0, 2, 3, 4, 5, 6)),
+            *self.notes,
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(row: FitRow) -> tuple[str, ...]:
+    length = "" if row.length is None else str(row.length)
+    needs = (format_bytes(row.allocated_bytes), format_bytes(row.reserved_bytes))
+    speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
+    return length, row.way, str(row.batch or "-"), *needs, f"{row.overhead:+.1%}", speed

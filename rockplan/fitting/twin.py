@@ -1,0 +1,53 @@
+"""Twin: a model of the shapes of one on the meta device, in memory that is not there.
+
+takes: a module, arguments. returns: a copy on CPU where it has anything on the meta device, else
+the module itself. guarantees: no memory of the sizes of its parameters is touched: it is asked of
+the system, which gives pages as they are written to, and nothing writes there.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.errors import InvalidInput
+from rockplan.python_state import trees
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """Buffers on the meta device are zeros. Raises InvalidInput where the system gives no memory
+    that is not there."""
+    if not any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
+        return model
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        made = nn.Parameter(_unfilled(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = made
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros_like(buffer, device="cpu")
+    return copy.deepcopy(model, memo)
+
+
+def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"nothing can stand for a parameter of {tensor.nbytes} bytes on the meta device: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def with_values(tree: Any) -> Any:
+    """Arguments whose tensors on the meta device are zeros on CPU."""
+
+    def real(leaf: Any) -> Any:
+        is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
+        return torch.zeros_like(leaf, device="cpu") if is_meta else leaf
+
+    leaves, spec = trees.tree_flatten(tree)
+    return trees.tree_unflatten([*map(real, leaves)], spec)
