@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.comparison import Comparison, compare
     from rockplan.explained import explain
+    from rockplan.fitting.answer import Fit
+    from rockplan.fitting.fit import fit
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 _LATE = {
     "BlocksPlan": "rockplan.blocks.report",
     "Comparison": "rockplan.comparison",
+    "Fit": "rockplan.fitting.answer",
     "blocks_of": "rockplan.blocks.solve",
     "as_checkpoint_code": "rockplan.checkpointing.export",
     "code_of": "rockplan.runtime.planned_state",
@@ -63,6 +66,7 @@ _LATE = {
     "draw_memory": "rockplan.reports.pictures",
     "draw_schedule": "rockplan.reports.pictures",
     "explain": "rockplan.explained",
+    "fit": "rockplan.fitting.fit",
     "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
     "measured_timeline": "rockplan.graph_builder.costs.ruler",
@@ -89,6 +93,7 @@ __all__ = [
     "CurvePoint",
     "DataDependentShape",
     "Explanation",
+    "Fit",
     "ForwardRaises",
     "InfeasibleBudget",
     "InvalidBudget",
@@ -115,6 +120,7 @@ __all__ = [
     "draw_memory",
     "draw_schedule",
     "explain",
+    "fit",
     "html_report",
     "load",
     "measured_timeline",

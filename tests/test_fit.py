@@ -5,17 +5,26 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import rockplan
 from rockplan import plan_of
+from rockplan.cli.ending import ExitCode
+from rockplan.cli.main import app
 from rockplan.errors import InvalidInput
+from rockplan.examples import mlp
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
+from rockplan.fitting.sized import Batches, PricedCall, priced_call, resized
 from rockplan.fitting.timeline import Passes, timeline_of
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.runtime.planned_state import programs_of
@@ -190,3 +199,90 @@ def test_a_peak_says_who_has_it() -> None:
     assert steps.peak_of_step(0).size_bytes == 10 + 100
     kept = timeline_of({Holding.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
     assert kept.peak.size_bytes == 10 + 20 + 10 + 100
+
+
+def test_batches_fit_as_the_allocator_finds_memory() -> None:
+    """On a device for which one more sample is too much; the model has no memory."""
+    with torch.device("meta"):
+        model, (x,), _ = mlp()
+    found = rockplan.fit(model, x, "600MiB", sizes={0: (64, 100_000)}, options=QUICK)
+    kept, checkpointed, planned = found.rows
+    assert [row.way for row in found.rows] == ["kept whole", "checkpoint per block", "rockplan"]
+    assert 64 < kept.batch < checkpointed.batch and kept.batch < planned.batch
+    assert kept.overhead == 0 < checkpointed.overhead
+    assert found.largest().batch == max(checkpointed.batch, planned.batch)
+    usable = found.usable_bytes
+    for row in found.rows:
+        assert row.allocated_bytes <= row.reserved_bytes <= usable
+    more = {0: (kept.batch + 1, kept.batch + 1)}
+    assert not rockplan.fit(model, x, "600MiB", sizes=more, options=QUICK).rows[0].batch
+    assert json.loads(found.to_json())["rows"][0]["batch"] == kept.batch
+    assert dict(kept.owners)["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert x.is_meta and all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_batches_between_captures_are_those_of_captures(name: str) -> None:
+    case = CASES[name]()
+    arguments = case.args, case.kwargs
+
+    def capture(batch: int) -> PricedCall:
+        call = resized(case.model, arguments, {0: batch})
+        return priced_call(case.model, call, rockplan.Options(), (1e12, 1e13))
+
+    between = Batches(capture, 1, 64)
+    assert between.is_affine
+    found, expected = between.at(7), capture(7)
+    assert [d.size_bytes for d in found.graph.data] == [d.size_bytes for d in expected.graph.data]
+    assert found.input_bytes == expected.input_bytes
+
+
+def test_what_does_not_fit_is_refused_with_what_is_known() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU())
+        x = torch.empty(8, 4096)
+    with pytest.raises(InvalidInput, match="no less than [2-9] shards"):
+        rockplan.fit(model, x, "600MiB")
+    for arguments, said in [
+        (("h1000",), "h100-80"),
+        (("t4", {"sizes": {0: (8, 4)}}), "pass {0: "),
+        (("t4", {"sizes": {2: (1, 4)}}), "pass {0: "),
+        (("t4", {"optimizer": "adan"}), "adamw"),
+    ]:
+        device, *more = arguments
+        with pytest.raises(InvalidInput, match=said):
+            rockplan.fit(model, x, device, **(more[0] if more else {}))
+
+    class Short(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = torch.nn.Parameter(torch.zeros(16, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.places[: x.shape[1]]).exp().sum()
+
+    with pytest.raises(rockplan.RockplanError, match=r"batch 2 of length 32: .*optimizer take"):
+        rockplan.fit(Short(), torch.zeros(2, 16, 8), "t4", sizes={1: (16, 32)}, options=QUICK)
+
+
+def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "fit.md"
+    ((code, shown),) = re.findall(
+        r"^```python fit\n(.*?)^```\n\n```text\n(.*?)^```",
+        page.read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+    exec(compile(code, "fit.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
+def test_the_command_says_what_the_function_does(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", "rockplan.examples:mlp", "--gpu", "600MiB", "--batch", "64:4096", "--json"]
+    result = CliRunner().invoke(app, [*words, "--time-limit", "2"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert rows[0]["way"] == "kept whole" and rows[0]["batch"] == 4096
+    listed = CliRunner().invoke(app, ["fit", "--gpu", "list"])
+    assert "h100-80" in listed.stdout
+    refused = CliRunner().invoke(app, [*words[:3], "h1000"])
+    assert refused.exit_code == ExitCode.USAGE and "h100-80" in refused.stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from rockplan.cli import blocks, cache, compare, facts, plot, profile, show, solve
+from rockplan.cli import blocks, cache, compare, facts, fit, plot, profile, show, solve
 from rockplan.cli.ending import EXIT_CODES, ExitCode
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app = typer.Typer(
 
 # In the order of the help.
 app.command(epilog=profile.EXAMPLE)(profile.profile)
+app.command(epilog=fit.EXAMPLE)(fit.fit)
 app.command(epilog=solve.EXAMPLE)(solve.solve)
 app.command(epilog=blocks.EXAMPLE)(blocks.blocks)
 app.command(epilog=show.EXAMPLE)(show.show)

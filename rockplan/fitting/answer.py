@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 
 from rockplan.errors import InvalidInput
+from rockplan.reports.explain import wrapped
 from rockplan.values.columns import aligned
 from rockplan.values.plan import format_bytes
 
@@ -78,7 +79,7 @@ class Fit:
             f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
             f"optimizer {self.optimizer}",
             *aligned(table, numbers=(0, 2, 3, 4, 5, 6)),
-            *self.notes,
+            *(line for note in self.notes for line in wrapped(note)),
         ]
         return "\n".join(line.rstrip() for line in lines)
 

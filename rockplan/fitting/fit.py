@@ -226,14 +226,14 @@ class _Fitting:
         kept_ns = simulate(*kept_whole(call.graph)).time_ns
         time_ns = simulate(graph, schedule).time_ns
         tokens = (batch or batches[0]) * (length or 1)
-        usage, peak = _usage(found, None), found.peak
+        usage = _usage(found, self.on.usable_bytes if batch else None)
         return FitRow(
             length=length,
             way=name,
             batch=batch,
             allocated_bytes=usage.allocated_peak_bytes,
             reserved_bytes=usage.reserved_peak_bytes,
-            owners=tuple((o.value, size) for o, size in peak.owners.items() if size),
+            owners=tuple((o.value, size) for o, size in found.peak.owners.items() if size),
             overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
             tokens_per_s=tokens / time_ns * 1e9 if self.on.tflops and time_ns else None,
         )

@@ -1,0 +1,99 @@
+"""`rockplan fit`: which batches of which lengths train on a device, and what each way costs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+import rockplan
+from rockplan.cli import display
+from rockplan.cli.arguments import Autocast, Json, OnlyLoss, TimeLimit, under_autocast
+from rockplan.cli.ending import ending
+from rockplan.cli.factory import make_subject
+from rockplan.errors import InvalidInput
+from rockplan.options import Options
+from rockplan.reports.progress_bars import waiting
+
+EXAMPLE = "Example: rockplan fit rockplan.examples:transformer --gpu 700MiB --batch 1:64"
+
+LISTED = "list"
+"""In place of a device: print those that there are."""
+
+
+def fit(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="module:factory or file.py:factory")
+    ] = "",
+    gpu: Annotated[
+        str,
+        typer.Option(metavar="NAME|BYTES", help="A name, 80GiB, or list for the names."),
+    ] = LISTED,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="Of torch.optim, such as adamw; none for none.")
+    ] = "adamw",
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="LEAST:MOST", help="Of dimension 0 of the sample's tensors."),
+    ] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(metavar="LEAST:MOST", help="Of dimension 1 of the sample's tensors."),
+    ] = None,
+    time_limit: TimeLimit = None,
+    only_loss: OnlyLoss = False,
+    autocast: Autocast = None,
+    as_json: Json = False,
+) -> None:
+    """The largest batches of MODEL that fit on a GPU, kept whole, checkpointed and planned."""
+    with ending(as_json), waiting():
+        if gpu == LISTED:
+            from rockplan.fitting.gpus import listing
+
+            text = listing()
+        else:
+            options = Options(only_loss=only_loss)
+            if time_limit is not None:
+                options = replace(options, time_limit_s=time_limit)
+            ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
+            sizes = {dimension: ends for dimension, ends in ranges.items() if ends}
+            answer = _answer(model, gpu, optimizer, sizes, options, autocast)
+            text = answer.to_json() if as_json else str(answer)
+    print(text if as_json else display.printable(text))
+
+
+def _answer(
+    model: str,
+    gpu: str,
+    optimizer: str,
+    sizes: dict[int, tuple[int, int]],
+    options: Options,
+    autocast: str | None,
+) -> rockplan.Fit:
+    from rockplan.fitting.gpus import gpu as device_of
+
+    device = device_of(gpu)
+    if not model:
+        raise InvalidInput("fit needs a MODEL: write 'module:factory' or 'file.py:factory'")
+    subject = make_subject(model)
+    with under_autocast(subject, autocast):
+        return rockplan.fit(
+            subject.model,
+            subject.sample_input,
+            device,
+            optimizer=None if optimizer == "none" else optimizer,
+            sizes=sizes,
+            sample_kwargs=subject.sample_kwargs,
+            options=options,
+        )
+
+
+def _range(option: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise InvalidInput(f"{option} {text}: write {option} 1:64, or one size")
+    return int(match[1]), int(match[2] or match[1])
