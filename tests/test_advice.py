@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,10 +18,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 import rockplan
 from rockplan.libraries import key_value_cache
 from testing.training import assert_same_state
+from tests.blocks import QUICK
 from tests.following import OPTIONS, Net, assert_planned, made_once
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -436,3 +443,101 @@ def _end(said: str) -> str:
 
 def test_nothing_is_named_where_nothing_is_to_be_planned() -> None:
     assert "solve_blocks" not in refusal(Net(lambda self, x: self.a(x)[self.b(x) > 0]), X)
+
+
+# Models of libraries
+
+
+class Boxes(nn.Module):
+    """As YOLO: which of the predictions count is decided by what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 5, 1)
+        self.stages = nn.ModuleList(Stage() for _ in range(3))
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        h = self.stem(images)
+        for stage in self.stages:
+            h = h + stage(h)
+        boxes, scores = self.head(h).permute(0, 2, 3, 1).flatten(1, 2).split([4, 1], -1)
+        near = (boxes.detach()[:, :, None] - targets[:, None]).abs().sum(-1).argmin(1)
+        is_matched = torch.zeros(boxes.shape[:2], dtype=torch.bool).scatter_(1, near, True)
+        chosen = is_matched & (scores[..., 0].detach() > -10)
+        of_all = functional.binary_cross_entropy_with_logits(scores[..., 0], is_matched.float())
+        return of_all + boxes[chosen].square().mean()
+
+
+class Stage(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(8, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.SiLU())
+
+
+def wav2vec2() -> tuple[nn.Module, Any]:
+    """With layers that are left out at random."""
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        conv_dim=[8, 8],
+        conv_stride=[4, 4],
+        conv_kernel=[8, 8],
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        vocab_size=12,
+    )
+    sample = {"input_values": torch.randn(2, 640), "labels": torch.randint(1, 12, (2, 5))}
+    return transformers.Wav2Vec2ForCTC(config), sample
+
+
+class Body(nn.Module):
+    out_channels = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stages = nn.Conv2d(3, 8, 3, 4, 1), nn.Sequential(Stage(), Stage())
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.stages(self.stem(images))
+
+
+def retinanet() -> tuple[nn.Module, Any]:
+    anchors = AnchorGenerator(sizes=((16,),), aspect_ratios=((1.0,),))
+    sizes = {"min_size": 32, "max_size": 32}
+    model = RetinaNet(Body(), 3, anchor_generator=anchors, **sizes)
+    given = [{"boxes": torch.tensor([[4.0, 4, 20, 20]]), "labels": torch.tensor([1])}] * 2
+    return model, ([torch.rand(3, 32, 32) for _ in given], given)
+
+
+OF_LIBRARIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "wav2vec2": wav2vec2,
+    "RetinaNet of torchvision": retinanet,
+    "boxes that are matched": lambda: (Boxes(), (torch.rand(2, 3, 16, 16), torch.rand(2, 2, 4))),
+}
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_what_is_said_of_a_whole_model_plans_its_parts(name: str) -> None:
+    """By the call as it is written; two steps are eager's."""
+    torch.manual_seed(0)
+    model, sample = OF_LIBRARIES[name]()
+    model.train()
+    eager = copy.deepcopy(model)
+    with pytest.raises(rockplan.CaptureError) as refused:
+        rockplan.solve(model, sample, "100%", options=OPTIONS)
+    (call,) = re.findall(r"rockplan\.solve_blocks\(.*\)(?=, which leaves)", str(refused.value))
+    quick = functools.partial(rockplan.Options, **QUICK)
+    names = SimpleNamespace(solve_blocks=rockplan.solve_blocks, Options=quick)
+    eval(call, {"model": model, "sample": sample, "budget": "100%", "rockplan": names})
+    assert rockplan.blocks_of(model).blocks
+    for step in range(2):
+        for module in (model, eager):
+            torch.manual_seed(step)
+            numpy.random.seed(step)  # masks of wav2vec2
+            result = module(**sample) if isinstance(sample, dict) else module(*sample)
+            losses = result if isinstance(result, dict) else {"loss": result}
+            losses = {"loss": losses["loss"]} if "loss" in losses else losses
+            sum(losses.values(), torch.zeros(())).backward()
+        assert_same_state(model, eager, f"step {step}")
