@@ -1,12 +1,13 @@
 """What can be verified of CUDA without a device: tests, kernels, steps, races, in one report.
 
     make cuda     or, where the stand-in is built,
-    python -m benchmarks.stand_in.report LIBRARY [--only tests kernels steps races] [--names ...]
+    python -m benchmarks.stand_in.report LIBRARY [--only tests kernels ...] [--names ...]
 
 LIBRARY is the folder of libcuda.so.1. Each part runs in processes of its own: the tests of CUDA;
 kernels of two layers of eight models at full width, with those that write in place, and why others
-do not; steps of a Llama of 8 layers; kernels in place of the models, small, in Triton's
-interpreter. What came of each part is kept there, and benchmarks/results/cuda.md is written of it.
+do not; steps of a Llama of 8 layers; the caching allocator beside its model; kernels in place of
+the models, small, in Triton's interpreter. What came of each part is kept there, and
+benchmarks/results/cuda.md is written of it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class Parts:
         rows = self._printed(["benchmarks.stand_in.steps"], self.environment())
         return [{"task": name, **row} for row in rows]
 
+    def allocator(self, name: str) -> list[Row]:
+        rows = self._printed(["benchmarks.stand_in.allocator"], self.environment())
+        return [{"task": name, **row} for row in rows]
+
     def races(self, name: str) -> list[Row]:
         file = str(self.folder / f"{name}.pkl")
         self._printed(["benchmarks.stand_in.kernels", name, file], self.environment())
@@ -110,11 +115,18 @@ class Parts:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-NAMES = {"tests": TESTS, "kernels": MODELS, "steps": ("steps",), "races": MODELS}
+NAMES = {
+    "tests": TESTS,
+    "kernels": MODELS,
+    "steps": ("steps",),
+    "allocator": ("allocator",),
+    "races": MODELS,
+}
 TITLES = {
     "tests": "Tests (bits are those of zeros: they are compared where a device is real)",
     "kernels": "Kernels of two layers at full width: bytes and compilation",
     "steps": "A step of Llama, 8 layers of width 2048, 4 x 2048 tokens, bfloat16",
+    "allocator": "The model of the caching allocator (columns: benchmarks/stand_in/allocator.py)",
     "races": "Kernels in place in Triton's interpreter, small models",
 }
 

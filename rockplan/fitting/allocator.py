@@ -13,7 +13,7 @@ No other streams, no pools of graphs, and nothing that libraries take from the d
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 MIN_BLOCK_BYTES = 512
@@ -43,7 +43,7 @@ _ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 32
 class Request:
     """Memory for `key`, which holds none; of 0 bytes PyTorch asks nothing. None frees it."""
 
-    key: int
+    key: Hashable
     size_bytes: int | None
 
 
@@ -102,7 +102,7 @@ class AddressRange:
 
     address: int
     size_bytes: int
-    key: int | None
+    key: Hashable | None
 
 
 class CachingAllocator:
@@ -125,12 +125,12 @@ class CachingAllocator:
         self._capacity_bytes = capacity_bytes
         self._small = _Pool(SMALL_SEGMENT_BYTES, is_small=True)
         self._large = _Pool(LARGE_SEGMENT_BYTES, is_small=False)
-        self._blocks: dict[int, _Piece] = {}
+        self._blocks: dict[Hashable, _Piece] = {}
         self._heads: dict[int, _Piece] = {}
         self._address_of = address_of or self._following
         self._next_address = 0
 
-    def allocate(self, key: int, size_bytes: int) -> bool:
+    def allocate(self, key: Hashable, size_bytes: int) -> bool:
         """Whether there is memory for `key` (`malloc`). Raises ValueError where it has some."""
         if key in self._blocks:
             raise ValueError(f"{key} is allocated already")
@@ -140,7 +140,7 @@ class CachingAllocator:
         pool = self._small if size <= SMALL_BYTES else self._large
         block = pool.best(size, self._expandable) or self._new(pool, size)
         if block is None:
-            self._release_cached()
+            self.empty_cache()
             self.retries += 1
             block = self._new(pool, size)
         if block is None:
@@ -153,7 +153,7 @@ class CachingAllocator:
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
         return True
 
-    def free(self, key: int) -> None:
+    def free(self, key: Hashable) -> None:
         """Keep the block for later requests, with free ones beside it (`free_block`)."""
         block = self._blocks.pop(key, None)
         if block is None:  # of 0 bytes
@@ -162,6 +162,18 @@ class CachingAllocator:
         block.key = None
         self._merge(block)
         block.pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give free memory back: segments, or pages of those that expand
+        (`release_cached_blocks`)."""
+        for pool in (self._large, self._small):
+            for block in pool.cached():
+                if self._expandable:
+                    self._unmap(block)
+                elif block.previous is None and block.next is None:
+                    pool.remove(block)
+                    del self._heads[block.address]
+                    self.reserved_bytes -= block.size
 
     def usage(self, failed_at: int | None = None) -> Usage:
         return Usage(
@@ -208,18 +220,6 @@ class CachingAllocator:
         self.reserved_bytes += size
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
         return True
-
-    def _release_cached(self) -> None:
-        """Give free memory back: segments, or pages of those that expand
-        (`release_cached_blocks`)."""
-        for pool in (self._large, self._small):
-            for block in pool.cached():
-                if self._expandable:
-                    self._unmap(block)
-                elif block.previous is None and block.next is None:
-                    pool.remove(block)
-                    del self._heads[block.address]
-                    self.reserved_bytes -= block.size
 
     # -- segments that expand ----------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class _Piece:
 
     def __init__(self, pool: _Pool, address: int, size: int) -> None:
         self.pool, self.address, self.size = pool, address, size
-        self.key: int | None = None
+        self.key: Hashable | None = None
         self.is_mapped = True
         self.previous: _Piece | None = None
         self.next: _Piece | None = None

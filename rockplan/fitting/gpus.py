@@ -128,9 +128,7 @@ def _named(name: str) -> tuple[Gpu, ...]:
 
 
 def _of_bytes(text: str | int) -> Gpu:
-    if isinstance(text, str) and not re.fullmatch(
-        r"\s*[\d._]+\s*[kmgt]i?b\s*", text, re.IGNORECASE
-    ):
+    if isinstance(text, str) and not _BYTES.fullmatch(text):
         _raise_unknown(text, GPUS)
     try:
         size_bytes = parse_budget(text).size_bytes

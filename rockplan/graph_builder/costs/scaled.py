@@ -33,9 +33,6 @@ CALL_NS = 5_000
 take as long on smaller ones."""
 
 
-# Products of matrices, which the CPU writes straight into the result.
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
-
 _OF_BLAS = {"torch.float32", "torch.float64"}
 
 # Pointwise ones that are several kernels, with results or numbers of their own between them.
@@ -115,7 +112,7 @@ def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
     operator = facts.resolve(call.op)
     if operator._schema.is_mutable or copies_storages(graph, call):
         return None
-    if call.op in _PRODUCTS:
+    if call.op in facts.PRODUCTS:
         is_plain = dtypes <= _OF_BLAS and all(map(_is_for_blas, operands[-2:]))
         return 0 if is_plain else None
     if torch.Tag.pointwise not in operator.tags or call.op in _IN_STEPS:

@@ -375,11 +375,12 @@ def is_pointwise(operator: OpOverload) -> bool:
     return is_new and torch.Tag.pointwise in operator.tags and not facts.shape_rule
 
 
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+"""Of matrices: libraries make them, with a workspace on CUDA, straight into the result on CPU."""
 
 
 @functools.cache
 def is_product(operator: OpOverload) -> bool:
     """Of matrices, whose kernels on all devices have the result made by the code that makes it for
     tensors without memory (PyTorch calls them structured)?"""
-    return operator_name(operator) in _PRODUCTS
+    return operator_name(operator) in PRODUCTS
