@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ TITLES = {
 }
 
 
+@cache
 def where() -> str:
+    """Found once: the report itself changes a file."""
     names = ("torch", "triton", "transformers")
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
