@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import starmap
 
 from rockplan.oracles.graph_view import view_of
-from rockplan.values.graph import CDGraph, Takeover
+from rockplan.values.graph import CDGraph, ComputeNode, Takeover
 from rockplan.values.schedule import Compute, Free, Schedule
 
 
@@ -56,8 +56,22 @@ class Lifetime:
         """The first event after `start` during which they are not."""
         return (self.closes + 1) // 2
 
+    @property
+    def is_of_node(self) -> bool:
+        return self.owner in (Owner.WORKSPACE, Owner.GENERATOR)
+
     def covers(self, event: int) -> bool:
         return self.opens <= 2 * event < self.closes
+
+    def kind(self, graph: CDGraph) -> str:
+        """Of the storage, or what else owns the bytes."""
+        stored = self.owner is Owner.STORAGE
+        return graph.data[self.index].kind.value if stored else self.owner.value
+
+    def maker(self, graph: CDGraph) -> ComputeNode | None:
+        """The node that owns the bytes or wrote the data; None for tangents."""
+        node = self.index if self.is_of_node else view_of(graph).producer.get(self.index)
+        return None if node is None else graph.nodes[node]
 
 
 def lifetimes(graph: CDGraph, schedule: Schedule) -> tuple[Lifetime, ...]:
@@ -160,13 +174,6 @@ def _freed_after(schedule: Schedule, position: int) -> set[int]:
 def alive_at(stays: Sequence[Lifetime], event: int) -> tuple[Lifetime, ...]:
     """Those of `stays` that cover the event."""
     return tuple(f for f in stays if f.covers(event))
-
-
-def maker(graph: CDGraph, producers: dict[int, int], lifetime: Lifetime) -> int | None:
-    """The node that owns the bytes or wrote the data; None for tangents."""
-    if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
-        return lifetime.index
-    return producers.get(lifetime.index)
 
 
 def start_times_ns(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:

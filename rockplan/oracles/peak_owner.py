@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, maker
-from rockplan.values.graph import CDGraph, producers
+from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes
+from rockplan.values.graph import CDGraph
 from rockplan.values.names import activation_names, operation_names, pattern_of
 from rockplan.values.schedule import Schedule
 
@@ -33,11 +33,9 @@ class PeakOwner:
 def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
     """Who owns most of what is alive at `event`, without prices; None if nothing is."""
     operations, storages = operation_names(graph), activation_names(graph)
-    made_by = producers(graph)
     groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
     for lifetime in alive_at(lifetimes(graph, schedule), event):
-        of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
-        name = (operations if of_node else storages)[lifetime.index]
+        name = (operations if lifetime.is_of_node else storages)[lifetime.index]
         kind = "" if lifetime.owner is Owner.STORAGE else lifetime.owner.value
         entry = (lifetime.size_bytes, marked(name, kind), lifetime)
         groups.setdefault(marked(pattern_of(name), kind), []).append(entry)
@@ -49,8 +47,7 @@ def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | No
 
     pattern = max(sorted(groups), key=total_bytes)
     _, largest, lifetime = max(groups[pattern], key=lambda entry: entry[:2])
-    number = maker(graph, made_by, lifetime)
-    node = None if number is None else graph.nodes[number]
+    node = lifetime.maker(graph)
     return PeakOwner(
         pattern=pattern,
         tenants=len(groups[pattern]),

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
 from rockplan.oracles.graph_view import view_of
-from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, maker, start_times_ns
+from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, start_times_ns
 from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
-from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers
+from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager
 from rockplan.values.names import activation_names, operation_names, operator_of, pattern_of
 from rockplan.values.order import remade
 from rockplan.values.plan import format_bytes, plan_in
@@ -167,7 +167,6 @@ class _Scene:
         self.replay = simulate(graph, schedule)
         self.peak_event = self.replay.peak_event
         self.lifetimes = lifetimes(graph, schedule)
-        self.producers = producers(graph)
         self.positions: dict[int, list[int]] = {}
         self.reads: dict[int, list[int]] = {}
         for position, event in enumerate(schedule.events):
@@ -192,12 +191,7 @@ class _Scene:
             yield self.tenant(lifetime)
 
     def tenant(self, lifetime: Lifetime) -> Tenant:
-        node = maker(self.graph, self.producers, lifetime)
-        made_by = None if node is None else self.graph.nodes[node]
-        of_node = lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR)
-        kind = lifetime.owner.value
-        if lifetime.owner is Owner.STORAGE:
-            kind = self.graph.data[lifetime.index].kind.value
+        made_by = lifetime.maker(self.graph)
         reading = self._next_reader(lifetime)
         reason = self._reason(lifetime, reading)
         undroppable = self._undroppable(lifetime, reading)
@@ -206,10 +200,10 @@ class _Scene:
             price = self._price(lifetime.index, reading)
             undroppable = "" if price else "it cannot be computed again"
         return Tenant(
-            name=(self.operations if of_node else self.storages)[lifetime.index],
+            name=(self.operations if lifetime.is_of_node else self.storages)[lifetime.index],
             module=made_by.module if made_by else "",
             operator=operator_of(made_by) if made_by else "",
-            kind=kind,
+            kind=lifetime.kind(self.graph),
             size_bytes=lifetime.size_bytes,
             reason=reason,
             next_reader="" if reading is None else self.operations[self.node_at(reading)],

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes, maker
+from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers
 from rockplan.values.measured_timeline import MeasuredTimeline
@@ -107,27 +107,20 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
 def _stays(
     graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
 ) -> tuple[Stay, ...]:
-    made_by = producers(graph)
     names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
     stays = []
     for lifetime in lifetimes(graph, schedule):
-        node = maker(graph, made_by, lifetime)
+        node = lifetime.maker(graph)
         first = bisect_left(computes, lifetime.start)
         last = bisect_left(computes, lifetime.stop) - 1
         if first > last:
             continue
-        group = caller if node is None else group_of[node]
-        is_data = lifetime.owner in (Owner.STORAGE, Owner.COPY)
-        label = names[is_data][lifetime.index]
-        kind = _kind(graph, lifetime)
+        group = caller if node is None else group_of[node.index]
+        label = names[not lifetime.is_of_node][lifetime.index]
+        kind = lifetime.kind(graph)
         stays.append(Stay(label, kind, group, lifetime.size_bytes, first, last))
     return tuple(stays)
-
-
-def _kind(graph: CDGraph, lifetime: Lifetime) -> str:
-    stored = lifetime.owner is Owner.STORAGE
-    return graph.data[lifetime.index].kind.value if stored else lifetime.owner.value
 
 
 def _group_bytes(
