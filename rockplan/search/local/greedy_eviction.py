@@ -23,7 +23,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rockplan.ilp.whole_graph.program import Facts
@@ -218,14 +218,13 @@ class _Run:
 
     def __post_init__(self) -> None:
         graph = self.graph
-        view = GraphView(graph)
+        self.view = view = GraphView(graph)
         self.sizes, self.readers = view.sizes, view.readers
         self.n_forward = len(graph.forward)
         self.handed = frozenset(graph.handed)
         # Of each node: what it reads that can go, and the bytes that it takes beside that.
         self.inputs = view.reads
         self.beside_bytes = [view.own_bytes(n) for n in graph.nodes]
-        self.takes = view.takes
         # Of each storage: the node that makes it again, None if none does.
         self.maker = [_worth(view, view.maker(d.index)) for d in graph.data]
         self.recompute = RecomputeCosts(view, self.maker, self.limits.depth)
@@ -358,35 +357,34 @@ class _Run:
         """For what the node makes, if need be in the storage of an operand, which may have to be
         made again then."""
         needed_bytes = self.beside_bytes[node.index]
-        operands = (t.operands for t in self.takes[node.index])
-        free = [
-            data
-            for data in operands
-            if all(self.locks[d] == 1 and d not in self.stay for d in data)
-        ]
-        taken: tuple[int, ...] = ()
+
+        def is_free(d: int) -> bool:
+            return self.locks[d] == 1 and d not in self.stay
+
+        taken: frozenset[int] = frozenset()
         if self.live_bytes + needed_bytes > self.budget_bytes:
-            dying = (data for data in free if all(self._is_read_last(d, node) for d in data))
-            taken = next(dying, ())
+            taken = self._taken(node, lambda d: is_free(d) and self._is_read_last(d, node))
             self._take(taken)
         try:
             self._make_room(needed_bytes)
         except _Failed:
-            more = (data for data in free if set(data) > set(taken))
-            again = (data for data in more if all(map(self._may_be_made, set(data) - set(taken))))
-            largest = next(again, ())
-            if (taken and not largest) or self.position < self.n_forward:
+            more = self._taken(
+                node, lambda d: is_free(d) and (d in taken or self.maker[d] is not None)
+            )
+            if (taken and not more > taken) or self.position < self.n_forward:
                 raise
-            self._take(largest)
+            self._take(more)
             self._make_room(needed_bytes)
+
+    def _taken(self, node: ComputeNode, dies: Callable[[int], bool]) -> frozenset[int]:
+        """Operands in whose storages the node writes results, if these are all that die."""
+        takeover = self.view.taken(node.index, dies)
+        return frozenset(takeover.operands if takeover else ())
 
     def _take(self, operands: Iterable[int]) -> None:
         """All of them go, or nothing is written in their storages."""
         for d in operands:
             self._remove(d)
-
-    def _may_be_made(self, d: int) -> bool:
-        return self.maker[d] is not None
 
     def _is_read_last(self, d: int, node: ComputeNode) -> bool:
         """It is not read later, though it might serve to make others again."""
