@@ -99,7 +99,7 @@ def change(draft: Draft, rng: random.Random, start: Start) -> None:
     gaps = sorted({g for p in range(draft.boundary, draft.end) for g in gaps_around(draft, p)})
     if gaps:
         d, next_read = rng.choice(gaps)
-        maker = draft.producer[d]
+        maker = draft.view.producer[d]
         delayed = draft.is_delayed(maker, next_read)
         count = draft.nodes.count(maker)
         draft.insert(draft.slot_before(next_read), maker)
