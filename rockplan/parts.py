@@ -14,7 +14,10 @@ from torch import nn
 
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
-from rockplan.graph_builder.tracing.refusals import When, refuse
+from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, refuse
+
+_HELPS_TO_RUN_ONCE = re.compile(rf"[.;:] {RUN_ONCE}", re.IGNORECASE)
+"""Of an error that is about the first call alone (and not 'if only the first call is another')."""
 
 _PATTERNS = 4
 """So many are written out."""
@@ -28,6 +31,8 @@ def named_in_refusals(model: nn.Module) -> Iterator[None]:
     except (ForwardRaises, NothingToDifferentiate):
         raise
     except CaptureError as error:
+        if _HELPS_TO_RUN_ONCE.search(str(error)):
+            raise  # the parts as well
         with contextlib.suppress(CaptureError):
             refuse(When.MODULE, model)  # what is refused so is refused for each part
             error.args = (f"{error}{_advice(model, error.module_path or '')}",)

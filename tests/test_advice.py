@@ -445,6 +445,32 @@ def test_nothing_is_named_where_nothing_is_to_be_planned() -> None:
     assert "solve_blocks" not in refusal(Net(lambda self, x: self.a(x)[self.b(x) > 0]), X)
 
 
+@functools.cache
+def scale(flags: tuple[int, ...]) -> float:
+    return 0.5
+
+
+class Flagged(nn.Module):
+    """As layers that call einops: the first call alone changes something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.flag = nn.ModuleList(Layer() for _ in range(3)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.flag = max(self.flag, 1)
+        for layer in self.layers:
+            x = layer(x) * scale((1, 2))
+        return x.sum()
+
+
+def test_where_it_helps_to_run_the_module_once_no_part_is_named() -> None:
+    """Of which the same would be said; the whole is planned then."""
+    said = refusal(Flagged(), X)
+    assert said.endswith("Run the module once on the sample, then plan it")
+    assert_planned(made_once(Flagged(), X), (X,), (X * 2,))
+
+
 # Models of libraries
 
 
