@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,7 +178,6 @@ class Slotted:
 
 OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
     "UserDict": (collections.UserDict, "item"),
-    "UserList": (collections.UserList, "append"),
     "BatchEncoding": (transformers.BatchEncoding, "item"),
     "namespace": (types.SimpleNamespace, "attribute"),
     "dataclass": (Results, "attribute"),
@@ -185,12 +185,10 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 PUT_INTO: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "item": lambda given, h: given.update(hidden=h),
-    "append": lambda given, h: given.append(h),
     "attribute": lambda given, h: setattr(given, "hidden", h),
 }
 READ: dict[str, Callable[[Any], torch.Tensor]] = {
     "item": lambda given: given["hidden"],
-    "append": lambda given: given[0],
     "attribute": lambda given: given.hidden,
 }
 
@@ -262,6 +260,28 @@ def test_what_is_refused_of_objects_says_what_works() -> None:
         planned, given = rockplan.solve(model, (dict(batch),), "min"), dict(batch)
         planned(given).backward()
         assert given["calls"] == 2 if put is counted else "h" in given["kept"]
+
+
+def test_what_else_an_object_holds_stays_as_it_is() -> None:
+    """Also where comparisons of calls do not look into it, and another call has put it there."""
+    planned: Any = None
+    for number in range(3):
+        given = types.SimpleNamespace(lock=threading.Lock(), _count=number)
+        x = torch.randn(3, 4)
+        planned = planned or rockplan.solve(Filling("attribute"), (given, x), "min")
+        planned(given, x)
+        assert given._count == number and given.hidden.shape == (3, 4)
+
+
+class Uncopied(types.SimpleNamespace):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("of one process")
+
+
+def test_an_object_that_cannot_be_copied_is_refused() -> None:
+    """A backward pass that is planned again would see what the call has put into it."""
+    with pytest.raises(rockplan.UnsupportedModel, match="Return what it adds there"):
+        rockplan.solve(Filling("attribute"), (Uncopied(), torch.randn(3, 4)), "min")
 
 
 def forward_of_mappings(self: Any, given: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import UserDict, UserList
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,12 +30,16 @@ class GivenContainer:
     number: int
 
 
+Number = tuple[int, int]
+
+
 class WithContents(NamedTuple):
-    """What a forward returns, and what it leaves in containers and objects of the caller's, by
-    number and position among their `kinds_of`."""
+    """What a forward returns, and what it leaves in containers of the caller's, by number and
+    position among their `kinds_of`; added: what it puts into objects."""
 
     result: Any
-    contents: dict[tuple[int, int], Any]
+    contents: dict[Number, Any]
+    added: dict[Number, dict[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +69,24 @@ class GivenCall:
     def with_contents(self, result: Any) -> Any:
         """`result`, if that is all; or with what the forward has left in the caller's objects,
         which hold again what they held."""
-        contents: dict[tuple[int, int], Any] = {}
+        contents: dict[Number, Any] = {}
+        added: dict[Number, dict[Any, Any]] = {}
+        changed: list[_GivenHolder] = []
         for holder in self.holders:
             now = holder.kind.elements(holder.owner)
-            if not same_elements(now, holder.before) and holder.may_hold(now):
+            if same_elements(now, holder.before):
+                continue
+            if not holder.is_of_object:
                 told = {key: self._told(value) for key, value in now}
-                is_list = holder.kind is LIST
-                contents[holder.number] = [*told.values()] if is_list else told
-        for holder in self.holders:
-            if holder.number in contents:
-                holder.kind.write(holder.owner, holder.before)
-        return WithContents(self._told(result), contents) if contents else result
+                contents[holder.number] = [*told.values()] if holder.kind is LIST else told
+            elif (came := holder.tensors_that_came(now)) is not None:
+                added[holder.number] = {key: self._told(value) for key, value in came.items()}
+            else:
+                continue
+            changed.append(holder)
+        for holder in changed:
+            holder.kind.write(holder.owner, holder.before)
+        return WithContents(self._told(result), contents, added) if changed else result
 
     def _told(self, node: Any) -> Any:
         """With what the caller gave by its place."""
@@ -117,6 +128,9 @@ def returned(
         elements = content.items() if isinstance(content, dict) else enumerate(content)
         owner, kind = kinds_of(objects[number])[position]
         kind.write(owner, [*elements])
+    for (number, position), came in made.added.items():
+        owner, kind = kinds_of(objects[number])[position]
+        kind.write(owner, [*(dict(kind.elements(owner)) | came).items()])
     return made.result
 
 
@@ -124,8 +138,8 @@ def as_given(call: tuple[Any, ...], leaves: Sequence[Any], spec: trees.TreeSpec)
     """The leaves of a call, with copies of the objects that a planned call with a result of `spec`
     writes into: they hold what they held."""
     objects = [*_objects(call)]
-    changed = trees.tree_unflatten([None] * spec.num_leaves, spec).contents
-    written = {id(objects[number]) for number, _ in changed}
+    added = trees.tree_unflatten([None] * spec.num_leaves, spec).added
+    written = {id(objects[number]) for number, _ in added}
 
     def is_written(leaf: Any) -> bool:
         return not written.isdisjoint({id(leaf), *(id(data) for data in _wrapped(leaf))})
@@ -142,7 +156,7 @@ def _objects(call: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _wrapped(value: Any) -> tuple[Any, ...]:
-    return (value.data,) if isinstance(value, UserDict | UserList) else ()
+    return (value.data,) if isinstance(value, UserDict) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +170,21 @@ class _GivenHolder:
     before: list[Element]
     is_of_object: bool
 
-    def may_hold(self, now: list[Element]) -> bool:
-        """What has come into an object are tensors: others may be what the next call changes, where
-        comparisons of calls cannot look into it."""
-        known = dict(self.before)
-        came = [value for key, value in now if known.get(key, now) is not value]
-        return not self.is_of_object or all(isinstance(v, torch.Tensor) for v in came)
+    def tensors_that_came(self, now: list[Element]) -> dict[Any, torch.Tensor] | None:
+        """Into an object; None where others did, or something went: that may be what the next call
+        changes, where comparisons of calls cannot look into it."""
+        known, held = dict(self.before), dict(now)
+        came = {key: value for key, value in now if known.get(key, now) is not value}
+        is_more = known.keys() <= held.keys()
+        return came if is_more and all(isinstance(v, torch.Tensor) for v in came.values()) else None
+
+
+def _can_be_copied(value: Any) -> bool:
+    """As `as_given` does. (A class may forbid it.)"""
+    try:
+        return type(copy.copy(value)) is type(value)
+    except Exception:
+        return False
 
 
 def _holders(number: int, value: Any, is_wrapped: bool) -> Iterator[_GivenHolder]:
@@ -169,6 +192,8 @@ def _holders(number: int, value: Any, is_wrapped: bool) -> Iterator[_GivenHolder
     if isinstance(value, nn.Module | types.FunctionType | types.ModuleType):
         return
     is_container = isinstance(value, dict | list)
+    if not is_container and not _can_be_copied(value):
+        return
     kinds = (ITEMS, LIST) if is_container else (ATTRIBUTES, SLOTS)
     for position, (owner, kind) in enumerate(kinds_of(value)):
         if kind in kinds:

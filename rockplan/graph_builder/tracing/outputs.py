@@ -200,7 +200,8 @@ def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | Non
     """Of the leaf that the result of the module calls `loss`, if one is called so."""
     result = trees.tree_unflatten(outputs, spec)
     if isinstance(result, WithContents):
-        named = [_loss_of(r) for r in (result.result, *result.contents.values())]
+        put = (*result.contents.values(), *result.added.values())
+        named = [_loss_of(r) for r in (result.result, *put)]
     else:
         named = [_loss_of(result)]
     return next(
