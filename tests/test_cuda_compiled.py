@@ -145,7 +145,9 @@ def loss_only() -> Case:
 @pytest.mark.parametrize("tile", [False, 4])
 def test_heads_in_parts(compiles: bool, tile: Any) -> None:
     case = loss_only()
-    plan = check_step(case, solve_case(case, "min", options=QUICK(compile=compiles, tile=tile, time_limit_s=60)))
+    plan = check_step(
+        case, solve_case(case, "min", options=QUICK(compile=compiles, tile=tile, time_limit_s=60))
+    )
     assert plan.graph.tiles == tile
 
 
