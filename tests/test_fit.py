@@ -221,6 +221,21 @@ def test_batches_fit_as_the_allocator_finds_memory() -> None:
     assert x.is_meta and all(p.is_meta for p in model.parameters())
 
 
+def test_the_optimizer_steps_as_on_a_gpu() -> None:
+    """With temporaries of all parameters at once, whatever device the model is on; an optimizer of
+    the caller's may be of parameters without memory."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])
+        x = torch.empty(2, 512)
+    size_bytes = sum(p.nbytes for p in model.parameters())
+    of_model = torch.optim.AdamW(model.parameters())
+    for optimizer in ("adamw", of_model):
+        found = rockplan.fit(model, x, "1GiB", optimizer=optimizer, options=QUICK)
+        held = found.breakdown("kept whole")
+        assert held["optimizer temporaries"] == held["gradients"] == size_bytes
+        assert held["optimizer"] == 2 * size_bytes + 4 * 4
+
+
 @pytest.mark.parametrize("name", [*CASES])
 def test_batches_between_captures_are_those_of_captures(name: str) -> None:
     case = CASES[name]()

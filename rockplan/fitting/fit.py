@@ -81,14 +81,13 @@ def fit(
     known without that.
     """
     on = gpu(device)
-    model = twin_of(unplanned(model)) if isinstance(model, nn.Module) else model
+    given = unplanned(model) if isinstance(model, nn.Module) else model
+    model = twin_of(given) if isinstance(given, nn.Module) else given
     args, kwargs = arguments(model, with_values(sample_input), with_values(sample_kwargs))
     if options.tile or options.compile:
-        raise InvalidInput(
-            "fit has no plans with heads in parts or compiled kernels; plan itself does"
-        )
+        raise InvalidInput("fit has no plans with heads in parts or compiled kernels; solve has")
     batches, lengths = _ranges((args, kwargs), sizes or {})
-    question = _Fitting(model, (args, kwargs), on, optimizer, replace(options, cache=False))
+    question = _Fitting(given, model, (args, kwargs), on, optimizer, replace(options, cache=False))
     question.refuse_too_small()
     rows = [row for length in lengths for row in question.rows(length, batches)]
     return Fit(
@@ -117,6 +116,9 @@ def _ranges(
 
 @dataclass(slots=True)
 class _Fitting:
+    """given: the caller's model, of whose parameters the optimizer is; model: what is captured."""
+
+    given: nn.Module
     model: nn.Module
     arguments: Arguments
     on: Gpu
@@ -149,8 +151,8 @@ class _Fitting:
             )
 
     def known_without_capture(self) -> int:
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        steps = optimizer_steps(self.optimizer, trained)
+        trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
+        steps = optimizer_steps(self.optimizer, trained, as_on_cuda=True)
         return sum(self.resident.values()) + _bytes_of(trained.values()) + steps.state_bytes
 
     def rows(self, length: int | None, batches: tuple[int, int]) -> list[FitRow]:
@@ -204,8 +206,9 @@ class _Fitting:
     def _timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
         gradients = first_gradients(graph, call.interface)
         if self._steps is None:
-            named = dict(self.model.named_parameters(remove_duplicate=False))
-            self._steps = optimizer_steps(self.optimizer, {n: named[n] for n in gradients.values()})
+            named = dict(self.given.named_parameters(remove_duplicate=False))
+            trained = {name: named[name] for name in gradients.values()}
+            self._steps = optimizer_steps(self.optimizer, trained, as_on_cuda=True)
         first = scheduled_changes(graph, schedule, gradients)
         resident = {**self.resident, Holding.INPUTS: call.input_bytes}
         return timeline_of(resident, Passes(first, first), self._steps)

@@ -54,12 +54,14 @@ def optimizer_steps(
     *,
     clip_norm: float | None = None,
     metered: bool = False,
+    as_on_cuda: bool = False,
 ) -> OptimizerSteps:
     """Two steps of `optimizer`, of parameters that have a gradient each.
 
     optimizer: None for none; a factory takes the parameters, as a list. clip_norm: of
     `clip_grad_norm_` before each step, if any. metered: calls run once on made-up tensors on CPU,
-    for what they allocate inside; elsewhere that is not known.
+    for what they allocate inside; elsewhere that is not known. as_on_cuda: with `foreach` where
+    PyTorch chooses it for parameters on CUDA, wherever these are.
     Raises InvalidInput for a name that there is not, and for what does not run over fake tensors.
     """
     if optimizer is None:
@@ -68,7 +70,7 @@ def optimizer_steps(
     with mode:
         fakes = {name: _fake(parameter) for name, parameter in parameters.items()}
         made = _made(optimizer, parameters, fakes)
-        _choose_foreach(made)
+        _choose_foreach(made, as_on_cuda)
         steps = [_changes_of_step(made, fakes, clip_norm, metered) for _ in range(2)]
     kept = left_alive(steps[0])
     first = tuple(map(_owned(kept), steps[0]))
@@ -140,13 +142,13 @@ def _over_fakes(
     return made  # type: ignore[no-any-return]
 
 
-def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
+def _choose_foreach(optimizer: torch.optim.Optimizer, as_on_cuda: bool) -> None:
     """As PyTorch chooses for plain tensors on CUDA, which it does not for fake ones."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is not None or group.get("fused"):
             continue
         has_tensors = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
-        on_cuda = all(p.is_cuda for p in group["params"])
+        on_cuda = as_on_cuda or all(p.is_cuda for p in group["params"])
         if on_cuda and not has_tensors and not group.get("differentiable"):
             group["foreach"] = True
 
