@@ -1,0 +1,160 @@
+"""Whole steps of training: bytes that are predicted and bytes that are measured.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.fit
+
+Plans of small models at two sizes under four optimizers, on CPU: two steps from the start, of
+`zero_grad`, forward, backward and `step`, against the allocator's events. Scalars that a plan
+counts for the caller's loss are left out: these models compute theirs. And the peaks of forward and
+backward kept whole and with checkpointing, which `rockplan.fit` takes of schedules, against those
+of eager PyTorch. Writes benchmarks/results/fit.{jsonl,md} and fit_ways.jsonl.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rockplan
+from benchmarks.timing import where
+from rockplan.captured_calls import arguments, captured_call, problems_of
+from rockplan.checkpointing import wrap
+from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.fitting.changes import Holding, peak_of
+from rockplan.fitting.optimizer import NAMES, optimizer_steps
+from rockplan.fitting.scheduled import first_gradients, scheduled_changes
+from rockplan.fitting.timeline import Passes, timeline_of
+from rockplan.fitting.ways import kept_whole, per_block
+from rockplan.graph_builder.costs.ruler import memory_events, profiled
+from rockplan.oracles.simulate import simulate
+from rockplan.runtime.planned_state import programs_of
+from testing import models
+from testing.models import Case
+from testing.training import QUICK, solve_case
+
+RESULTS = Path(__file__).parent / "results"
+
+MODELS: dict[str, Callable[[int], Case]] = {
+    "gpt2": lambda n: models.gpt2(width=32 * n, batch=2 * n, length=32, attention_dropout=0.0),
+    "llama": lambda n: models.llama(width=32 * n, batch=2 * n, length=32),
+    "bert": lambda n: models.bert(width=32 * n, batch=2 * n, length=32),
+    "vit": lambda n: models.vit(width=32 * n, batch=2 * n),
+    "t5": lambda n: models.t5(2, width=32 * n, batch=2 * n, length=32),
+}
+SIZES = (1, 2)
+OPTIMIZERS = ("adamw", "sgd-momentum", "adafactor", "rmsprop")
+
+Row = dict[str, Any]
+
+
+def rows_of(name: str, size: int) -> Iterator[Row]:
+    torch.manual_seed(0)
+    case = MODELS[name](size)
+    fast = solve_case(case, "80%", options=QUICK)
+    case.step(fast)  # what operators keep from their first run is no part of a step
+    plan, interface = rockplan.plan_of(fast), programs_of(fast)[0].interface
+    gradients = first_gradients(plan.graph, interface)
+    changes = scheduled_changes(plan.graph, plan.schedule, gradients)
+    named = dict(case.model.named_parameters())
+    for optimizer in OPTIMIZERS:
+        trained = {n: named[n] for n in gradients.values()}
+        steps = optimizer_steps(optimizer, trained, metered=True)
+        said = timeline_of({}, Passes(changes, changes), steps)
+        found = measured(case, fast, optimizer)
+        for number, (step, peak_bytes) in enumerate(zip(said.steps, found, strict=True)):
+            own = (c for c in step if c.owner is not Holding.CALLER)
+            predicted = peak_of(own).size_bytes
+            row = {"model": name, "size": size, "optimizer": optimizer, "step": number + 1}
+            yield row | {"predicted_bytes": predicted, "peak_bytes": peak_bytes}
+
+
+WAYS: dict[str, Callable[[], Case]] = {
+    "gpt2": lambda: models.gpt2(4, width=64, batch=8, attention_dropout=0.0),
+    "llama": lambda: models.llama(4, width=64, batch=8),
+    "bert": lambda: models.bert(4, width=64, batch=8),
+    "vit": lambda: models.vit(4, width=64, batch=16),
+    "resnet18": lambda: models.resnet18(16, 8, 32),
+}
+
+
+def ways_of(name: str) -> Iterator[Row]:
+    """Of schedules, in prices that are measured, and of what they stand for."""
+    case = WAYS[name]()
+    args, kwargs = arguments(case.model, case.args, case.kwargs)
+    options = rockplan.Options()
+    source = captured_call(case.model, args, kwargs, options)
+    graph = problems_of(source, options)[0].graph
+    blocks = repeated_blocks(case.model)
+    for way, schedule, module in (
+        ("kept whole", kept_whole(graph), case.model),
+        ("checkpoint per block", per_block(graph, blocks), wrap.per_block(case.model)),
+    ):
+        found = rockplan.peak_live_bytes(functools.partial(case.step, module)).peak_bytes
+        predicted = simulate(*schedule).peak_bytes
+        yield {"model": name, "way": way, "predicted_bytes": predicted, "peak_bytes": found}
+
+
+def measured(case: Case, module: torch.nn.Module, name: str) -> list[int]:
+    kind, arguments = NAMES[name]
+    module.zero_grad()
+    optimizer = getattr(torch.optim, kind)(module.parameters(), **arguments)
+    peaks = []
+    for _ in range(2):
+        gc.collect()
+        with profiled() as session:
+            optimizer.zero_grad()
+            case.step(module)
+            optimizer.step()
+        changes = (change for _, change in memory_events(session))
+        peaks.append(max(itertools.accumulate(changes, initial=0)))
+    return peaks
+
+
+def table(rows: list[Row], ways: list[Row]) -> str:
+    exact = sum(row["predicted_bytes"] == row["peak_bytes"] for row in rows)
+    lines = [
+        f"{where()}. {exact} of {len(rows)} steps need what is predicted, to the byte.",
+        "",
+        "| model | size | optimizer | step | predicted | measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(map(str, row.values()))} |" for row in rows]
+    lines += [
+        "",
+        "Forward and backward of schedules, and of eager PyTorch and its checkpointing:",
+        "",
+        "| model | way | predicted | measured | error |",
+        "|---|---|---|---|---|",
+    ]
+    for row in ways:
+        error = row["predicted_bytes"] / row["peak_bytes"] - 1
+        lines.append(f"| {' | '.join(map(str, row.values()))} | {error:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    rows = _said(
+        row for name, size in itertools.product(MODELS, SIZES) for row in rows_of(name, size)
+    )
+    ways = _said(row for name in WAYS for row in ways_of(name))
+    for file, written in (("fit.jsonl", rows), ("fit_ways.jsonl", ways)):
+        (RESULTS / file).write_text("".join(f"{json.dumps(row)}\n" for row in written))
+    (RESULTS / "fit.md").write_text(table(rows, ways))
+
+
+def _said(rows: Iterable[Row]) -> list[Row]:
+    said = []
+    for row in rows:
+        print(row, flush=True)
+        said.append(row)
+    return said
+
+
+if __name__ == "__main__":
+    main()
