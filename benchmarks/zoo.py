@@ -129,12 +129,12 @@ def capture_once() -> None:
     capture = programs.captured_call
     latest: list[Any] = [None, None]
 
-    def captured_once(*call: Any, **tried: Any) -> Any:
+    def captured_once(call: Any, *options: Any, **tried: Any) -> Any:
         if tried:  # with other options, for what an error says of them
-            return capture(*call, **tried)
-        module, *_, incoming = call
-        if latest[0] is None or latest[0][0] is not module or latest[0][1] != incoming:
-            latest[:] = (module, incoming), capture(*call)
+            return capture(call, *options, **tried)
+        known = latest[0]
+        if known is None or known.module is not call.module or known.incoming != call.incoming:
+            latest[:] = call, capture(call, *options)
         return latest[1]
 
     programs.captured_call = captured_once

@@ -36,7 +36,7 @@ from rockplan.programs import (
 from rockplan.remedies import needed_with
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.planned_state import unplanned
-from rockplan.runtime.program import MakeProgram
+from rockplan.runtime.program import MakeProgram, ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.budget_curve import curve_of
@@ -75,9 +75,7 @@ def solve(
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program = new_or_known_program(
-                model, first.args, first.kwargs, None, budget=wanted, options=options
-            )
+            program = new_or_known_program(first.of(model), budget=wanted, options=options)
         advise(program, options)
         later = replace(wanted, least_bytes=program.plan.budget_bytes)
         make = functools.partial(new_or_known_program, budget=later, options=options)
@@ -98,7 +96,7 @@ def solve(
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:
     for call in calls:
         with call.named_in_errors():
-            program = make(planned, call.args, call.kwargs, None)
+            program = make(call.of(planned))
         planned_modules.add_program(planned, call.args, call.kwargs, program)
 
 
@@ -116,9 +114,9 @@ def plan(
     call = largest_call(model, args, kwargs, options)
     with named_in_refusals(model), call.named_in_errors():
         with outside_of_initialization():
-            source = captured_call(model, call.args, call.kwargs, options)
+            source = captured_call(call.of(model), options)
             problems = problems_of(source, options)
-        with advised(model, source, call.args, call.kwargs, options):
+        with advised(call.of(model), source, options):
             return plan_as_asked(problems, wanted, options)
 
 
@@ -141,7 +139,7 @@ def plan_each(
     solved: list[Plan | InfeasibleBudget] = []
     for budget in wanted:
         try:
-            with call.named_in_errors(), advised(model, source, call.args, call.kwargs, options):
+            with call.named_in_errors(), advised(call.of(model), source, options):
                 solved.append(best_plan(problems, budget, options, least))
         except InfeasibleBudget as error:
             solved.append(error)
@@ -196,7 +194,7 @@ def load(
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program = make_program(model, first.args, first.kwargs, None)
+            program = make_program(first.of(model))
         on_mismatch = options.on_mismatch
         if on_mismatch == "replan":
             budget = Budget(size_bytes=program.plan.budget_bytes)
@@ -228,24 +226,20 @@ def needed_bytes_with(
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
     model = unplanned(model)
-    call = largest_call(model, args, kwargs, options)
-    needs = functools.partial(
-        _kept_bytes if everything_kept else least_bytes, model, call.args, call.kwargs
-    )
+    call = largest_call(model, args, kwargs, options).of(model)
+    needs = functools.partial(_kept_bytes if everything_kept else least_bytes, call)
     with outside_of_initialization():
-        source = captured_call(model, call.args, call.kwargs, options, is_asked=False)
+        source = captured_call(call, options, is_asked=False)
     plain_bytes = needs(options)
     if plain_bytes is None:
         return {}
     return needed_with(options, source.releasable(options), needs, plain_bytes)
 
 
-def _kept_bytes(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> int | None:
+def _kept_bytes(call: ModuleCall, options: Options) -> int | None:
     try:
         with outside_of_initialization():
-            source = captured_call(module, args, kwargs, options, is_asked=False)
+            source = captured_call(call, options, is_asked=False)
             if options.tile and source.in_parts is None:
                 return None
             return problems_of(source, options)[-1].unplanned.peak_bytes

@@ -25,11 +25,11 @@ from rockplan.options import Options
 from rockplan.parts import named_in_refusals
 from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.planned_state import PLANNING, original_forward
+from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.problem import Problem, measured
 from rockplan.sizes import SizedCall, sized_calls
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.progress import report
 from rockplan.values.released import Releasable, releasable
 from rockplan.values.schedule import Waits
@@ -184,24 +184,18 @@ class CapturedCall:
         )
 
 
-def captured_call(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    incoming: Incoming | Precedent | None = None,
-    is_asked: bool = True,
-) -> CapturedCall:
+def captured_call(call: ModuleCall, options: Options, is_asked: bool = True) -> CapturedCall:
     """One kind of call, in the ways of the options. is_asked: a line on the logger says why there
     is none in parts, where the options ask for that."""
     report("capturing the model")
     check_options(options)
+    module, incoming = call.module, call.incoming
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        run = capture(module, args, kwargs, forward, incoming, options.only_loss)
+        run = capture(module, call.args, call.kwargs, forward, incoming, options.only_loss)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))
@@ -228,7 +222,7 @@ def prepared(
     module: nn.Module, call: SizedCall, options: Options
 ) -> tuple[CapturedCall, tuple[Problem, ...]]:
     with named_in_refusals(module), outside_of_initialization(), call.named_in_errors():
-        source = captured_call(module, call.args, call.kwargs, options)
+        source = captured_call(call.of(module), options)
         return source, problems_of(source, options)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from rockplan.codegen.rng_replay import cuda_devices
@@ -32,6 +31,7 @@ from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.runtime.hooks import hooks_aside
+from rockplan.runtime.program import ModuleCall
 from rockplan.values.interface import ABSENT
 
 _REPEATS = 2
@@ -63,24 +63,19 @@ class _Given:
     """What a step starts from. tensors: (name, content) of each parameter, buffer, input and other
     tensor that the forward can reach."""
 
-    module: nn.Module
+    call: ModuleCall
     forward: Callable[..., Any]
     snapshot: Snapshot
     tensors: tuple[tuple[str, Content], ...]
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> _Given:
-        snapshot, call = Snapshot.of(module, forward, args, kwargs), (args, kwargs)
+    def of(cls, call: ModuleCall, forward: Callable[..., Any]) -> _Given:
+        module, arguments = call.module, (call.args, call.kwargs)
+        snapshot = Snapshot.of(module, forward, *arguments)
         named = itertools.chain(
             ((f"parameter {n}", p) for n, p in module.named_parameters()),
             ((f"buffer {n}", b) for n, b in module.named_buffers()),
-            ((f"input {i}", leaf) for i, leaf in enumerate(trees.tree_leaves(call))),
+            ((f"input {i}", leaf) for i, leaf in enumerate(trees.tree_leaves(arguments))),
             ((str(place), value) for place, value in snapshot.reached.objects),
         )
         named_tensors: dict[int, tuple[str, torch.Tensor]] = {}
@@ -88,7 +83,7 @@ class _Given:
             if is_copyable(value):
                 named_tensors.setdefault(id(value), (name, value))
         contents = tuple((n, content_of(t)) for n, t in named_tensors.values())
-        return cls(module, forward, snapshot, contents)
+        return cls(call, forward, snapshot, contents)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, content); no new copy of what has not changed."""
@@ -114,15 +109,13 @@ class _Given:
 
 
 def check(
-    module: nn.Module,
+    call: ModuleCall,
     original: Callable[..., Any],
     planned: Callable[..., Any],
     starts: Mapping[int, tuple[int, ...]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     called: str = "eager",
 ) -> str:
-    """Run `original` and `planned` (two forwards over the tensors of `module`) and compare.
+    """Run `original` and `planned` (two forwards over the tensors of the module) and compare.
 
     starts: leaf of the result that gets a gradient -> strides of that gradient; called: what the
     original is called. Raises CheckFailed
@@ -130,12 +123,12 @@ def check(
     but the planned step does: it holds still what eager makes anew. Where neither does, nothing can
     be compared, which is warned of.
     """
-    given = _Given.of(module, original, args, kwargs)
+    given = _Given.of(call, original)
 
     def steps(forward: Callable[..., Any]) -> tuple[_StepResult, ...]:
-        with given.restored(), hooks_aside(module.parameters()), modes.without_compiling():
+        with given.restored(), hooks_aside(call.module.parameters()), modes.without_compiling():
             given.snapshot.begin()
-            return tuple(_run(given, forward, starts, args, kwargs) for _ in range(_STEPS))
+            return tuple(_run(given, forward, starts) for _ in range(_STEPS))
 
     expected = steps(original)
     planned_steps = steps(planned)
@@ -167,12 +160,10 @@ def check(
 
 
 def distance(
-    module: nn.Module,
+    call: ModuleCall,
     original: Callable[..., Any],
     planned: Callable[..., Any],
     starts: Mapping[int, tuple[int, ...]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     dtypes: Collection[torch.dtype],
 ) -> float:
     """How far the gradients of a step of `planned` are from those of `original`, as a share of the
@@ -182,15 +173,15 @@ def distance(
     elsewhere, unless a second step of `original` is as far or ends elsewhere. Where shares are
     beyond `bound_of(dtypes)` for want of digits alone, that is warned of.
     """
-    given = _Given.of(module, original, args, kwargs)
+    given = _Given.of(call, original)
     bound = bound_of(dtypes)
 
     def step(forward: Callable[..., Any], is_rounded: bool = False) -> NamedTensors:
-        with given.restored(), hooks_aside(module.parameters()), modes.without_compiling():
+        with given.restored(), hooks_aside(call.module.parameters()), modes.without_compiling():
             given.snapshot.begin()
             if is_rounded:
                 round_otherwise([content.tensor for _, content in given.tensors], dtypes)
-            return dict(_run(given, forward, starts, args, kwargs, _drawn).tensors)
+            return dict(_run(given, forward, starts, _drawn).tensors)
 
     expected = step(original)
     shares = shares_of(step(planned), expected)
@@ -295,16 +286,14 @@ def _furthest(shares: Mapping[str, float]) -> float:
     return max(math.inf if math.isnan(share) else share for share in shares.values())
 
 
-def runs(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Does `forward`, over the tensors of `module`, return anything for this call? Afterwards all
+def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
+    """Does `forward`, over the tensors of the module, return anything for this call? Afterwards all
     is as before. (Too little memory says nothing about the forward, which so counts as one that
     does.)"""
     try:
-        given = _Given.of(module, forward, args, kwargs)
+        given = _Given.of(call, forward)
         with given.restored():
-            own = with_stand_ins(forward, args, kwargs, _detached())
+            own = with_stand_ins(forward, call.args, call.kwargs, _detached())
             forward(*own.args, **own.kwargs)
     except torch.OutOfMemoryError:
         return True
@@ -331,16 +320,15 @@ def _run(
     given: _Given,
     forward: Callable[..., Any],
     starts: Mapping[int, tuple[int, ...]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     tangent: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> _StepResult:
     """tangent: the gradient of a result in these strides; None: ones."""
-    arguments = with_stand_ins(given.forward, args, kwargs, _detached())
+    call = given.call
+    arguments = with_stand_ins(given.forward, call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
-    leaves, call = trees.tree_leaves((args, kwargs)), GivenCall.of(args, kwargs)
+    leaves, held = trees.tree_leaves((args, kwargs)), GivenCall.of(args, kwargs)
     targets: dict[str, torch.Tensor] = {
-        n: p for n, p in given.module.named_parameters() if p.requires_grad
+        n: p for n, p in call.module.named_parameters() if p.requires_grad
     }
     targets |= {
         f"input {i}": leaf
@@ -348,7 +336,7 @@ def _run(
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     }
     with torch.enable_grad(), patches.patched(_NOT_OF_A_STEP):
-        outputs = trees.tree_leaves(call.with_contents(forward(*args, **kwargs)))
+        outputs = trees.tree_leaves(held.with_contents(forward(*args, **kwargs)))
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
     with under_autocast(OFF):  # in which the caller may call the module

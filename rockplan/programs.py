@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from rockplan.remedies import remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.planned_state import PLANNING, original_forward, programs_of
-from rockplan.runtime.program import MakeProgram, PlannedProgram, build_program
+from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
@@ -43,7 +43,7 @@ from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.graph import as_eager
-from rockplan.values.interface import Incoming, Precedent
+from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
@@ -52,32 +52,25 @@ from rockplan.values.schedule import keep_all
 _LOGGER = logging.getLogger("rockplan")
 
 
-def program_in_training(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    incoming: Incoming | Precedent | None,
-    *,
-    make: MakeProgram,
-) -> PlannedProgram:
+def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgram:
     """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
     the call as it leaves one of the original, with all that the forward has done before; what
     operators raise is RuntimeError in either case, and ours says more."""
     try:
         with _shown():
-            return make(module, args, kwargs, incoming)
+            return make(call)
     except ForwardRaises as failure:
         error = failure
-    forward = original_forward(module)
-    is_own = not _is_of_backward(incoming) and not _is_of_operators(error.__cause__)
-    if is_own and not runs(module, forward, args, kwargs):
-        forward(*args, **kwargs)
+    forward = original_forward(call.module)
+    is_own = not _is_of_backward(call) and not _is_of_operators(error.__cause__)
+    if is_own and not runs(call, forward):
+        forward(*call.args, **call.kwargs)
     raise error
 
 
-def _is_of_backward(incoming: Incoming | Precedent | None) -> bool:
+def _is_of_backward(call: ModuleCall) -> bool:
     """Is a program made for a backward pass that has begun, after the forward of its call?"""
-    return incoming is not None and not isinstance(incoming, Precedent)
+    return call.incoming is not None and not isinstance(call.incoming, Precedent)
 
 
 def _is_of_operators(error: BaseException | None) -> bool:
@@ -160,40 +153,27 @@ def plan_as_asked(
     return made
 
 
-def new_or_known_program(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    incoming: Incoming | Precedent | None,
-    *,
-    budget: Budget,
-    options: Options,
-) -> PlannedProgram:
-    source = captured_call(module, args, kwargs, options, incoming)
+def new_or_known_program(call: ModuleCall, *, budget: Budget, options: Options) -> PlannedProgram:
+    source = captured_call(call, options)
     for way in source.ways:
-        known = _known(module, way)
+        known = _known(call.module, way)
         if (same := _same(known, way)) is not None:
-            return built_program(module, same, way, args, kwargs, options)
+            return built_program(call, same, way, options)
         if (replayed := _adapted(known, way, budget, options)) is not None:
-            program = built_program(module, replayed.plan, way, args, kwargs, options)
+            program = built_program(call, replayed.plan, way, options)
             digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
             return replace(program, adapted_from=digest)
-    return _new_program(module, source, args, kwargs, budget, options, _is_of_backward(incoming))
+    return _new_program(call, source, budget, options)
 
 
 def _new_program(
-    module: nn.Module,
-    source: CapturedCall,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    budget: Budget,
-    options: Options,
-    is_backward: bool,
+    call: ModuleCall, source: CapturedCall, budget: Budget, options: Options
 ) -> PlannedProgram:
-    with advised(module, source, args, kwargs, options):
-        made = plan_as_asked(problems_of(source, options), budget, options, is_backward)
+    with advised(call, source, options):
+        problems = problems_of(source, options)
+        made = plan_as_asked(problems, budget, options, _is_of_backward(call))
     way = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles)
-    return built_program(module, made, way, args, kwargs, options)
+    return built_program(call, made, way, options)
 
 
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
@@ -236,13 +216,7 @@ def _uncertain(program: PlannedProgram) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def advised(
-    module: nn.Module,
-    source: CapturedCall,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Iterator[None]:
+def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterator[None]:
     """Where no plan fits, the error says what the caller could let go, and with which options one
     would."""
     try:
@@ -253,19 +227,17 @@ def advised(
             let_go = None
         text = f"{error} Or: {let_go.advice(options.released)}." if let_go else str(error)
         if options.on_infeasible == "error":
-            least = functools.partial(least_bytes, module, args, kwargs)
+            least = functools.partial(least_bytes, call)
             text += remedies(error, options, let_go, least)
         error.args = (text,)
         raise
 
 
-def least_bytes(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> int | None:
+def least_bytes(call: ModuleCall, options: Options) -> int | None:
     """Of the smallest plan; None where there is none, or where nothing is cut of what should be."""
     try:
         with outside_of_initialization():
-            source = captured_call(module, args, kwargs, options, is_asked=False)
+            source = captured_call(call, options, is_asked=False)
             if options.tile and source.in_parts is None:
                 return None
             smallest = Budget(is_minimum=True)
@@ -296,14 +268,7 @@ _COMPILE: dict[str, bool | Literal["near"]] = {"": False, "yes": True, "near": "
 
 
 def stored_program(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    incoming: Incoming | Precedent | None,
-    *,
-    plans: tuple[Plan, ...],
-    budget: Budget | None,
-    options: Options,
+    call: ModuleCall, *, plans: tuple[Plan, ...], budget: Budget | None, options: Options
 ) -> PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
     plan for `budget`, or PlanMismatch without one."""
@@ -315,7 +280,7 @@ def stored_program(
     # Each of its plans says in how many parts the head is.
     for parts in sorted({p.graph.tiles for p in plans}):
         options = replace(options, tile=parts or options.tile)
-        source = captured_call(module, args, kwargs, options, incoming)
+        source = captured_call(call, options)
         for way in source.ways:
             graph = way.lowered.graph
             try:
@@ -326,22 +291,17 @@ def stored_program(
             verify(made.graph, made.schedule)
             waiting = planning.waiting(made, way.waits)
             made = waiting if waiting.peak_bytes <= made.budget_bytes else made
-            return built_program(module, made, way, args, kwargs, options)
+            return built_program(call, made, way, options)
     if budget is None:
         raise mismatch
     for way in source.ways:
-        if (replayed := _adapted(_known(module, way), way, budget, options)) is not None:
-            return built_program(module, replayed.plan, way, args, kwargs, options)
-    return _new_program(module, source, args, kwargs, budget, options, _is_of_backward(incoming))
+        if (replayed := _adapted(_known(call.module, way), way, budget, options)) is not None:
+            return built_program(call, replayed.plan, way, options)
+    return _new_program(call, source, budget, options)
 
 
 def built_program(
-    module: nn.Module,
-    made: Plan,
-    source: CapturedCall,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
+    call: ModuleCall, made: Plan, source: CapturedCall, options: Options
 ) -> PlannedProgram:
     report("writing the code")
     constants = tuple(t for _, t in source.run.constants)
@@ -351,12 +311,12 @@ def built_program(
         constants,
         source.run.output_spec,
         source.hooked,
-        described_call(original_forward(module), args, kwargs),
+        described_call(original_forward(call.module), call.args, call.kwargs),
     )
     if not options.check:
         return program
     dtypes = frozenset(dtype_of(value.spec) for value in source.run.values)
-    return _checked(module, program, args, kwargs, dtypes)
+    return _checked(call, program, dtypes)
 
 
 def _keep_all(program: PlannedProgram) -> PlannedProgram:
@@ -368,11 +328,7 @@ def _keep_all(program: PlannedProgram) -> PlannedProgram:
 
 
 def _checked(
-    module: nn.Module,
-    program: PlannedProgram,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtypes: frozenset[torch.dtype],
+    call: ModuleCall, program: PlannedProgram, dtypes: frozenset[torch.dtype]
 ) -> PlannedProgram:
     """`program`, whose plan records what two steps compared with eager execution showed; with its
     own graph where nothing runs again, if its kernels are compiled or its head is in parts, and how
@@ -383,14 +339,14 @@ def _checked(
         for i, leaf in enumerate(outputs)
         if leaf.tangent is not None
     }
-    original = original_forward(module)
-    planned = planned_modules.bound_forward(module, program)
-    with key_value_cache.switched_off(module):
+    original = original_forward(call.module)
+    planned = planned_modules.bound_forward(call.module, program)
+    with key_value_cache.switched_off(call.module):
         if program.plan.compiled or program.plan.graph.tiles:
-            kept = planned_modules.bound_forward(module, _keep_all(program))
-            difference = check(module, kept, planned, starts, args, kwargs, NOTHING_RUNS_AGAIN)
-            share = distance(module, original, planned, starts, args, kwargs, dtypes)
+            kept = planned_modules.bound_forward(call.module, _keep_all(program))
+            difference = check(call, kept, planned, starts, NOTHING_RUNS_AGAIN)
+            share = distance(call, original, planned, starts, dtypes)
             difference += f"; gradients differ from eager's by {share:.1e} of their norm"
         else:
-            difference = check(module, original, planned, starts, args, kwargs)
+            difference = check(call, original, planned, starts)
     return replace(program, plan=replace(program.plan, checked=difference))

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput
 from rockplan.options import Options, SizeRange
 from rockplan.python_state import trees
 from rockplan.python_state.reach import named_arguments
+from rockplan.runtime.program import ModuleCall
 
 Shape = tuple[int, ...]
 
@@ -31,6 +33,10 @@ class SizedCall:
     kwargs: dict[str, Any]
     name: str = ""
     shapes: tuple[tuple[str, Shape], ...] = ()
+
+    def of(self, module: nn.Module) -> ModuleCall:
+        """The call of that module."""
+        return ModuleCall(module, self.args, self.kwargs)
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in self.shapes)

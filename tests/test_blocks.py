@@ -25,6 +25,7 @@ from rockplan.blocks.find import named_blocks
 from rockplan.blocks.outside import Border, moments_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
 from rockplan.runtime.planned_state import programs_of
+from rockplan.runtime.program import ModuleCall
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.schedule import Schedule
 from tests.blocks import QUICK, Mixer, Stack, batch, train
@@ -485,7 +486,7 @@ def test_a_step_that_is_measured_is_under_no_limit(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_block_that_may_not_keep_what_it_has_to_says_so() -> None:
-    block = kinds.captured_block(Mixer(8).train(), (torch.randn(4, 8),), {}, OPTIONS)
+    block = kinds.captured_block(ModuleCall(Mixer(8).train(), (torch.randn(4, 8),), {}), OPTIONS)
     problem = kinds.block_problem(block, OPTIONS)
     allowance = kinds.Allowance(saved_bytes=-4, peak_bytes=10**6)
     with pytest.raises(rockplan.InfeasibleBudget) as caught:

@@ -25,6 +25,7 @@ from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime.program import ModuleCall
 from rockplan.search import planning
 from rockplan.search.adapt import adapted
 from rockplan.search.problem import Problem, problem_of
@@ -91,7 +92,7 @@ def test_other_sizes_run_the_known_plan(name: str) -> None:
 
 def roofline_problem(case: Case) -> tuple[Problem, Lowered]:
     """On prices that are the same everywhere."""
-    source = captured_call(case.model, case.args, case.kwargs, OPTIONS)
+    source = captured_call(ModuleCall(case.model, case.args, case.kwargs), OPTIONS)
     graph = source.lowered.graph
     return problem_of(graph, roofline(graph, 10e9, 50e9), OPTIONS), source.lowered
 

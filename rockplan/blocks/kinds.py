@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
-
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
 from rockplan.captured_calls import CapturedCall, captured_call
@@ -24,7 +22,7 @@ from rockplan.options import Options
 from rockplan.programs import built_program, program_in_training
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.planned_state import PLANNING, original_forward
-from rockplan.runtime.program import PlannedProgram
+from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.search.adapt import WORSE, carried_over
 from rockplan.search.boundary import (
     bounded_plan,
@@ -37,7 +35,6 @@ from rockplan.search.boundary import (
 from rockplan.search.problem import Problem, measured
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.graph import CALLER_LOSS, CDGraph, DataKind
-from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.schedule import keep_all
 
 
@@ -70,9 +67,7 @@ class CapturedBlock:
     """A block with a call of it. source: where what the forward returns is not taken to be held in
     the backward phase: that is for the rest of the model to do."""
 
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: ModuleCall
     source: CapturedCall
     digest: str
 
@@ -82,17 +77,11 @@ class CapturedBlock:
         return self.digest, self.source.hooked
 
 
-def captured_block(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    incoming: Incoming | Precedent | None = None,
-) -> CapturedBlock:
-    source = captured_call(module, args, kwargs, options, incoming)
+def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
+    source = captured_call(call, options)
     lowered = replace(source.lowered, graph=_of_a_step(source.lowered.graph))
     source = replace(source, lowered=lowered)
-    return CapturedBlock(module, args, kwargs, source, graph_digest(lowered.graph))
+    return CapturedBlock(call, source, graph_digest(lowered.graph))
 
 
 def _of_a_step(graph: CDGraph) -> CDGraph:
@@ -118,18 +107,19 @@ def built_block(
 ) -> PlannedProgram:
     """The program of a block that runs as `option` says."""
     made = bounded_plan(problem, option)
-    return built_program(block.module, made, block.source, block.args, block.kwargs, options)
+    return built_program(block.call, made, block.source, options)
 
 
 def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
     """`program` for another block of its kind: the same code, with constants of its own."""
     source = block.source
-    forward = original_forward(block.module)
+    call = block.call
+    forward = original_forward(call.module)
     return replace(
         program,
         constants=tuple(t for _, t in source.run.constants),
         output_spec=source.run.output_spec,
-        call=described_call(forward, block.args, block.kwargs),
+        call=described_call(forward, call.args, call.kwargs),
     )
 
 
@@ -181,29 +171,17 @@ class BlockMaker:
     programs: BlockPrograms
     allowance: Allowance
 
-    def __call__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        incoming: Incoming | Precedent | None,
-    ) -> PlannedProgram:
+    def __call__(self, call: ModuleCall) -> PlannedProgram:
         try:
-            return program_in_training(module, args, kwargs, incoming, make=self._make)
+            return program_in_training(call, make=self._make)
         except CaptureError as error:
             self.programs.refused[self.path] = str(error)
             say_block(error, self.path)
             raise
 
-    def _make(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        incoming: Incoming | Precedent | None,
-    ) -> PlannedProgram:
+    def _make(self, call: ModuleCall) -> PlannedProgram:
         options = self.programs.options
-        block = captured_block(module, args, kwargs, options, incoming)
+        block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)
         if program is None:
             problem = block_problem(block, options)

@@ -60,7 +60,7 @@ from rockplan.python_state.autocast import under_autocast
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.planned_module import plan_in_place, take_out
 from rockplan.runtime.planned_state import is_in_place, latest_of, make_program_of
-from rockplan.runtime.program import PlannedProgram
+from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options, peak_of
 from rockplan.sizes import SizedCall
@@ -133,7 +133,7 @@ def _as_a_whole(
     """What `solve` would need, which plans what is beside the blocks as well; '' where that is no
     less, or cannot be."""
     limited = replace(options, time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
-    needed_bytes = least_bytes(model, call.args, call.kwargs, limited)
+    needed_bytes = least_bytes(call.of(model), limited)
     if needed_bytes is None or needed_bytes >= error.minimum_bytes:
         return ""
     return (
@@ -322,7 +322,7 @@ class _Job:
     ) -> CapturedBlock:
         with under_autocast(call.autocast), gathered(block), call.as_called():
             refuse_parts(block)
-            return captured_block(block, call.args, call.kwargs, self.options, incoming)
+            return captured_block(ModuleCall(block, call.args, call.kwargs, incoming), self.options)
 
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
@@ -333,7 +333,7 @@ class _Job:
         if not first.others:
             return first.moments, captured, first.kinds
         again = {
-            path: self._capture(captured[path].module, calls[path], program.incoming)
+            path: self._capture(captured[path].call.module, calls[path], program.incoming)
             for path, program in first.others.items()
         }
         captured = {**captured, **again}
@@ -345,7 +345,7 @@ class _Job:
     ) -> _MeasuredStep:
         kinds = self._kinds(captured.values())
         moments = self._moments(captured, calls, kinds)
-        latest = {path: latest_of(block.module) for path, block in captured.items()}
+        latest = {path: latest_of(block.call.module) for path, block in captured.items()}
         others = {
             path: program
             for path, program in latest.items()
@@ -368,7 +368,7 @@ class _Job:
         report("measuring a step")
         moments = measured_step(
             self.model,
-            [block.module for block in captured.values()],
+            [block.call.module for block in captured.values()],
             options,
             [kinds[block.kind].incoming_bytes for block in captured.values()],
             functools.partial(self._step, {}),
@@ -434,9 +434,9 @@ class _Job:
                 with calls[path].as_called():
                     program = built_block(block, kind.problem, option, self.options)
                 self.programs.keep(block, allowance, program)
-            with under_autocast(calls[path].autocast), gathered(block.module):
+            with under_autocast(calls[path].autocast), gathered(block.call.module):
                 plan_in_place(
-                    block.module,
+                    block.call.module,
                     program,
                     calls[path].kind,
                     make_program=BlockMaker(path, self.programs, allowance),

@@ -89,11 +89,12 @@ def show(
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
     from rockplan.captured_calls import arguments, captured_call  # which import torch
+    from rockplan.runtime.program import ModuleCall
 
     subject = make_subject(model)
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
     with under_autocast(subject, autocast):
-        call = captured_call(subject.model, args, kwargs, options)
+        call = captured_call(ModuleCall(subject.model, args, kwargs), options)
     traces = [way.lowered.trace for way in call.ways]
     if as_json:
         rows = [[asdict(one) for one in trace] for trace in traces]

@@ -112,6 +112,15 @@ def build_program(
     return PlannedProgram(plan, interface, executable, constants, output_spec, hooked, call)
 
 
-MakeProgram = Callable[
-    [nn.Module, tuple[Any, ...], dict[str, Any], Incoming | Precedent | None], PlannedProgram
-]
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleCall:
+    """One call of a module. incoming: what its backward pass starts from, as in
+    `graph_builder.capture`."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    incoming: Incoming | Precedent | None = None
+
+
+MakeProgram = Callable[[ModuleCall], PlannedProgram]

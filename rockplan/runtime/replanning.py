@@ -40,7 +40,7 @@ from rockplan.runtime.differences import (
 )
 from rockplan.runtime.guards import module_signature, signature_holds, with_tensors_of
 from rockplan.runtime.planned_state import PLANNING, HasPlans, bind_now, original_forward
-from rockplan.runtime.program import PlannedProgram
+from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import under_default_device
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Incoming, Precedent
@@ -142,7 +142,7 @@ def _made(
     assert isinstance(planned, nn.Module)
     started = time.monotonic()
     with state.watch.aside():
-        program = state.make_program(planned, args, kwargs, incoming)
+        program = state.make_program(ModuleCall(planned, args, kwargs, incoming))
     state.count += 1
     advice = changes.advice or "Each such kind is planned for once"
     if state.count == _EVER_NEW:
