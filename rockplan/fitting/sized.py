@@ -21,6 +21,7 @@ from rockplan.graph_builder.costs.price import price
 from rockplan.options import Options
 from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
+from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.sizes import sized_calls
 from rockplan.values.graph import CDGraph
@@ -43,7 +44,7 @@ def priced_call(
 ) -> PricedCall:
     """One capture, with times of a device of these bytes and operations a second."""
     with outside_of_initialization():
-        source = captured_call(module, *arguments, options, is_asked=False)
+        source = captured_call(ModuleCall(module, *arguments), options, is_asked=False)
     graph = source.lowered.graph
     tensors = [t for t in trees.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
