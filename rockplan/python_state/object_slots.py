@@ -250,6 +250,13 @@ RANDOM = (
 )
 """Classes of generators of random numbers."""
 
+_METHODS: dict[str, Any] = {
+    "Python's `random`": random.getstate,
+    "numpy.random": numpy.random.get_state,
+}
+EVERYBODYS = {name: method.__self__ for name, method in _METHODS.items()}
+"""Generators that functions of a module draw from."""
+
 
 def _state(owner: Any) -> Any:
     """As bytes, which compare; none of random.SystemRandom."""

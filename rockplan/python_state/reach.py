@@ -16,7 +16,6 @@ import contextlib
 import functools
 import gc
 import inspect
-import random
 import sys
 import types
 import weakref
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -44,7 +42,7 @@ from rockplan.python_state.holders import (
     is_opaque_keeper,
     kinds_of,
 )
-from rockplan.python_state.object_slots import CLASS, NAMESPACE, Kind, Namespace
+from rockplan.python_state.object_slots import CLASS, EVERYBODYS, NAMESPACE, Kind, Namespace
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.interface import Address
 
@@ -89,8 +87,8 @@ def reached(
     """What `forward(*args, **kwargs)` can come to, a forward of `module`. real: identity of a
     stand-in -> the tensor whose attributes it has."""
     walk = _Walk(real or {}, frozenset(map(id, module.modules())))
-    for name, method in _EVERYBODYS.items():
-        walk.meet(method.__self__, Place(name, is_guarded=True))
+    for name, generator in EVERYBODYS.items():
+        walk.meet(generator, Place(name, is_guarded=True))
     for name, value in named_arguments(forward, args, kwargs or {}):
         walk.meet(value, Place(f"the argument '{name}'", is_callers=True))
     walk.run()
@@ -100,13 +98,6 @@ def reached(
     walk.meet(forward, Place("forward"))
     walk.run()
     return walk.found()
-
-
-# Of the generators that functions of a module draw from, a method each.
-_EVERYBODYS: dict[str, Any] = {
-    "Python's `random`": random.getstate,
-    "numpy.random": numpy.random.get_state,
-}
 
 
 def named_arguments(

@@ -9,12 +9,9 @@ refused by name.
 from __future__ import annotations
 
 import contextlib
-import pickle
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -40,6 +37,7 @@ from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, Tensors
 from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.graph_builder.recorded.tensors import tensor_in, tensor_of
 from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.python_state.object_slots import EVERYBODYS, GENERATOR
 
 
 def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
@@ -67,21 +65,21 @@ def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> Op
 
 def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Also those of Python and of numpy, which other threads draw from as well: no plan looks."""
-    of_numpy = pickle.dumps(numpy.random.get_state(legacy=False))
-    return {**generator_states(tensors), "Python": random.getstate(), "numpy": of_numpy}
+    others = {name: GENERATOR.elements(one) for name, one in EVERYBODYS.items()}
+    return {**generator_states(tensors), **others}
 
 
 @contextlib.contextmanager
 def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
     """Afterwards generators are what they were: of devices, of Python, of numpy."""
     devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
-    python, arrays = random.getstate(), numpy.random.get_state()
+    states = [(one, GENERATOR.elements(one)) for one in EVERYBODYS.values()]
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             yield
         finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)
+            for one, state in states:
+                GENERATOR.write(one, state)
 
 
 def _real_run(

@@ -27,7 +27,6 @@ from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state.contents import copied, data_in, is_plain
 from rockplan.python_state.holders import (
     Held,
-    Holder,
     Identity,
     Place,
     cached_in,
@@ -208,17 +207,16 @@ def _assigned(
 ) -> Iterator[Assignment]:
     """Of elements of a holder, or of all where they are set together."""
     there, known = dict(now), dict(before)
-    holder = Holder(held.owner, held.kind)
     if held.kind.step == "all":
         if keys:
-            nameless: Address = ("holder", holder, ())
+            nameless: Address = ("holder", held, ())
             kind, root, steps = held.place.address or nameless
             whole: Address = (kind, root, (*steps, ("all", None)))
             content, former = (tuple(copied(v) for _, v in e) for e in (now, before))
             yield Assignment(whole, content, former, is_overwritten)
         return
     for key in keys:
-        address = held.element(key).address or ("holder", holder, (("element", key),))
+        address = held.element(key).address or ("holder", held, (("element", key),))
         value, former = there.get(key, ABSENT), known.get(key, ABSENT)
         yield Assignment(address, copied(value), copied(former), is_overwritten)
 
