@@ -97,7 +97,10 @@ class GraphView:
 
     def taken(self, node: int, dies: Callable[[int], bool]) -> Takeover | None:
         """How it writes results where operands die: the first way whose operands all do."""
-        return next((t for t in self.takes[node] if all(map(dies, t.operands))), None)
+        for takeover in self.takes[node]:
+            if all(map(dies, takeover.operands)):
+                return takeover
+        return None
 
     @cached_property
     def taken_bytes(self) -> tuple[int, ...]:

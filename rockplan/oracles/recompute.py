@@ -48,16 +48,12 @@ class RecomputeCosts:
     def __init__(self, view: GraphView, makers: Sequence[int | None], depth: int) -> None:
         nodes = view.graph.nodes
         self._sizes, self._depth = view.sizes, depth
-        # Of each storage: nanoseconds, never 0, and bytes of its maker, and what that reads.
+        # Of each storage: nanoseconds of its maker, never 0, and what that reads.
         self._steps = [
-            None
-            if i is None
-            else (
-                1.0 + nodes[i].time_ns,
-                view.own_bytes(nodes[i]) - view.taken_bytes[i],
-                view.reads[i],
-            )
-            for i in makers
+            None if i is None else (1.0 + nodes[i].time_ns, view.reads[i]) for i in makers
+        ]
+        self._own_bytes = [
+            0 if i is None else view.own_bytes(nodes[i]) - view.taken_bytes[i] for i in makers
         ]
 
     def time_ns(
@@ -75,7 +71,7 @@ class RecomputeCosts:
             return NEVER
         if depth > self._depth:
             raise TooDeep
-        time_ns, _, reads = step
+        time_ns, reads = step
         for r in reads:
             if time_ns >= limit_ns:
                 return NEVER
@@ -100,7 +96,7 @@ class RecomputeCosts:
             return NEVER
         if depth > self._depth:
             raise TooDeep
-        _, own_bytes, reads = step
+        _, reads = step
         operands: list[tuple[float, int]] = []
         for r in reads:
             if not is_there(r):
@@ -112,5 +108,5 @@ class RecomputeCosts:
         for less, size in operands:
             most = max(most, held_bytes + size - less)
             held_bytes += size
-        known[d] = max(most, held_bytes + own_bytes)
+        known[d] = max(most, held_bytes + self._own_bytes[d])
         return known[d]

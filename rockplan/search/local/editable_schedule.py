@@ -13,7 +13,7 @@ what it makes need not have stayed alive before it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -309,19 +309,24 @@ class Draft:
             last_use = next_read
         return gaps
 
-    def outlives(self, d: int, position: int) -> bool:
-        """Is d, made before `position`, alive there and read later?"""
-        made = self._made[d]
-        if not made or made[0] >= position:
-            return False
-        if d in self._held:
-            return True
-        read = self._read[d]
-        if not read or read[-1] < position:
-            return False
-        if made[-1] < position:
-            return True
-        return read[bisect_left(read, position)] < made[bisect_left(made, position)]
+    def outliving(self, position: int) -> Callable[[int], bool]:
+        """Is a storage, made before `position`, alive there and read later?"""
+        made_at, read_at, held = self._made, self._read, self._held
+
+        def outlives(d: int) -> bool:
+            made = made_at[d]
+            if not made or made[0] >= position:
+                return False
+            if d in held:
+                return True
+            read = read_at[d]
+            if not read or read[-1] < position:
+                return False
+            if made[-1] < position:
+                return True
+            return read[bisect_left(read, position)] < made[bisect_left(made, position)]
+
+        return outlives
 
     def slot_before(self, position: int) -> int:
         """An empty position after whatever runs before `position`. It may move what is at others:

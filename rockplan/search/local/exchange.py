@@ -421,9 +421,9 @@ class _ExchangeSearch:
     def _cost_ns(self, d: int, position: int, limit_ns: float) -> float:
         """Time to make `d` again before `position`, with what has to be made again for it; NEVER if
         it is not less than the limit."""
-        outlives, known = self.draft.outlives, dict[int, float]()
+        known: dict[int, float] = {}
         try:
-            return self.recompute.time_ns(d, lambda r: outlives(r, position), known, limit_ns)
+            return self.recompute.time_ns(d, self.draft.outliving(position), known, limit_ns)
         except TooDeep:
             return NEVER
         finally:
