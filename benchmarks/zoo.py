@@ -396,11 +396,14 @@ def take_input_gradients(case: Any) -> list[Any]:
 
 def measure(case: Any, planned: Any, device: str) -> dict[str, int]:
     """Budget, prediction and measured peak in bytes; raises AssertionError where they disagree."""
+    from torch.utils import _pytree as pytree
+
     import rockplan
 
     def step() -> None:
-        result = planned(*case.args, **case.kwargs)
-        case.loss(result).backward()
+        # With containers of its own: what the forward puts into them is there after the step.
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (case.args, case.kwargs))
+        case.loss(planned(*args, **kwargs)).backward()
 
     peak_bytes, left_bytes = rockplan.peak_live_bytes(step, device=device)
     take_input_gradients(case)
