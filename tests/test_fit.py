@@ -214,6 +214,10 @@ def test_batches_fit_as_the_allocator_finds_memory() -> None:
     usable = found.usable_bytes
     for row in found.rows:
         assert row.allocated_bytes <= row.reserved_bytes <= usable
+        assert sum(size_bytes for _, size_bytes in row.owners) == row.reserved_bytes
+        context_bytes = found.device_bytes - usable
+        assert found.breakdown(row.way) == {**dict(row.owners), "context": context_bytes}
+    assert [note.split(":")[0] for note in found.notes][::2] == ["exact", "checkpoint per block"]
     more = {0: (kept.batch + 1, kept.batch + 1)}
     assert not rockplan.fit(model, x, "600MiB", sizes=more, options=QUICK).rows[0].batch
     assert json.loads(found.to_json())["rows"][0]["batch"] == kept.batch

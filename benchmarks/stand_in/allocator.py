@@ -35,7 +35,7 @@ from benchmarks import stand_in
 from benchmarks.gpu_table import table
 from rockplan.fitting.allocator import CachingAllocator, Request, replay
 from rockplan.fitting.gpus import gpu
-from rockplan.fitting.requests import requests_of
+from rockplan.fitting.scheduled import scheduled_changes
 from testing import models
 from testing.gpu_cases import language, made_on
 from testing.models import Case
@@ -278,13 +278,15 @@ def predicted_row(way: str, expandable: bool) -> dict[str, Any]:
     for number, tensor in enumerate(resident):
         assert model.allocate(number, tensor.nbytes)
     graph, schedule = plan.graph, plan.schedule
-    first = requests_of(graph, schedule, 0, graph.handed, gpu(torch.device("cuda")).cublas_bytes)
-    later = (requests_of(graph, schedule, step) for step in range(1, STEPS))
-    for request in itertools.chain(first, *later):
-        if request.size_bytes is None:
-            model.free(request.key)
+    stays = {data: str(data) for data in graph.handed}
+    cublas_bytes = gpu(torch.device("cuda")).cublas_bytes
+    first = scheduled_changes(graph, schedule, stays, cublas_bytes)
+    later = scheduled_changes(graph, schedule, {})
+    for change in itertools.chain(first, *[later] * (STEPS - 1)):
+        if change.is_free:
+            model.free(change.key)
         else:
-            assert model.allocate(request.key, request.size_bytes)
+            assert model.allocate(change.key, change.size_bytes)
     return {
         "way": f"{way}, from its schedule",
         "expandable": expandable,

@@ -18,7 +18,8 @@ class FitRow:
 
     length: None where lengths do not vary; batch: 0 where none fits, then all figures are of the
     smallest batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, two
-    steps from the start; owners: (who, bytes) at the peak of what is asked for. overhead: of time,
+    steps from the start; owners: (who, bytes) at the peak of what is asked for, with what the
+    allocator reserves beyond that: together reserved_bytes. overhead: of time,
     over everything kept; tokens_per_s: an estimate by the device's peaks (samples, where lengths do
     not vary), None where these are not known.
     """
@@ -61,10 +62,12 @@ class Fit:
         return max(rows, key=lambda row: row.tokens_per_s or 0, default=None)
 
     def breakdown(self, way: str, length: int | None = None) -> dict[str, int]:
-        """Who has how many bytes at the peak of a row. Raises InvalidInput."""
+        """Who has how many bytes of the device at the peak of a row: those of the row and the
+        context. Raises InvalidInput."""
+        context_bytes = self.device_bytes - self.usable_bytes
         for row in self.rows:
             if (row.way, row.length) == (way, length):
-                return dict(row.owners)
+                return {**dict(row.owners), "context": context_bytes}
         ways = ", ".join(dict.fromkeys(row.way for row in self.rows))
         raise InvalidInput(f"no row is of {way!r} at length {length}; ways are {ways}")
 

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from rockplan.fitting.allocator import Request
+
 
 class Holding(Enum):
     """Who has bytes in a step of training."""
@@ -42,6 +44,11 @@ class MemoryChange:
     def freed(self) -> MemoryChange:
         """That gives back what this one allocates."""
         return MemoryChange(self.key, self.size_bytes, self.owner, is_free=True)
+
+    @property
+    def request(self) -> Request:
+        """What it asks of the caching allocator."""
+        return Request(self.key, None if self.is_free else self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

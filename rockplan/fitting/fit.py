@@ -48,12 +48,17 @@ BATCH, LENGTH = 0, 1
 """Dimensions of the sample's tensors, in `sizes`."""
 
 NOTES = (
-    "allocated: exact for what tensors hold; workspaces inside of operators are not known for a "
-    "device that is not measured, but for cuBLAS's. reserved: by a model of the caching allocator",
+    "exact: parameters, gradients, optimizer, activations. by a table: context, cuBLAS's "
+    "workspaces (those inside of other operators are not in the sum). by a model: reserved, of "
+    "PyTorch's caching allocator without expandable_segments",
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
+CHECKPOINT_NOTE = (
+    "checkpoint per block: PyTorch's may need up to 10 % more than its rows say, so that their "
+    "batches may be too large"
+)
 _USUAL_RATES = (1e12, 5e13)
-_ORDER = ("kept whole", "checkpoint per block", "rockplan")
+CHECKPOINTED = "checkpoint per block"
 
 Way = Callable[[PricedCall], tuple[CDGraph, Schedule]]
 
@@ -90,8 +95,10 @@ def fit(
     question = _Fitting(given, model, (args, kwargs), on, optimizer, replace(options, cache=False))
     question.refuse_too_small()
     rows = [row for length in lengths for row in question.rows(length, batches)]
+    has_checkpoints = any(row.way == CHECKPOINTED for row in rows)
+    notes = (*NOTES, CHECKPOINT_NOTE) if has_checkpoints else NOTES
     return Fit(
-        on.name, on.memory_bytes, on.usable_bytes, question.optimizer_name, tuple(rows), NOTES
+        on.name, on.memory_bytes, on.usable_bytes, question.optimizer_name, tuple(rows), notes
     )
 
 
@@ -161,7 +168,7 @@ class _Fitting:
         first = calls.at(least)
         ways: dict[str, Way] = {"kept whole": lambda call: kept_whole(call.graph)}
         if blocks := repeated_blocks(self.model):
-            ways["checkpoint per block"] = lambda call: per_block(call.graph, blocks)
+            ways[CHECKPOINTED] = lambda call: per_block(call.graph, blocks)
         ways["rockplan"] = self._smallest(calls, min(max(least, 2), most))
         return [self._row(name, way, length, calls, batches) for name, way in ways.items() if first]
 
@@ -230,13 +237,18 @@ class _Fitting:
         time_ns = simulate(graph, schedule).time_ns
         tokens = (batch or batches[0]) * (length or 1)
         usage = _usage(found, self.on.usable_bytes if batch else None)
+        peak = found.peak
+        allocator_bytes = usage.reserved_peak_bytes - peak.size_bytes
         return FitRow(
             length=length,
             way=name,
             batch=batch,
             allocated_bytes=usage.allocated_peak_bytes,
             reserved_bytes=usage.reserved_peak_bytes,
-            owners=tuple((o.value, size) for o, size in found.peak.owners.items() if size),
+            owners=(
+                *((owner.value, size) for owner, size in peak.owners.items() if size),
+                ("allocator", allocator_bytes),
+            ),
             overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
             tokens_per_s=tokens / time_ns * 1e9 if self.on.tflops and time_ns else None,
         )
@@ -277,17 +289,8 @@ class _Fitting:
 
 
 def _usage(timeline: Timeline, capacity_bytes: int | None) -> Usage:
-    numbers: dict[Any, int] = {}
-
-    def number(key: Any) -> int:
-        return numbers.setdefault(key, len(numbers))
-
-    resident = [Request(number(("resident", o)), n) for o, n in timeline.resident.items() if n]
-    changes = (
-        Request(number(c.key), None if c.is_free else c.size_bytes)
-        for c in timeline.changes
-        if c.size_bytes
-    )
+    resident = [Request(owner, size_bytes) for owner, size_bytes in timeline.resident.items()]
+    changes = (change.request for change in timeline.changes)
     return replay([*resident, *changes], capacity_bytes=capacity_bytes)
 
 

@@ -1,23 +1,30 @@
-"""Scheduled: the changes of memory of a schedule, as a step of training sees them.
+"""Scheduled: the changes of memory of a schedule, as a step of training and its allocator see them.
 
 takes: a priced CDGraph, a legal Schedule, which gradients stay. returns: changes, forward and
 backward, in which gradients become `.grad` of parameters as they are handed over. guarantees: where
-none stays, their peak is that of `simulate`.
+none stays, their peak is that of `simulate`; a result that takes over an operand's storage
+allocates nothing.
+
+Inside of an operation results come before temporaries, and these are one block: how kernels ask for
+them is not known.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rockplan.fitting.changes import Holding, MemoryChange
-from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes
+from rockplan.graph_builder.operators.facts import PRODUCTS
+from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes, taken_over
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
-from rockplan.values.schedule import Schedule
+from rockplan.values.schedule import Compute, Schedule
 
 Gradients = Mapping[int, str]
 """Storage of a gradient -> name of the parameter that has none before and keeps it."""
+
+_ORDER = (Owner.STORAGE, Owner.COPY, Owner.GENERATOR, Owner.WORKSPACE)
 
 
 def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
@@ -33,27 +40,59 @@ def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
 
 
 def scheduled_changes(
-    graph: CDGraph, schedule: Schedule, gradients: Gradients
+    graph: CDGraph, schedule: Schedule, gradients: Gradients, workspace_bytes: int = 0
 ) -> tuple[MemoryChange, ...]:
     """gradients: those that stay; others are added to what is there, and given back. What the
-    caller holds of the result is let go at the end."""
-    return tuple(_changes(graph, schedule, gradients))
+    caller holds of the result is let go at the end. workspace_bytes: what the first product of
+    forward and that of backward, which is another thread, ask for and keep (`Gpu.cublas_bytes`)."""
+    begun: dict[int, list[MemoryChange]] = defaultdict(list)
+    ended: dict[int, list[MemoryChange]] = defaultdict(list)
+    found = sorted(lifetimes(graph, schedule), key=lambda f: _ORDER.index(f.owner))
+    heirs = _heirs(graph, schedule, found)
+    for number in sorted({*range(len(found))} - {*heirs.values()}):
+        first = last = found[number]
+        while number in heirs:
+            number = heirs[number]
+            last = found[number]
+        name = gradients.get(last.index) if last.owner is Owner.STORAGE else None
+        key = ("lifetime", number) if name is None else ("gradient", name)
+        change = MemoryChange(key, first.size_bytes, _owner(graph, last))
+        begun[first.opens].append(change)
+        if name is None:
+            ended[last.closes].append(change.freed)
+    for position in _first_products(graph, schedule) if workspace_bytes else ():
+        change = MemoryChange(("products", position), workspace_bytes, Holding.WORKSPACES)
+        begun[2 * position].append(change)
+    moments = sorted({*begun, *ended})
+    return tuple(change for moment in moments for change in (*ended[moment], *begun[moment]))
 
 
-def _changes(graph: CDGraph, schedule: Schedule, gradients: Gradients) -> Iterator[MemoryChange]:
-    begin: dict[int, list[MemoryChange]] = defaultdict(list)
-    end: dict[int, list[MemoryChange]] = defaultdict(list)
-    for number, lifetime in enumerate(lifetimes(graph, schedule)):
-        change = MemoryChange(("lifetime", number), lifetime.size_bytes, _owner(graph, lifetime))
-        begin[lifetime.start].append(change)
-        end[lifetime.stop].append(change.freed)
-        if lifetime.owner is Owner.STORAGE and lifetime.index in gradients:
-            name = gradients[lifetime.index]
-            kept = MemoryChange(("gradient", name), lifetime.size_bytes, Holding.GRADIENTS)
-            end[lifetime.stop].append(kept)
-    for event in range(len(schedule.events) + 1):
-        yield from end[event]
-        yield from begin[event]
+def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dict[int, int]:
+    """Lifetime of an operand -> that of the result that takes over its storage, by their
+    numbers."""
+    opens, closes = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+    for number, lifetime in enumerate(found):
+        if lifetime.owner is Owner.STORAGE:
+            opens[lifetime.index, lifetime.opens] = number
+            closes[lifetime.index, lifetime.closes] = number
+    return {
+        closes[operand, 2 * position + 1]: opens[result, 2 * position + 1]
+        for position, takeover in taken_over(graph, schedule).items()
+        for operand, result in zip(takeover.operands, takeover.results, strict=True)
+        if (result, 2 * position + 1) in opens
+    }
+
+
+def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
+    """Where a product of matrices runs first, in forward and in backward."""
+    multiplies = [any(call.op in PRODUCTS for call in node.calls) for node in graph.nodes]
+    positions = range(len(schedule.events))
+    for phase in (positions[: schedule.forward_length], positions[schedule.forward_length :]):
+        for position in phase:
+            event = schedule.events[position]
+            if isinstance(event, Compute) and multiplies[event.node]:
+                yield position
+                break
 
 
 def _owner(graph: CDGraph, lifetime: Lifetime) -> Holding:

@@ -1,4 +1,4 @@
-"""What a schedule asks of the caching allocator, on random graphs and schedules."""
+"""What a schedule allocates and gives back, on random graphs and schedules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.fitting.allocator import Request, replay
-from rockplan.fitting.requests import requests_of
+from rockplan.fitting.allocator import replay
+from rockplan.fitting.changes import MemoryChange
+from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.oracles.lifetimes import taken_over
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import CDGraph
@@ -29,16 +30,16 @@ def graph_and_schedule(seed: int) -> tuple[CDGraph, Schedule]:
     return graph, random_schedule(rng, graph)
 
 
-def most_alive(requests: tuple[Request, ...]) -> tuple[int, int]:
-    """Bytes asked for at most at a time, and at the end. A key is alive once at a time."""
+def most_alive(changes: tuple[MemoryChange, ...]) -> tuple[int, int]:
+    """Bytes that are alive at most, and at the end. A key is alive once at a time."""
     alive: dict[object, int] = {}
     most = 0
-    for request in requests:
-        if request.size_bytes is None:
-            del alive[request.key]
+    for change in changes:
+        if change.is_free:
+            assert alive.pop(change.key) == change.size_bytes
         else:
-            assert request.key not in alive
-            alive[request.key] = request.size_bytes
+            assert change.key not in alive
+            alive[change.key] = change.size_bytes
             most = max(most, sum(alive.values()))
     return most, sum(alive.values())
 
@@ -46,10 +47,10 @@ def most_alive(requests: tuple[Request, ...]) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_most_bytes_are_the_peak_of_the_simulator(seed: int) -> None:
     graph, schedule = graph_and_schedule(seed)
-    requests = requests_of(graph, schedule)
-    assert most_alive(requests) == (simulate(graph, schedule).peak_bytes, 0)
+    changes = scheduled_changes(graph, schedule, {})
+    assert most_alive(changes) == (simulate(graph, schedule).peak_bytes, 0)
     # A step after another one begins with what that one left: nothing.
-    assert most_alive(requests + requests_of(graph, schedule, 1)) == most_alive(requests)
+    assert most_alive(changes + changes) == most_alive(changes)
 
 
 def test_random_schedules_take_over_storages() -> None:
@@ -61,15 +62,16 @@ def test_random_schedules_take_over_storages() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_stays_is_alive_in_later_steps(seed: int) -> None:
     graph, schedule = graph_and_schedule(seed)
-    stays = frozenset(graph.handed) - {
+    taken = {
         operand
         for takeover in taken_over(graph, schedule).values()
         for operand in takeover.operands
     }
+    stays = {d: str(d) for d in graph.handed if d not in taken}
     kept_bytes = sum(graph.data[d].size_bytes for d in stays)
-    first = requests_of(graph, schedule, 0, stays)
+    first = scheduled_changes(graph, schedule, stays)
     assert most_alive(first)[1] == kept_bytes
-    later = requests_of(graph, schedule, 1)
+    later = scheduled_changes(graph, schedule, {})
     peak_bytes = simulate(graph, schedule).peak_bytes
     assert most_alive(first + later) == (kept_bytes + peak_bytes, kept_bytes)
 
@@ -77,22 +79,23 @@ def test_what_stays_is_alive_in_later_steps(seed: int) -> None:
 def test_products_ask_for_a_workspace_once_in_each_phase() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     plan = rockplan.plan_of(rockplan.solve(model, torch.randn(4, 16), "100%"))
-    plain = requests_of(plan.graph, plan.schedule)
-    requests = requests_of(plan.graph, plan.schedule, workspace_bytes=12345)
-    forward, backward = (r for r in requests if r.size_bytes == 12345)
-    assert [r for r in requests if r not in (forward, backward)] == list(plain)
+    plain = scheduled_changes(plan.graph, plan.schedule, {})
+    changes = scheduled_changes(plan.graph, plan.schedule, {}, workspace_bytes=12345)
+    forward, backward = (c for c in changes if c.size_bytes == 12345)
+    assert [c for c in changes if c not in (forward, backward)] == list(plain)
     # The norm and the first product's result are there before, the rest is not.
-    asked = [r for r in requests[: requests.index(forward)] if r.size_bytes]
+    asked = [c for c in changes[: changes.index(forward)] if not c.is_free]
     assert len(asked) > 1
     assert asked[-1].size_bytes == 4 * 16 * 4
-    assert requests.index(forward) + 1 < requests.index(backward) < len(requests) - 1
+    assert changes.index(forward) + 1 < changes.index(backward) < len(changes) - 1
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_reserved_is_at_least_the_promised_peak(expandable: bool) -> None:
     for seed in range(20):
         graph, schedule = graph_and_schedule(seed)
-        usage = replay(requests_of(graph, schedule), expandable)
+        changes = scheduled_changes(graph, schedule, {})
+        usage = replay((change.request for change in changes), expandable)
         assert usage.reserved_peak_bytes >= usage.allocated_peak_bytes
         assert usage.allocated_peak_bytes >= simulate(graph, schedule).peak_bytes
         assert usage.allocated_bytes == 0
