@@ -48,17 +48,12 @@ BATCH, LENGTH = 0, 1
 """Dimensions of the sample's tensors, in `sizes`."""
 
 NOTES = (
-    "exact: parameters, gradients, optimizer, activations. by a table: context, cuBLAS's "
-    "workspaces (those inside of other operators are not in the sum). by a model: reserved, of "
-    "PyTorch's caching allocator without expandable_segments",
+    "exact: parameters, gradients, optimizer, activations; of checkpointing, within 2 %. by a "
+    "table: context, cuBLAS's workspaces (those inside of other operators are not in the sum). by "
+    "a model: reserved, of PyTorch's caching allocator without expandable_segments",
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
-CHECKPOINT_NOTE = (
-    "checkpoint per block: PyTorch's may need up to 10 % more than its rows say, so that their "
-    "batches may be too large"
-)
 _USUAL_RATES = (1e12, 5e13)
-CHECKPOINTED = "checkpoint per block"
 
 Way = Callable[[PricedCall], tuple[CDGraph, Schedule]]
 
@@ -95,10 +90,8 @@ def fit(
     question = _Fitting(given, model, (args, kwargs), on, optimizer, replace(options, cache=False))
     question.refuse_too_small()
     rows = [row for length in lengths for row in question.rows(length, batches)]
-    has_checkpoints = any(row.way == CHECKPOINTED for row in rows)
-    notes = (*NOTES, CHECKPOINT_NOTE) if has_checkpoints else NOTES
     return Fit(
-        on.name, on.memory_bytes, on.usable_bytes, question.optimizer_name, tuple(rows), notes
+        on.name, on.memory_bytes, on.usable_bytes, question.optimizer_name, tuple(rows), NOTES
     )
 
 
@@ -168,7 +161,7 @@ class _Fitting:
         first = calls.at(least)
         ways: dict[str, Way] = {"kept whole": lambda call: kept_whole(call.graph)}
         if blocks := repeated_blocks(self.model):
-            ways[CHECKPOINTED] = lambda call: per_block(call.graph, blocks)
+            ways["checkpoint per block"] = lambda call: per_block(call.graph, blocks)
         ways["rockplan"] = self._smallest(calls, min(max(least, 2), most))
         return [self._row(name, way, length, calls, batches) for name, way in ways.items() if first]
 

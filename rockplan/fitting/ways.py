@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, as_eager, producers
-from rockplan.values.schedule import Schedule, keep_all, with_frees
+from rockplan.values.schedule import Event, Free, Schedule, keep_all, with_frees
 
 
 def kept_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
     """Every node once, in eager's order."""
     eager = as_eager(graph)
-    return eager, keep_all(eager)
+    return eager, _freed_as_eager_does(eager, keep_all(eager))
 
 
 def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]:
@@ -36,9 +36,30 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
             begun.add(block)
             order += _again(eager, block, own[block], block_of, made_by)
         order.append(index)
-    schedule = with_frees(eager, forward, order)
+    schedule = _freed_as_eager_does(eager, with_frees(eager, forward, order))
     verify(eager, schedule)
     return eager, schedule
+
+
+def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
+    """Autograd lets go of what a function of the backward pass reads when all of it has run: here
+    nodes in a row of one line of a module, none of which reads what another makes."""
+    boundary = schedule.forward_length
+    events: list[Event] = [*schedule.events[:boundary]]
+    waiting: list[Event] = []
+    made: set[int] = set()
+    line = ("", "")
+    for event in schedule.events[boundary:]:
+        if isinstance(event, Free):
+            (events if event.data in made else waiting).append(event)
+            continue
+        node = graph.nodes[event.node]
+        if (node.module, node.source) != line or not made.isdisjoint(node.reads):
+            events += waiting
+            waiting, made, line = [], set(), (node.module, node.source)
+        made.update(node.writes)
+        events.append(event)
+    return Schedule((*events, *waiting), boundary)
 
 
 def _block(node: ComputeNode, blocks: Sequence[str]) -> str:
