@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from rockplan.comparison import Comparison, compare
     from rockplan.explained import explain
     from rockplan.fitting.answer import Fit
-    from rockplan.fitting.fit import fit
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
     from rockplan.runtime.planned_state import code_of, plan_of
+    from rockplan.what_fits import fit
 
 _LATE = {
     "BlocksPlan": "rockplan.blocks.report",
@@ -66,7 +66,7 @@ _LATE = {
     "draw_memory": "rockplan.reports.pictures",
     "draw_schedule": "rockplan.reports.pictures",
     "explain": "rockplan.explained",
-    "fit": "rockplan.fitting.fit",
+    "fit": "rockplan.what_fits",
     "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
     "measured_timeline": "rockplan.graph_builder.costs.ruler",

@@ -20,6 +20,7 @@ from rockplan.captured_calls import (
     problems_of,
 )
 from rockplan.errors import InfeasibleBudget, RockplanError
+from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.free_memory import in_bytes
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.parts import named_in_refusals
@@ -51,6 +52,7 @@ def solve(
     sample_input: object,
     budget: int | float | str | Budget,
     *,
+    optimizer: OptimizerLike = None,
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
@@ -59,18 +61,20 @@ def solve(
     sample_input: one batch, as a tensor, a tuple of positional arguments or a mapping of keyword
     arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and
-    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or on
-    CUDA 'auto': what is free when `solve` is called, with room for gradients that do not exist
-    yet and a margin (`rockplan.free_memory`); 'auto-4GB' leaves room for what comes later, such as
-    an optimizer's state. Calls of other shapes are planned under the same bytes; where they are
+    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or
+    'auto': what is free when `solve` is called, with room for gradients that do not exist yet, for
+    what the optimizer will hold, and a margin (`rockplan.free_memory`); 'auto-4GB' leaves room for
+    what comes later. Calls of other shapes are planned under the same bytes; where they are
     larger than the sample, a share means theirs. options.sizes says how large they get: then the
     largest is planned first, and a share means its.
+    optimizer: for 'auto', also before it has any state: an optimizer, a function that makes one of
+    a list of parameters, or a name ('adamw') as for `fit`. Other budgets do not ask for it.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
     what it executes. A module that is planned already is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    wanted = in_bytes(parse_budget(budget), model)
+    wanted = in_bytes(parse_budget(budget), model, optimizer)
     model = unplanned(model)
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
@@ -105,12 +109,13 @@ def plan(
     sample_input: object,
     budget: int | float | str | Budget,
     *,
+    optimizer: OptimizerLike = None,
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    wanted = in_bytes(parse_budget(budget), model)
+    wanted = in_bytes(parse_budget(budget), model, optimizer)
     call = largest_call(model, args, kwargs, options)
     with named_in_refusals(model), call.named_in_errors():
         with outside_of_initialization():

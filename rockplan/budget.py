@@ -28,8 +28,8 @@ _LONGEST = 100
 """Characters of a budget; nobody writes as many."""
 
 _EXAMPLES = (
-    "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or on CUDA "
-    "'auto' or 'auto-4GB'"
+    "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', 'auto' or "
+    "'auto-4GB'"
 )
 
 

@@ -1,65 +1,153 @@
-"""Available: the budget 'auto' -> the bytes that a step may use on the CUDA device of a module.
+"""Available: the budget 'auto' -> the bytes that a step may use on the device of a module.
 
-takes: a Budget, the module that is planned. returns: a Budget that is not 'auto'. guarantees: what
-is allocated already (parameters, buffers, optimizer state, other models and processes) is left
-alone, and there is room for the parameters' gradients that do not exist yet. What only a later
-step allocates is not known: make the optimizer's state first, or leave room ('auto-4GB').
+takes: a Budget, the module that is planned, its optimizer. returns: a Budget that is not 'auto'.
+guarantees: what is allocated already (parameters, buffers, optimizer state, other models and
+processes) is left alone, and there is room for the parameters' gradients that do not exist yet, and
+with an optimizer for its state and its step. Without one what only a later step allocates is not
+known: leave room ('auto-4GB').
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import nn
 
 from rockplan.budget import Budget
 from rockplan.errors import InvalidBudget
+from rockplan.fitting.allocator import rounded
+from rockplan.fitting.changes import left_alive, peak_of
+from rockplan.fitting.gpus import gpu
+from rockplan.fitting.optimizer import OptimizerLike, optimizer_steps
+from rockplan.python_state import trees
 
 MARGIN = 0.1
 """Share of what is free that stays free, for fragmentation of the caching allocator and for what
 libraries (cuBLAS, cuDNN, NCCL) allocate beside it at their first use."""
 
-_BLOCK_BYTES = 512
-"""The caching allocator rounds every request up to this."""
+_CGROUPS = (
+    ("", "", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of each version: controller, folder, files of the limit and the usage, and which line of
+memory.stat says how much of the usage is given back when memory is asked for."""
 
 
-def in_bytes(budget: Budget, model: nn.Module) -> Budget:
-    """`budget`, where it is 'auto' in bytes: what is free on the device now and what the caching
-    allocator holds unused, less MARGIN of it, gradients that do not exist yet, and the bytes that
-    the budget leaves free.
+def in_bytes(budget: Budget, model: nn.Module, optimizer: OptimizerLike = None) -> Budget:
+    """`budget`, where it is 'auto' in bytes: what is free on the device now (on CUDA with what the
+    caching allocator holds unused; on CPU what the machine and control groups leave), less MARGIN
+    of it, gradients that do not exist yet, what `optimizer` does not hold yet and the workspaces
+    for products that come with it in the sum, and the bytes that the budget leaves free.
 
-    Raises InvalidBudget where the model is not on one CUDA device, and where nothing is left.
+    Raises InvalidBudget where the model is not on one such device, where nothing is left, and where
+    the optimizer's step needs more; InvalidInput for an optimizer as `rockplan.fit` does.
     """
     if not budget.is_auto:
         return budget
-    device = _cuda_device(model)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    usable_bytes = int((free_bytes + unused_bytes) * (1 - MARGIN))
-    gradients_bytes = _missing_gradients_bytes(model)
-    left_bytes = usable_bytes - gradients_bytes - budget.reserve_bytes
-    if left_bytes <= 0:
+    device = _device(model)
+    free_bytes = _free_bytes(device)
+    usable_bytes = int(free_bytes * (1 - MARGIN))
+    state_bytes, step_bytes = _of_optimizer(optimizer, model)
+    sums = optimizer is not None and device.type == "cuda"
+    coming = {
+        "gradients that do not exist yet": _missing_gradients_bytes(model),
+        "the optimizer's state": state_bytes,
+        "workspaces": 2 * gpu(device).cublas_bytes if sums else 0,
+    }
+    left_bytes = usable_bytes - sum(coming.values()) - budget.reserve_bytes
+    if left_bytes <= 0 or left_bytes < step_bytes:
+        needs = ", ".join(f"{name} need {size}" for name, size in coming.items() if size)
+        step = f", a step of the optimizer needs {step_bytes} more" if step_bytes else ""
+        left = "less remains" if left_bytes > 0 else "nothing remains for activations"
         raise InvalidBudget(
-            f"budget 'auto': {device} has {free_bytes + unused_bytes} bytes free, of which "
-            f"{usable_bytes} are used at most; gradients that do not exist yet need "
-            f"{gradients_bytes}, and {budget.reserve_bytes} shall be left: nothing remains for "
-            "activations. Free memory on the device, or plan a smaller model"
+            f"budget 'auto': {device} has {free_bytes} bytes free, of which {usable_bytes} are "
+            f"used at most; {needs or 'nothing else comes'}{step}, and {budget.reserve_bytes} "
+            f"shall be left: {left}. Free memory on the device, or plan a smaller model"
         )
     return replace(budget, is_auto=False, reserve_bytes=0, size_bytes=left_bytes)
 
 
-def _cuda_device(model: nn.Module) -> torch.device:
+def _device(model: nn.Module) -> torch.device:
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
         names = ", ".join(sorted(map(str, devices))) or "no device"
         raise InvalidBudget(
-            f"budget 'auto' needs a model on one CUDA device, whose free memory is known; this one "
-            f"is on {names}. Write bytes, '2GB', a share such as '40%', or 'min'"
+            f"budget 'auto' needs a model on one device, CUDA or CPU, whose free memory is known; "
+            f"this one is on {names}. Write bytes, '2GB', a share such as '40%', or 'min'"
         )
     return devices.pop()
 
 
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused_bytes
+    return machine_bytes()
+
+
+def machine_bytes(root: Path = Path("/")) -> int:
+    """What the machine has available and each control group leaves to this process, the least.
+    root: of the file system. Raises InvalidBudget where Linux does not say it."""
+    known = [*_available_bytes(root), *_left_by_groups(root)]
+    if not known:
+        raise InvalidBudget(
+            "budget 'auto': what the machine has free is not known here, without /proc/meminfo. "
+            "Write bytes, '2GB', a share such as '40%', or 'min'"
+        )
+    return max(min(known), 0)
+
+
+def _available_bytes(root: Path) -> Iterator[int]:
+    for name, *words in _lines(root / "proc/meminfo"):
+        if name == "MemAvailable:":
+            yield int(words[0]) * 1024
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """By the group of this process and all above it; a container may see the last alone."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = " ".join(line).split(":", 2)
+        for controller, folder, limit, usage, given_back in _CGROUPS:
+            if controller not in controllers.split(","):
+                continue
+            own = PurePosixPath(path.lstrip("/"))
+            for group in (own, *own.parents):
+                at = root / "sys/fs/cgroup" / folder / group
+                limits, usages = _lines(at / limit), _lines(at / usage)
+                if limits and usages and limits[0][0] != "max":
+                    stat = dict(line[:2] for line in _lines(at / "memory.stat"))
+                    unused_bytes = int(stat.get(given_back, 0))
+                    yield int(limits[0][0]) - int(usages[0][0]) + unused_bytes
+
+
+def _lines(path: Path) -> list[list[str]]:
+    """Words of the lines that have any; nothing where there is no such file."""
+    try:
+        return [line.split() for line in path.read_text().splitlines() if line.strip()]
+    except OSError:
+        return []
+
+
 def _missing_gradients_bytes(model: nn.Module) -> int:
-    missing = (p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    return sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in missing)
+    return _blocks(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
+
+
+def _of_optimizer(optimizer: OptimizerLike, model: nn.Module) -> tuple[int, int]:
+    """Bytes of the state that is to come, and those that a step takes at most beyond the state."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if optimizer is None or not trained:
+        return 0, 0
+    steps = optimizer_steps(optimizer, trained)
+    state_bytes = _blocks(change.size_bytes for change in left_alive(steps.first).values())
+    states = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else {}
+    held = trees.tree_leaves([states[p] for p in trained.values() if p in states])
+    held_bytes = _blocks(t.nbytes for t in held if isinstance(t, torch.Tensor))
+    peaks = (peak_of(steps.first).size_bytes - steps.state_bytes, peak_of(steps.later).size_bytes)
+    return max(state_bytes - held_bytes, 0), max(*peaks, 0)
+
+
+def _blocks(sizes: Iterable[int]) -> int:
+    return sum(map(rounded, sizes))

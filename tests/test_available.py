@@ -1,6 +1,10 @@
-"""The budget 'auto': what a CUDA device has free, with PyTorch's answers about it replaced."""
+"""The budget 'auto': what a device has free, with the answers about it replaced."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +12,10 @@ from torch import nn
 
 import rockplan
 from rockplan.budget import Budget, parse_budget
-from rockplan.free_memory import MARGIN, in_bytes
+from rockplan.fitting.allocator import rounded
+from rockplan.fitting.gpus import Gpu
+from rockplan.fitting.optimizer import NAMES
+from rockplan.free_memory import MARGIN, in_bytes, machine_bytes
 
 FREE, RESERVED, ALLOCATED = 10_000_000, 700_000, 500_000
 CUDA = torch.device("cuda:0")
@@ -79,16 +86,140 @@ def test_other_budgets_are_left_alone() -> None:
         assert in_bytes(budget, nn.Linear(1, 1)) is budget
 
 
-def test_on_cpu_it_is_refused() -> None:
-    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+def test_a_model_on_no_device_is_refused() -> None:
+    model, x = nn.Linear(4, 4, device="meta"), torch.randn(2, 4)
     for plan in (rockplan.solve, rockplan.plan):
-        with pytest.raises(rockplan.InvalidBudget, match="one CUDA device.* is on cpu"):
+        with pytest.raises(rockplan.RockplanError, match="meta"):
             plan(model, x, budget="auto")
+    with pytest.raises(rockplan.InvalidBudget, match="one device.* is on no device"):
+        in_bytes(parse_budget("auto"), nn.ReLU())
+
+
+MEMORY = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    5000 kB\n"}
+V2 = {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.current": "1000"}
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/outside/of/here\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000000",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000000",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "left_bytes"),
+    [
+        (MEMORY, 5_120_000),
+        (MEMORY | V2 | {"sys/fs/cgroup/a/b/memory.max": "max"}, 5_120_000),
+        (MEMORY | V2 | {"sys/fs/cgroup/a/b/memory.max": "4000"}, 3000),
+        (V2 | {"sys/fs/cgroup/a/b/memory.max": "400"}, 0),
+        (
+            MEMORY
+            | V2
+            | {
+                "sys/fs/cgroup/a/b/memory.max": "4000",
+                "sys/fs/cgroup/a/memory.max": "3500",
+                "sys/fs/cgroup/a/memory.current": "2000",
+                "sys/fs/cgroup/a/memory.stat": "anon 1500\ninactive_file 500\n",
+            },
+            2000,
+        ),
+        (MEMORY | V1, 2_000_000),
+        (
+            MEMORY | V1 | {"sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7"},
+            2_000_007,
+        ),
+    ],
+)
+def test_what_a_machine_leaves(files: dict[str, str], left_bytes: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert machine_bytes(tmp_path) == left_bytes
+
+
+def test_where_nobody_says_what_is_free(tmp_path: Path) -> None:
+    with pytest.raises(rockplan.InvalidBudget, match="not known here.*Write bytes"):
+        machine_bytes(tmp_path)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: FREE)
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    "foreach": lambda p: torch.optim.RMSprop(p, foreach=True),
+}
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("name", [*MAKERS])
+def test_an_optimizer_has_room_before_it_has_state(name: str) -> None:
+    """However it is given, and the same bytes in all that are there after its first step."""
+    model, make = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)), MAKERS[name]
+    auto = parse_budget("auto")
+    without = in_bytes(auto, model).size_bytes
+    optimizer = make(model.parameters())
+    found = [in_bytes(auto, model, given).size_bytes for given in (make, optimizer)]
+    if name in NAMES:
+        found.append(in_bytes(auto, model, name).size_bytes)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    tensors = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    state_bytes = sum(rounded(t.nbytes) for t in tensors)
+    assert without is not None
+    assert found == [without - state_bytes] * len(found)
+    # Now gradients and state are there, but not for a model that the optimizer has besides.
+    assert in_bytes(auto, model, optimizer) == in_bytes(auto, model)
+    other = nn.Linear(100, 100)
+    without = in_bytes(auto, other).size_bytes
+    optimizer.add_param_group({"params": [*other.parameters()]})
+    found = in_bytes(auto, other, optimizer).size_bytes
+    assert without is not None
+    assert found == without - state_bytes // 2
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_step_that_does_not_fit_is_refused() -> None:
+    """The step of AdamW for a large parameter needs more than what is left by all that stays."""
+    size = 10_000_000
+    model = nn.Linear(size // 4 // 8, 1, bias=False)
+    assert in_bytes(parse_budget("auto"), model, "adamw").size_bytes
+    for budget in ("auto-4.8MB", "auto-5.5MB"):
+        with pytest.raises(rockplan.InvalidBudget, match="optimizer's state need .* a step of"):
+            in_bytes(parse_budget(budget), model, "adamw")
+    with pytest.raises(rockplan.InvalidInput, match="no optimizer is named"):
+        in_bytes(parse_budget("auto"), model, "adan")
+
+
+def test_on_cuda_workspaces_are_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_cuda(nn.Linear(100, 100, bias=False))
+    monkeypatch.setattr(
+        "rockplan.free_memory._of_optimizer", lambda given, model: (1000 if given else 0, 0)
+    )
+    monkeypatch.setattr("rockplan.free_memory.gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE + 10**8, 1 << 34))
+    left = [in_bytes(parse_budget("auto"), model, o).size_bytes for o in (None, "adamw")]
+    assert left[0] is not None
+    assert left[1] == left[0] - 1000 - 2 * Gpu("own", 1 << 34, (8, 0)).cublas_bytes
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_largest_size_is_planned_under_what_is_left() -> None:
+    model, x = nn.Linear(100, 100), torch.randn(8, 100)
+    options = rockplan.Options(sizes={0: (8, 32)})
+    fast = rockplan.solve(model, x, "auto", optimizer="adamw", options=options)
+    left = in_bytes(parse_budget("auto"), model, "adamw").size_bytes
+    planned = rockplan.plan(model, x, "auto", optimizer="adamw", options=options)
+    assert fast.plan.budget_bytes == planned.budget_bytes == left
 
 
 def test_solve_plans_under_the_bytes_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is replaced; model and plan are of the CPU."""
-    monkeypatch.setattr("rockplan.free_memory._cuda_device", lambda model: CUDA)
+    monkeypatch.setattr("rockplan.free_memory._device", lambda model: CUDA)
     model, x = nn.Linear(100, 100), torch.randn(8, 100)
     fast = rockplan.solve(model, x, budget="auto")
     assert fast.plan.budget_bytes == USABLE - WEIGHT - BIAS

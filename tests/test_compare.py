@@ -45,7 +45,7 @@ def test_budgets_are_read_before_anything_runs(monkeypatch: pytest.MonkeyPatch) 
     made: list[object] = []
     module = sys.modules["rockplan.comparison"]
     monkeypatch.setattr(module, "_makers", lambda *args: made.append(args[3]) or 1 / 0)
-    for budgets in ("much", ["50%", "much"], ["auto"], 0.5, None):
+    for budgets in ("much", ["50%", "much"], ["auto-"], 0.5, None):
         with pytest.raises(rockplan.InvalidBudget):
             rockplan.compare(StackWithCount(layers=1), torch.randn(8, 32), budgets)
     for budgets in ("50%", 2000, Budget(is_minimum=True)):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import rockplan
 from rockplan import plan_of
 from rockplan.captured_calls import arguments, captured_call, problems_of
+from rockplan.captured_sizes import Batches, PricedCall, priced_call, resized
 from rockplan.checkpointing import wrap
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.cli.ending import ExitCode
@@ -27,7 +28,6 @@ from rockplan.examples import mlp
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
-from rockplan.fitting.sized import Batches, PricedCall, priced_call, resized
 from rockplan.fitting.timeline import Passes, timeline_of
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.costs.ruler import memory_events, profiled

@@ -22,7 +22,7 @@ Budgets = Annotated[
         "--budget",
         "-b",
         metavar="BUDGET",
-        help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, min, or on CUDA auto or auto-4GB; "
+        help="Bytes, 2GB, 1.5GiB, 40% of the unplanned peak, min, auto or auto-4GB; "
         "may be repeated.",
     ),
 ]

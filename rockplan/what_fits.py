@@ -16,6 +16,14 @@ from torch import nn
 
 from rockplan.budget import Budget
 from rockplan.captured_calls import arguments
+from rockplan.captured_sizes import (
+    Arguments,
+    Batches,
+    PricedCall,
+    priced_call,
+    resized,
+    size_of,
+)
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.allocator import Request, Usage, replay
@@ -24,14 +32,6 @@ from rockplan.fitting.changes import Holding, peak_of
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
-from rockplan.fitting.sized import (
-    Arguments,
-    Batches,
-    PricedCall,
-    priced_call,
-    resized,
-    size_of,
-)
 from rockplan.fitting.timeline import Passes, Timeline, timeline_of
 from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import kept_whole, per_block
