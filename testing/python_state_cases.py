@@ -534,7 +534,8 @@ keep.kept = <holder>
     Base(
         "default argument of forward",
         "kept",
-        outside="next(f for k in type(self).__mro__ if (f := k.forward.__defaults__))[0]",
+        outside="next(f for k in type(self).__mro__ "
+        "if (f := getattr(vars(k).get('forward'), '__defaults__', None)))[0]",
         parameters=", kept=<holder>",
         can_rebind=False,
     ),
