@@ -452,7 +452,7 @@ class Network(nn.Module):
         for step, reads in self.program:
             values.append(self.steps[step](*(values[position] for position in reads)))
         results = [values[position] for position in self.returned]
-        # What the caller adds to the gradient of an input is added in another order (docs/limits.md).
+        # What a caller adds to the gradient of an input comes in another order (docs/limits.md).
         results = [r * 1 if r.requires_grad and r.is_leaf else r for r in results]
         loss = torch.stack([result.float().pow(2).mean() for result in results]).sum()
         if into is not None:
