@@ -1088,5 +1088,5 @@ def test_what_the_caller_has_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -
 def test_what_nothing_needs_is_not_computed() -> None:
     parts = parts_of(run(lambda x: (x.sin().exp(), x.cos())[1], (8,)), frozenset(), TABLE)
     (root,) = [p.makes[0] for p in parts.parts if p.call.op == "aten.cos.default"]
-    flow = dataflow_of(parts, [root], frozenset())
+    flow = dataflow_of(parts, frozenset([root]), frozenset())
     assert len(flow.made) == 1

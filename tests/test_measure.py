@@ -421,7 +421,7 @@ def test_known_costs_are_not_measured_again() -> None:
     seen: list[progress.StageProgress] = []
     with progress.listening(seen.append):
         assert measure(graph, {}, known=first) == first
-    assert seen == [progress.StageProgress("measuring times", 0, 0)]
+    assert not seen
     for other in (
         replace(first, torch_version="1.0"),
         replace(first, device="another"),
