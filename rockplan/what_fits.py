@@ -1,8 +1,9 @@
 """Fit: which batch of which length trains on a device, kept whole, checkpointed, or planned.
 
 takes: a module, a sample, a device, an optimizer, ranges of sizes. returns: Fit. guarantees: no
-step runs, and nothing of the model's size is allocated; each row comes of one timeline of two
-steps, and its batch is one whose timeline the allocator's model finds memory for.
+step runs, and no memory of the size of a model on the meta device is touched (`fitting.twin`); each
+row comes of one timeline of two steps, and its batch is one whose timeline the allocator's model
+finds memory for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rockplan.captured_sizes import (
     Arguments,
     Batches,
     PricedCall,
+    form_of,
     priced_call,
     resized,
     size_of,
@@ -158,12 +160,11 @@ class _Fitting:
     def rows(self, length: int | None, batches: tuple[int, int]) -> list[FitRow]:
         least, most = batches
         calls = Batches(functools.partial(self._call, length), least, most)
-        first = calls.at(least)
         ways: dict[str, Way] = {"kept whole": lambda call: kept_whole(call.graph)}
         if blocks := repeated_blocks(self.model):
             ways["checkpoint per block"] = lambda call: per_block(call.graph, blocks)
         ways["rockplan"] = self._smallest(calls, min(max(least, 2), most))
-        return [self._row(name, way, length, calls, batches) for name, way in ways.items() if first]
+        return [self._row(name, way, length, calls, batches) for name, way in ways.items()]
 
     def _call(self, length: int | None, batch: int) -> PricedCall:
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
@@ -187,15 +188,14 @@ class _Fitting:
         return self.on.bandwidth_gb_s * 1e9, flops * 1e12
 
     def _smallest(self, calls: Batches, batch: int) -> Way:
-        """The smallest plan of one batch, replayed on others that are like it."""
-        smallest = functools.cache(
-            lambda batch: self._plan(calls.at(batch), Budget(is_minimum=True))
-        )
+        """The smallest plan of one batch, replayed on others that are like it; one of its own for a
+        batch that is not, such as one of a single sample."""
+        least = Budget(is_minimum=True)
+        smallest = functools.cache(lambda: self._plan(calls.at(batch), least))
 
         def made(call: PricedCall) -> tuple[CDGraph, Schedule]:
-            alike = call.graph.nodes and calls.is_affine
-            schedule = smallest(batch) if alike else self._plan(call, Budget(is_minimum=True))
-            return call.graph, schedule
+            is_like = calls.is_affine and form_of(call.graph) == form_of(calls.at(batch).graph)
+            return call.graph, smallest() if is_like else self._plan(call, least)
 
         return made
 
@@ -247,16 +247,17 @@ class _Fitting:
         )
 
     def _largest(self, timeline: Callable[[int], Timeline], batches: tuple[int, int]) -> int:
-        """The largest batch whose timeline finds memory; 0 if there is none."""
+        """The largest batch whose timeline finds memory, by bisection: what a smaller one does not
+        find a larger one does not, either. 0 if there is none."""
         least, most = batches
         fitting, beyond = least - 1, most + 1
+        tried = most
         while fitting + 1 < beyond:
-            # The first that are looked at are the ends.
-            tried = most if beyond > most and fitting < least else (fitting + beyond) // 2
             if self._fits(timeline(tried)):
                 fitting = tried
             else:
                 beyond = tried
+            tried = (fitting + beyond) // 2
         return fitting if fitting >= least else 0
 
     def _fits(self, timeline: Timeline) -> bool:

@@ -259,6 +259,32 @@ def test_batches_fit_as_the_allocator_finds_memory() -> None:
     assert x.is_meta and all(p.is_meta for p in model.parameters())
 
 
+class Lonely(torch.nn.Module):
+    """A single sample goes another way, with more operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)).tanh().sigmoid() if len(x) == 1 else torch.relu(layer(x))
+        return x.square().mean()
+
+
+def test_a_single_sample_that_goes_another_way_has_a_plan_of_its_own() -> None:
+    """The only batch that fits; a result of one sample takes 24 MiB."""
+    with torch.device("meta"):
+        model, x = Lonely(), torch.empty(1, 24_576, 256)
+    found = rockplan.fit(model, x, "700MiB", optimizer="sgd", sizes={0: (1, 8)}, options=QUICK)
+    planned = found.rows[-1]
+    assert planned.way == "rockplan" and planned.batch == 1
+    assert (
+        planned.allocated_bytes
+        < rockplan.fit(model, x, "8GiB", optimizer="sgd", options=QUICK).rows[0].allocated_bytes
+    )
+
+
 def test_the_optimizer_steps_as_on_a_gpu() -> None:
     """With temporaries of all parameters at once, whatever device the model is on; an optimizer of
     the caller's may be of parameters without memory."""
