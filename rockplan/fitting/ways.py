@@ -5,10 +5,12 @@ takes: a priced CDGraph. returns: a graph and a legal Schedule of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, as_eager, producers
+from rockplan.values.order import remade
 from rockplan.values.schedule import Event, Free, Schedule, keep_all, with_frees
 
 
@@ -22,19 +24,22 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
     """As `torch.utils.checkpoint` on each of `blocks`, paths of modules: what the backward pass of
     one reads of its forward runs again before it begins."""
     eager = as_eager(graph)
-    made_by = producers(eager)
+    makers = producers(eager)
     forward, backward = keep_all(eager).phases
     block_of = {n.index: _block(n, blocks) for n in eager.nodes}
-    own: dict[str, list[int]] = {}
+    read, inside = defaultdict[str, list[int]](list), defaultdict[str, set[int]](set)
     for index in backward:
-        own.setdefault(block_of[index], []).append(index)
+        read[block_of[index]] += eager.nodes[index].reads
+    for data, maker in makers.items():
+        if maker < len(forward) and eager.nodes[maker].recomputable:
+            inside[block_of[maker]].add(data)
     order: list[int] = []
     begun = {""}
     for index in backward:
         block = block_of[index]
         if block not in begun:
             begun.add(block)
-            order += _again(eager, block, own[block], block_of, made_by)
+            order += remade(eager, makers, read[block], inside[block])
         order.append(index)
     schedule = _freed_as_eager_does(eager, with_frees(eager, forward, order))
     verify(eager, schedule)
@@ -66,25 +71,3 @@ def _block(node: ComputeNode, blocks: Sequence[str]) -> str:
     """'' outside of all."""
     path = f"{node.module}."
     return next((block for block in blocks if path.startswith(f"{block}.")), "")
-
-
-def _again(
-    graph: CDGraph,
-    block: str,
-    readers: Sequence[int],
-    block_of: dict[int, str],
-    made_by: dict[int, int],
-) -> list[int]:
-    """Forward nodes of a block that its backward nodes read from, directly or through others."""
-    forward = len(graph.forward)
-    found: set[int] = set()
-    waiting = [*readers]
-    while waiting:
-        for data in graph.nodes[waiting.pop()].reads:
-            maker = made_by.get(data)
-            if maker is None or maker in found or maker >= forward:
-                continue
-            if block_of[maker] == block and graph.nodes[maker].recomputable:
-                found.add(maker)
-                waiting.append(maker)
-    return sorted(found)
