@@ -1,8 +1,9 @@
 """Devices: bytes, bandwidth, arithmetic, link, and what PyTorch and its libraries hold on them.
 
-takes: a name ('h100-80'), bytes ('80GiB') or a torch.device. returns: Gpu. guarantees: a row says
-what its sources say. Bandwidth and arithmetic are a vendor's peaks, which no step reaches: times by
-them are estimates, and the ratio of two of them says more.
+takes: a name ('h100-80'), bytes ('80GiB') or a torch.device. returns: Gpu. guarantees: none of
+rates: bandwidth, arithmetic and link are a vendor's peaks, which no step reaches, so that times by
+them are estimates, and the ratio of two of them says more. They were written down from memory of
+the document that a row names, and not compared with it.
 """
 
 from __future__ import annotations
