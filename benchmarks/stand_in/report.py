@@ -6,8 +6,8 @@
 LIBRARY is the folder of libcuda.so.1. Each part runs in processes of its own: the tests of CUDA;
 kernels of two layers of eight models at full width, with those that write in place, and why others
 do not; steps of a Llama of 8 layers; the caching allocator beside its model; kernels in place of
-the models, small, in Triton's interpreter. What came of each part is kept there, and
-benchmarks/results/cuda.md is written of it.
+the models, small, in Triton's interpreter. What came of each part is kept there, with a
+report of those that ran, which becomes benchmarks/results/cuda.md when all did.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ def main() -> None:
             kept = {"where": where(), "rows": getattr(parts, part)(name)}
             (parts.folder / f"{part}-{name}.json").write_text(json.dumps(kept))
             print(table(kept["rows"]), flush=True)
-            REPORT.write_text(written(parts.folder))
+            (parts.folder / REPORT.name).write_text(written(parts.folder))
+    if all((parts.folder / f"{p}-{n}.json").exists() for p in TITLES for n in NAMES[p]):
+        REPORT.write_text(written(parts.folder))
 
 
 if __name__ == "__main__":
