@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 import rockplan
+from benchmarks.timing import interleaved_seconds, machine, mebibytes
 from rockplan.checkpointing import wrap
-from rockplan.side_by_side import interleaved_seconds, machine, mebibytes
 from testing import models
 from testing.models import Case
 

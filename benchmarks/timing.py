@@ -7,9 +7,13 @@ import subprocess
 import time
 from importlib.metadata import version
 
-from rockplan.side_by_side import interleaved_seconds, machine, mebibytes, median_ratio
+from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
 
 __all__ = ["interleaved_seconds", "machine", "mebibytes", "median_ratio", "where"]
+
+
+def mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f}"
 
 
 def where() -> str:

@@ -70,7 +70,3 @@ def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
 def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
     """Median over rounds of time / reference time of the same round."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))
-
-
-def mebibytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f}"

@@ -230,7 +230,7 @@ def test_a_peak_says_who_has_it() -> None:
     assert steps.peak.size_bytes == 10 + 20 + 100
     held = {owner: size for owner, size in steps.peak.owners.items() if size}
     assert held == {Holding.PARAMETERS: 10, Holding.OPTIMIZER: 20, Holding.ACTIVATIONS: 100}
-    assert steps.peak_of_step(0).size_bytes == 10 + 100
+    assert peak_of(steps.steps[0], steps.resident).size_bytes == 10 + 100
     kept = timeline_of({Holding.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
     assert kept.peak.size_bytes == 10 + 20 + 10 + 100
 

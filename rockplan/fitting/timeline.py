@@ -39,13 +39,6 @@ class Timeline:
     def peak(self) -> Peak:
         return peak_of(self.changes, self.resident)
 
-    def peak_of_step(self, number: int) -> Peak:
-        """Of the step of this number alone, what is alive before it included."""
-        alive = dict(self.resident)
-        for change in (c for step in self.steps[:number] for c in step):
-            alive[change.owner] = alive.get(change.owner, 0) + change.change_bytes
-        return peak_of(self.steps[number], alive)
-
 
 def timeline_of(
     resident: Mapping[Holding, int],
