@@ -68,6 +68,28 @@ def test_equal_within_budget_and_as_predicted(name: str) -> None:
         )
 
 
+class FlatWeights(nn.Module):
+    """Parameters are parts of one storage, as cuDNN lays out those of a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = (0.1 * torch.randn(2, 64, 64)).unbind()
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(torch.relu(x @ self.first) @ self.second)
+        return y.clone().mul_(2).square().sum()
+
+
+def test_parameters_that_share_a_storage() -> None:
+    torch.manual_seed(0)
+    case = Case("flat", FlatWeights(), (torch.randn(8, 64),), {}, lambda loss: loss)
+    eager = twin(case)
+    first, second = (p.untyped_storage().data_ptr() for p in case.model.parameters())
+    assert first == second
+    train_side_by_side(case, solve_case(case, "min", options=QUICK), eager)
+
+
 SMALL: dict[str, Callable[[], Case]] = {
     "gpt2": lambda: gpt2(1, width=16, heads=1, vocabulary=16, batch=1, length=8),
     "resnet": lambda: resnet((1,), batch=2, size=16),

@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -180,7 +181,14 @@ class Recorder(TorchDispatchMode):
         return index
 
     def begin_forward(self) -> None:
-        """All values so far are the caller's: parameters, buffers and inputs."""
+        """All values so far are the caller's: parameters, buffers and inputs. A fake storage that
+        several share has grown with each that was met: all are in what it is now."""
+        size_bytes: dict[int, int] = {}
+        for value in self.values:
+            size_bytes[value.storage] = max(
+                value.storage_bytes, size_bytes.get(value.storage, value.storage_bytes)
+            )
+        self.values[:] = [replace(v, storage_bytes=size_bytes[v.storage]) for v in self.values]
         self.leaf_storages = frozenset(v.storage for v in self.values)
         self.given_values = len(self.values)
 
