@@ -78,9 +78,10 @@ TASKS: tuple[tuple[Task, ...], ...] = (
     (_task("compiled", "llama", 140),),
     (_task("compiled", "resnet-50", 60),),
     (_task("compiled", "gpt2-large", 90),),
-    (_task("tests", "test_cuda_kernels", 60),),
-    (_task("tests", "test_cuda_compiled", 180),),
-    (_task("tests", "test_cuda", 240),),
+    tuple(
+        _task("tests", name, 240)
+        for name in ("test_cuda", "test_cuda_compiled", "test_cuda_kernels")
+    ),
     *((_task("stack", name, 60),) for name in STACK),
 )
 """Those of one line run side by side, as far as there are cores."""
@@ -258,14 +259,15 @@ def _followed(one: Running, report: Report) -> bool:
     return goes_on
 
 
-def _environment(folder: Path, compilers: int) -> dict[str, str]:
+def _environment(folder: Path, threads: int) -> dict[str, str]:
     """Of workers: allocator and cuBLAS as tests have them, prices that are measured now, and
     kernels where the processes of this run find those of each other."""
     own = {
         **FOR_CUDA,
         "ROCKPLAN_CACHE_DIR": str(folder / "rockplan"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, compilers)),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, threads)),
+        "OMP_NUM_THREADS": str(max(1, threads)),
         "PYTHONUNBUFFERED": "1",
     }
     return {**own, **os.environ}

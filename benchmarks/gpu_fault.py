@@ -24,7 +24,7 @@ def main() -> None:
         if given.way == "compiled":
             options = rockplan.Options(compile=True, released=(1,))
             model = rockplan.solve(
-                case.model, case.args, "min", sample_kwargs=case.kwargs, options=options
+                case.model, case.args, "100%", sample_kwargs=case.kwargs, options=options
             )
         labels = case.kwargs["labels"].clone()
         labels[0, 3] = 10**6
