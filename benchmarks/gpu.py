@@ -65,6 +65,7 @@ def _task(kind: str, name: str, limit_s: float) -> Task:
 
 MODELS = ("llama", "gpt2", "gpt2-written-out", "t5", "bert", "vit", "resnet-50", "unet")
 STACK = ("lengths", "sharded", "liger", "flex", "liger-rope")
+FIT = ("llama", "gpt2-large", "resnet-50", "llama-largest", "llama-expandable")
 
 TASKS: tuple[tuple[Task, ...], ...] = (
     # What kernels compute, and whether they may write in place; what is compiled is on disk then.
@@ -83,6 +84,8 @@ TASKS: tuple[tuple[Task, ...], ...] = (
         for name in ("test_cuda", "test_cuda_compiled", "test_cuda_kernels")
     ),
     *((_task("stack", name, 60),) for name in STACK),
+    # Bytes of whole steps, side by side: nothing is timed here, either.
+    tuple(_task("fit", name, 90) for name in FIT),
 )
 """Those of one line run side by side, as far as there are cores."""
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_stack
+from benchmarks import gpu, gpu_fit, gpu_stack
 from benchmarks.gpu import Report, Task
 from benchmarks.gpu_table import line, table
 from benchmarks.gpu_worker import Row, TimeLimit, TimeUp, tried
+from testing.gpu_cases import case_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -188,3 +189,12 @@ def test_a_table_has_the_columns_of_its_rows() -> None:
         "| b | 1 | 1e-07 |",
     ]
     assert line(rows[0]) == "a x | 1 | peak MiB 1.00, ms 1.2"
+
+
+def test_whole_steps_need_what_their_rows_predict() -> None:
+    device = torch.device("cpu")
+    case = case_of("llama", True, device)
+    steps = gpu_fit.Steps(case, device, False, gpu_fit.smallest(case))
+    for way, optimizer in (("kept whole", "sgd"), ("rockplan", "adamw")):
+        row = steps.row(way, optimizer)
+        assert row["allocated_off"] in ("+0.00%", "-0.00%"), (way, row)
