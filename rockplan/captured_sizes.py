@@ -1,23 +1,29 @@
-"""Sized: one kind of call in many batches, from two captures and a check by a third.
+"""Sized: one kind of call at many sizes, from a few captures and a check by others.
 
-takes: a module, a sample, rates of a device. returns: priced graphs at any batch. guarantees: where
-storages are affine in the batch, as a third capture of another batch finds to the byte, graphs in
-between are those of the captures with other sizes; else each batch is captured.
+takes: a module, a sample, rates of a device. returns: priced graphs at any batch and length.
+guarantees: storages and work are affine in the batch and of second degree in the length where a
+capture of the most of each finds that to the byte; then graphs in between are those of the captures
+with other sizes. Else each is captured. What real kernels lay out otherwise than PyTorch's rules
+say is seen at a small size (`operators.layouts.SEEN`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockplan.captured_calls import captured_call
-from rockplan.errors import InvalidInput
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.errors import InvalidInput, RockplanError
+from rockplan.graph_builder.costs.call_key import call_keys
+from rockplan.graph_builder.costs.estimate import Work, roofline, work_of
 from rockplan.graph_builder.costs.price import price
+from rockplan.graph_builder.operators.layouts import SEEN, SeenLayouts
 from rockplan.options import Options
 from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
@@ -29,28 +35,86 @@ from rockplan.values.interface import Interface
 from rockplan.values.profile import Profile
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Size = tuple[int, int | None]
+"""Batch and length; None where lengths do not vary."""
+
+SMALL_LENGTH = 64
+
+POINTS = 3
+"""Lengths that decide a polynomial of second degree."""
+
+CHECKED_BYTES = 1 << 27
+"""Of inputs and of what is computed from their values, at most, in the capture of a large batch:
+these are tensors with memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
+    """graph: in eager's order, with times by `rates`; works: of its nodes' calls; known_bytes: of
+    inputs and of what is computed from their values; form: equal for calls at other sizes whose
+    schedules carry over."""
+
     graph: CDGraph
     interface: Interface
     profile: Profile
     input_bytes: int
+    known_bytes: int
+    works: tuple[tuple[Work, ...], ...]
+    rates: tuple[float, float]
+    form: int = 0
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All that sizes change."""
+        data = (d.size_bytes for d in self.graph.data)
+        inside = (n.workspace_bytes for n in self.graph.nodes)
+        works = (number for ws in self.works for w in ws for number in (w.moved_bytes, w.flops))
+        return (*data, *inside, *works, self.input_bytes, self.known_bytes)
+
+    def with_numbers(self, numbers: Sequence[int]) -> PricedCall:
+        left = iter(numbers)
+        data = tuple(replace(d, size_bytes=next(left)) for d in self.graph.data)
+        inside = [next(left) for _ in self.graph.nodes]
+        works = tuple(
+            tuple(Work(next(left), next(left), w.is_exchange) for w in ws) for ws in self.works
+        )
+        nodes = tuple(
+            replace(
+                node,
+                workspace_bytes=inside[node.index],
+                time_ns=sum(w.time_ns(*self.rates) for w in works[node.index]),
+            )
+            for node in self.graph.nodes
+        )
+        graph = replace(self.graph, data=data, nodes=nodes)
+        input_bytes, known_bytes = left
+        return replace(
+            self, graph=graph, input_bytes=input_bytes, known_bytes=known_bytes, works=works
+        )
 
 
 def priced_call(
     module: nn.Module, arguments: Arguments, options: Options, rates: tuple[float, float]
 ) -> PricedCall:
     """One capture, with times of a device of these bytes and operations a second."""
+    # Which order needs least depends on sizes.
+    options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
-        source = captured_call(ModuleCall(module, *arguments), options, is_asked=False)
-    graph = source.lowered.graph
-    tensors = [t for t in trees.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+        lowered = captured_call(ModuleCall(module, *arguments), options, is_asked=False).lowered
+    graph = lowered.graph
+    keys = call_keys(graph)
+    profile = roofline(graph, *rates, keys)
+    input_bytes = _bytes_of(trees.tree_leaves(arguments))
+    known_bytes = input_bytes + _bytes_of(lowered.samples.values())
+    works = tuple(tuple(work_of(graph, call) for call in node.calls) for node in graph.nodes)
+    priced = price(graph, profile, keys)
+    return PricedCall(priced, lowered.interface, profile, input_bytes, known_bytes, works, rates)
+
+
+def _bytes_of(leaves: Any) -> int:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    profile = roofline(graph, *rates)
-    interface = source.lowered.interface
-    return PricedCall(price(graph, profile), interface, profile, sum(storages.values()))
+    return sum(storages.values())
 
 
 def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:
@@ -74,64 +138,145 @@ def size_of(tree: Any, dimension: int) -> int:
     raise InvalidInput(f"no tensor of the sample has a dimension {dimension}")
 
 
-@dataclass(slots=True)
-class Batches:
-    """Calls of one length in batches from `least` to `most`. capture: of one batch; is_affine: None
-    where there is nothing in between."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Calls of one length: numbers at the batch `first`, and how much more each sample is."""
 
-    capture: Callable[[int], PricedCall]
-    least: int
-    most: int
-    is_affine: bool | None = field(init=False, default=None)
-    _known: dict[int, PricedCall] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # A batch of one has strides and operators of its own: it is captured.
-        first = max(self.least, 2)
-        if self.most > first + 2:
-            self._known = {b: self.capture(b) for b in (first, first + 1, first + 2)}
-            lines = _line(self._known[first], self._known[first + 1])
-            self.is_affine = lines is not None and _is_on(lines, self._known[first + 2])
+    call: PricedCall
+    first: int
+    numbers: tuple[int, ...]
+    more: tuple[int, ...]
 
     def at(self, batch: int) -> PricedCall:
-        if batch not in self._known:
-            is_between = self.is_affine and batch > 1
-            self._known[batch] = self._between(batch) if is_between else self.capture(batch)
-        return self._known[batch]
-
-    def _between(self, batch: int) -> PricedCall:
-        first = max(self.least, 2)
-        a, b = self._known[first], self._known[first + 1]
-        more = batch - first
-
-        def at(x: int, y: int) -> int:
-            return x + more * (y - x)
-
-        data = tuple(
-            replace(one, size_bytes=at(one.size_bytes, other.size_bytes))
-            for one, other in zip(a.graph.data, b.graph.data, strict=True)
-        )
-        nodes = tuple(
-            replace(
-                one,
-                time_ns=max(at(one.time_ns, other.time_ns), 0),
-                workspace_bytes=at(one.workspace_bytes, other.workspace_bytes),
-            )
-            for one, other in zip(a.graph.nodes, b.graph.nodes, strict=True)
-        )
-        graph = replace(a.graph, data=data, nodes=nodes)
-        return replace(a, graph=graph, input_bytes=at(a.input_bytes, b.input_bytes))
+        samples = batch - self.first
+        pairs = zip(self.numbers, self.more, strict=True)
+        return self.call.with_numbers([n + samples * m for n, m in pairs])
 
 
-def _line(a: PricedCall, b: PricedCall) -> tuple[int, ...] | None:
-    """Bytes of the call one batch beyond `b`; None where the two are not alike."""
-    if form_of(a.graph) != form_of(b.graph):
-        return None
-    return tuple(2 * y - x for x, y in zip(_bytes(a), _bytes(b), strict=True))
+@dataclass(slots=True)
+class SizedCalls:
+    """Calls in batches from `least` to `most`, at each of `lengths`, in ascending order. capture:
+    of one size."""
+
+    capture: Callable[[Size], PricedCall]
+    least: int
+    most: int
+    lengths: Sequence[int | None] = (None,)
+    captured: dict[Size, PricedCall] = field(init=False, default_factory=dict)
+    _lines: dict[int | None, Line | None] = field(init=False, default_factory=dict)
+    _forms: dict[object, int] = field(init=False, default_factory=dict)
+    _seen: SeenLayouts = field(init=False, default_factory=SeenLayouts)
+
+    def __post_init__(self) -> None:
+        self._see_small()
+        if points := self._points:
+            self._lines |= self._polynomials(points)
+
+    @property
+    def first(self) -> int:
+        """The least batch that is like others: one of one has strides and operators of its own."""
+        return min(max(self.least, 2), self.most)
+
+    def at(self, batch: int, length: int | None = None) -> PricedCall:
+        line = self.line(length)
+        if line is not None and (batch > 1 or batch == line.first):
+            return line.at(batch)
+        return self._captured((batch, length))
+
+    def line(self, length: int | None = None) -> Line | None:
+        """None where storages are not affine in the batch, or there is nothing in between."""
+        if length not in self._lines:
+            is_worth_it = self.most > self.first + 2
+            line = self._line(length) if is_worth_it else None
+            self._lines[length] = line if line and self._holds(line, length) else None
+        return self._lines[length]
+
+    def _captured(self, size: Size) -> PricedCall:
+        if size not in self.captured:
+            token = SEEN.set(self._seen)
+            try:
+                made = self.capture(size)
+            finally:
+                SEEN.reset(token)
+            form = self._forms.setdefault(form_of(made.graph), len(self._forms))
+            self.captured[size] = replace(made, form=form)
+        return self.captured[size]
+
+    def _see_small(self) -> None:
+        """What real kernels lay out is seen in a small capture, where the model takes one."""
+        length = self.lengths[0]
+        small = min(self.first, 2), None if length is None else min(length, SMALL_LENGTH)
+        if small != (self.first, length):
+            with contextlib.suppress(RockplanError):
+                self._captured(small)
+
+    def _line(self, length: int | None) -> Line | None:
+        """By two captures, if they are alike."""
+        a = self._captured((self.first, length))
+        if self.first == self.most:
+            return Line(a, self.first, a.numbers, (0,) * len(a.numbers))
+        b = self._captured((self.first + 1, length))
+        if a.form != b.form:
+            return None
+        more = tuple(y - x for x, y in zip(a.numbers, b.numbers, strict=True))
+        return Line(a, self.first, a.numbers, more)
+
+    def _holds(self, line: Line, length: int | None) -> bool:
+        """Does a capture of the most samples say the same? Of fewer, where their values would take
+        much memory."""
+        known = line.call.known_bytes // line.first + 1
+        batch = min(max(CHECKED_BYTES // known, line.first + 2), self.most)
+        return batch <= line.first + 1 or self._is_on(line, (batch, length))
+
+    def _is_on(self, line: Line, size: Size) -> bool:
+        found = self._captured(size)
+        return found.form == line.call.form and found.numbers == line.at(size[0]).numbers
+
+    # -- lengths between captures ------------------------------------------------------------------
+
+    @property
+    def _points(self) -> list[int]:
+        """Multiples of the least power of two among the lengths: kernels and models fill up to such
+        numbers. Empty where there are too few."""
+        lengths = [n for n in self.lengths if n is not None]
+        powers = [n for n in lengths if n & (n - 1) == 0]
+        alike = [n for n in lengths if powers and n % powers[0] == 0]
+        return alike if len(alike) > POINTS else []
+
+    def _polynomials(self, lengths: Sequence[int]) -> dict[int | None, Line | None]:
+        """Lines of all `lengths` from those of the least ones; none where captures of the most
+        samples, and of the greatest length, do not say the same."""
+        points = lengths[:POINTS]
+        lines = [line for length in points if (line := self._line(length))]
+        forms = {line.call.form for line in lines}
+        if len(lines) < POINTS or len(forms) > 1 or not self._holds(lines[0], points[0]):
+            return {}
+        made: dict[int | None, Line | None] = {}
+        for length in lengths:
+            numbers = interpolated(points, [line.numbers for line in lines], length)
+            more = interpolated(points, [line.more for line in lines], length)
+            if numbers is None or more is None:
+                return {}
+            made[length] = Line(lines[0].call, self.first, numbers, more)
+        last = made[lengths[-1]]
+        assert last is not None
+        batch = min(self.first + 2, self.most)
+        return made if self._is_on(last, (batch, lengths[-1])) else {}
 
 
-def _is_on(expected: tuple[int, ...], found: PricedCall) -> bool:
-    return expected == _bytes(found)
+def interpolated(
+    points: Sequence[int], rows: Sequence[Sequence[int]], at: int
+) -> tuple[int, ...] | None:
+    """Values `at` of the polynomials through `rows`, the values at `points`; None where one is no
+    whole number."""
+    over = prod(q - p for p in points for q in points if p < q)
+    weights = [
+        over * prod(at - q for q in points if q != p) // prod(p - q for q in points if q != p)
+        for p in points
+    ]
+    columns = zip(*rows, strict=True)
+    sums = [sum(w * n for w, n in zip(weights, column, strict=True)) for column in columns]
+    return None if any(s % over for s in sums) else tuple(s // over for s in sums)
 
 
 def form_of(graph: CDGraph) -> object:
@@ -140,8 +285,3 @@ def form_of(graph: CDGraph) -> object:
     takes = tuple((t.operands, t.results) for n in graph.nodes for t in n.takes)
     kinds = tuple((d.name, d.kind) for d in graph.data)
     return nodes, takes, kinds, graph.outputs, graph.held, graph.handed, graph.dropped
-
-
-def _bytes(call: PricedCall) -> tuple[int, ...]:
-    data = (d.size_bytes for d in call.graph.data)
-    return (*data, *(n.workspace_bytes for n in call.graph.nodes), call.input_bytes)

@@ -8,9 +8,8 @@ finds memory for.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,9 +18,9 @@ from rockplan.budget import Budget
 from rockplan.captured_calls import arguments
 from rockplan.captured_sizes import (
     Arguments,
-    Batches,
     PricedCall,
-    form_of,
+    Size,
+    SizedCalls,
     priced_call,
     resized,
     size_of,
@@ -30,20 +29,21 @@ from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.allocator import Request, Usage, replay
 from rockplan.fitting.answer import Fit, FitRow
-from rockplan.fitting.changes import Holding, peak_of
+from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
-from rockplan.fitting.timeline import Passes, Timeline, timeline_of
+from rockplan.fitting.timeline import Passes, SizedTimeline, Timeline, timeline_of
 from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import kept_whole, per_block
+from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
 from rockplan.search import planning
-from rockplan.search.problem import problem_of_priced
-from rockplan.values.graph import CDGraph
-from rockplan.values.plan import format_bytes
+from rockplan.search.problem import Problem, problem_of_priced
+from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
 
 BATCH, LENGTH = 0, 1
@@ -57,7 +57,10 @@ NOTES = (
 )
 _USUAL_RATES = (1e12, 5e13)
 
-Way = Callable[[PricedCall], tuple[CDGraph, Schedule]]
+Scheduled = tuple[CDGraph, Schedule]
+Way = Callable[[PricedCall], Scheduled]
+BESIDE_THE_RELAXATION = ("eviction", "blocks", "exchange", "descent")
+"""Stages that find the last percent of a smallest plan, and take most of the time."""
 
 
 def fit(
@@ -91,7 +94,9 @@ def fit(
     batches, lengths = _ranges((args, kwargs), sizes or {})
     question = _Fitting(given, model, (args, kwargs), on, optimizer, replace(options, cache=False))
     question.refuse_too_small()
-    rows = [row for length in lengths for row in question.rows(length, batches)]
+    calls = SizedCalls(question.call, *batches, lengths)
+    ways = question.ways(calls)
+    rows = [row for length in lengths for row in question.rows(calls, ways, length)]
     return Fit(
         on.name, on.memory_bytes, on.usable_bytes, question.optimizer_name, tuple(rows), NOTES
     )
@@ -127,6 +132,7 @@ class _Fitting:
     optimizer: OptimizerLike
     options: Options
     _steps: OptimizerSteps | None = None
+    _smallest: dict[int, Schedule] = field(default_factory=dict)
 
     @property
     def optimizer_name(self) -> str:
@@ -157,16 +163,21 @@ class _Fitting:
         steps = optimizer_steps(self.optimizer, trained, as_on_cuda=True)
         return sum(self.resident.values()) + _bytes_of(trained.values()) + steps.state_bytes
 
-    def rows(self, length: int | None, batches: tuple[int, int]) -> list[FitRow]:
-        least, most = batches
-        calls = Batches(functools.partial(self._call, length), least, most)
-        ways: dict[str, Way] = {"kept whole": lambda call: kept_whole(call.graph)}
+    def ways(self, calls: SizedCalls) -> dict[str, Way]:
+        """Those without a search."""
+        ways: dict[str, Way] = {"kept whole": _once_a_form(kept_whole)}
         if blocks := repeated_blocks(self.model):
-            ways["checkpoint per block"] = lambda call: per_block(call.graph, blocks)
-        ways["rockplan"] = self._smallest(calls, min(max(least, 2), most))
-        return [self._row(name, way, length, calls, batches) for name, way in ways.items()]
+            ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
+        return ways
 
-    def _call(self, length: int | None, batch: int) -> PricedCall:
+    def rows(self, calls: SizedCalls, ways: Mapping[str, Way], length: int | None) -> list[FitRow]:
+        kept = ways["kept whole"]
+        rows = [self._simple(name, way, kept, calls, length) for name, way in ways.items()]
+        wanted = max(rows, key=lambda row: row.batch)
+        return [*rows, self._planned(calls, kept, ways[wanted.way], wanted.batch, length)]
+
+    def call(self, size: Size) -> PricedCall:
+        batch, length = size
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
         try:
@@ -187,21 +198,53 @@ class _Fitting:
         flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
         return self.on.bandwidth_gb_s * 1e9, flops * 1e12
 
-    def _smallest(self, calls: Batches, batch: int) -> Way:
-        """The smallest plan of one batch, replayed on others that are like it; one of its own for a
-        batch that is not, such as one of a single sample."""
-        least = Budget(is_minimum=True)
-        smallest = functools.cache(lambda: self._plan(calls.at(batch), least))
+    def _planned(
+        self, calls: SizedCalls, kept: Way, other: Way, wanted: int, length: int | None
+    ) -> FitRow:
+        """By the smallest plan of a length before, where that fits the batch that `other` does; or
+        else by one of its own. At the batch that fits, a plan for what is left of the device."""
+        batch = self._largest(self._replayed, calls, length) if self._smallest else -1
+        if batch < wanted:
+            call = calls.at(max(wanted, calls.first), length)
+            found = self._least(call, simulate(*other(call)).peak_bytes)
+            self._smallest[call.form] = found
+            batch = self._largest(self._replayed, calls, length)
+        call = calls.at(batch or calls.least, length)
+        graph, schedule = self._replayed(call)
+        if batch:
+            schedule = self._faster(call, schedule)
+        return self._row("rockplan", (graph, schedule), kept, calls, (batch, length))
 
-        def made(call: PricedCall) -> tuple[CDGraph, Schedule]:
-            is_like = calls.is_affine and form_of(call.graph) == form_of(calls.at(batch).graph)
-            return call.graph, smallest() if is_like else self._plan(call, least)
+    def _replayed(self, call: PricedCall) -> Scheduled:
+        """The smallest plan that was found last; one of its own for a call that is not like the
+        others, such as one of a single sample."""
+        if call.form not in self._smallest:
+            self._smallest[call.form] = self._least(call)
+        return call.graph, self._smallest[call.form]
 
-        return made
+    def _least(self, call: PricedCall, enough_bytes: int = 0) -> Schedule:
+        """The smallest plan: by the relaxation alone, where that leads to less than enough."""
+        problem = self._problem(call)
+        plans: list[Plan] = []
+        for without in (BESIDE_THE_RELAXATION, ()):
+            options = replace(self.options, without=(*self.options.without, *without))
+            found = planning.least_peak_of(problem, options).find(planning.limits_of(options))
+            assert found.schedule is not None
+            if plan := planning.plan_of(problem, found.schedule, found.peak_bytes):
+                plans.append(plan)
+                if plan.peak_bytes <= enough_bytes:
+                    break
+        least = min(plans, key=lambda plan: plan.peak_bytes)
+        return in_eager_order_of(problem.graph, least.schedule)
 
     def _plan(self, call: PricedCall, budget: Budget) -> Schedule:
-        problem = problem_of_priced(call.graph, call.profile, self.options)
-        return planning.plan_within(problem, budget, self.options).schedule
+        problem = self._problem(call)
+        made = planning.plan_within(problem, budget, self.options)
+        return in_eager_order_of(problem.graph, made.schedule)
+
+    def _problem(self, call: PricedCall) -> Problem:
+        graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
+        return problem_of_priced(graph, call.profile, self.options)
 
     def _timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
         gradients = first_gradients(graph, call.interface)
@@ -213,22 +256,20 @@ class _Fitting:
         resident = {**self.resident, Holding.INPUTS: call.input_bytes}
         return timeline_of(resident, Passes(first, first), self._steps)
 
-    def _row(
-        self, name: str, way: Way, length: int | None, calls: Batches, batches: tuple[int, int]
+    def _simple(
+        self, name: str, way: Way, kept: Way, calls: SizedCalls, length: int | None
     ) -> FitRow:
-        def timeline(batch: int) -> Timeline:
-            call = calls.at(batch)
-            return self._timeline(call, *way(call))
+        batch = self._largest(way, calls, length)
+        call = calls.at(batch or calls.least, length)
+        return self._row(name, way(call), kept, calls, (batch, length))
 
-        batch = self._largest(timeline, batches)
-        call = calls.at(batch or batches[0])
-        graph, schedule = way(call)
-        found = self._timeline(call, graph, schedule)
-        if name == "rockplan" and batch:
-            graph, schedule, found = self._faster(call, graph, schedule, found)
-        kept_ns = simulate(*kept_whole(call.graph)).time_ns
-        time_ns = simulate(graph, schedule).time_ns
-        tokens = (batch or batches[0]) * (length or 1)
+    def _row(self, name: str, made: Scheduled, kept: Way, calls: SizedCalls, size: Size) -> FitRow:
+        """size: of no batch where none fits, then figures are of the least."""
+        batch, length = size
+        call = calls.at(batch or calls.least, length)
+        found = self._timeline(call, *made)
+        kept_ns, time_ns = simulate(*kept(call)).time_ns, simulate(*made).time_ns
+        tokens = (batch or calls.least) * (length or 1)
         usage = _usage(found, self.on.usable_bytes if batch else None)
         peak = found.peak
         allocator_bytes = usage.reserved_peak_bytes - peak.size_bytes
@@ -246,11 +287,11 @@ class _Fitting:
             tokens_per_s=tokens / time_ns * 1e9 if self.on.tflops and time_ns else None,
         )
 
-    def _largest(self, timeline: Callable[[int], Timeline], batches: tuple[int, int]) -> int:
+    def _largest(self, way: Way, calls: SizedCalls, length: int | None) -> int:
         """The largest batch whose timeline finds memory, by bisection: what a smaller one does not
         find a larger one does not, either. 0 if there is none."""
-        least, most = batches
-        fitting, beyond = least - 1, most + 1
+        timeline, most = self._timelines(way, calls, length)
+        fitting, beyond = calls.least - 1, most + 1
         tried = most
         while fitting + 1 < beyond:
             if self._fits(timeline(tried)):
@@ -258,7 +299,25 @@ class _Fitting:
             else:
                 beyond = tried
             tried = (fitting + beyond) // 2
-        return fitting if fitting >= least else 0
+        return fitting if fitting >= calls.least else 0
+
+    def _timelines(
+        self, way: Way, calls: SizedCalls, length: int | None
+    ) -> tuple[Callable[[int], Timeline], int]:
+        """Of one length by batch, and the largest batch whose bytes may fit."""
+
+        def timeline(batch: int) -> Timeline:
+            call = calls.at(batch, length)
+            return self._timeline(call, *way(call))
+
+        line = calls.line(length)
+        if line is None or calls.first == calls.most:
+            return timeline, calls.most
+        sized = SizedTimeline(calls.first, timeline(calls.first), timeline(calls.first + 1))
+        if not sized.is_of_one_kind:
+            return timeline, calls.most
+        most = sized.most(self.on.usable_bytes, (calls.first, calls.most))
+        return (lambda batch: sized.at(batch) if batch >= calls.first else timeline(batch)), most
 
     def _fits(self, timeline: Timeline) -> bool:
         usable_bytes = self.on.usable_bytes
@@ -266,20 +325,29 @@ class _Fitting:
             return False
         return _usage(timeline, usable_bytes).failed_at is None
 
-    def _faster(
-        self, call: PricedCall, graph: CDGraph, schedule: Schedule, found: Timeline
-    ) -> tuple[CDGraph, Schedule, Timeline]:
+    def _faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
         """A plan for what is left of the device, where that fits."""
-        alive = peak_of((), found.resident).size_bytes
-        gradients = first_gradients(graph, call.interface)
-        alive += sum(graph.data[d].size_bytes for d in gradients)
+        gradients = first_gradients(call.graph, call.interface)
+        alive = sum(self.resident.values()) + call.input_bytes
+        alive += sum(call.graph.data[d].size_bytes for d in gradients)
         alive += self._steps.state_bytes if self._steps else 0
         try:
             faster = self._plan(call, Budget(size_bytes=max(self.on.usable_bytes - alive, 1)))
         except InfeasibleBudget:
-            return graph, schedule, found
-        timeline = self._timeline(call, graph, faster)
-        return (graph, faster, timeline) if self._fits(timeline) else (graph, schedule, found)
+            return schedule
+        return faster if self._fits(self._timeline(call, call.graph, faster)) else schedule
+
+
+def _once_a_form(make: Callable[[CDGraph], Scheduled]) -> Way:
+    """A way whose schedules do not depend on sizes."""
+    known: dict[int, Schedule] = {}
+
+    def way(call: PricedCall) -> Scheduled:
+        if call.form not in known:
+            known[call.form] = make(call.graph)[1]
+        return as_eager(call.graph), known[call.form]
+
+    return way
 
 
 def _usage(timeline: Timeline, capacity_bytes: int | None) -> Usage:

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 import rockplan
 from rockplan import plan_of
 from rockplan.captured_calls import arguments, captured_call, problems_of
-from rockplan.captured_sizes import Batches, PricedCall, priced_call, resized
+from rockplan.captured_sizes import PricedCall, Size, SizedCalls, priced_call, resized
 from rockplan.checkpointing import wrap
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.cli.ending import ExitCode
@@ -300,20 +301,80 @@ def test_the_optimizer_steps_as_on_a_gpu() -> None:
         assert held["optimizer"] == 2 * size_bytes + 4 * 4
 
 
-@pytest.mark.parametrize("name", [*CASES])
-def test_batches_between_captures_are_those_of_captures(name: str) -> None:
-    case = CASES[name]()
-    arguments = case.args, case.kwargs
-
-    def capture(batch: int) -> PricedCall:
-        call = resized(case.model, arguments, {0: batch})
+def sized_calls(case: models.Case, *sizes: Any) -> tuple[SizedCalls, Callable[[Size], PricedCall]]:
+    def capture(size: Size) -> PricedCall:
+        batch, length = size
+        sizes = {0: batch} if length is None else {0: batch, 1: length}
+        call = resized(case.model, (case.args, case.kwargs), sizes)
         return priced_call(case.model, call, rockplan.Options(), (1e12, 1e13))
 
-    between = Batches(capture, 1, 64)
-    assert between.is_affine
-    found, expected = between.at(7), capture(7)
-    assert [d.size_bytes for d in found.graph.data] == [d.size_bytes for d in expected.graph.data]
-    assert found.input_bytes == expected.input_bytes
+    return SizedCalls(capture, *sizes), capture
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_batches_between_captures_are_those_of_captures(name: str) -> None:
+    calls, capture = sized_calls(CASES[name](), 1, 64)
+    assert calls.line()
+    assert calls.at(7).numbers == capture((7, None)).numbers
+    assert calls.at(7).graph.nodes == tuple(
+        replace(n, calls=o.calls, recalls=o.recalls)
+        for n, o in zip(capture((7, None)).graph.nodes, calls.at(7).graph.nodes, strict=True)
+    )
+
+
+ATTENTION = {
+    "flash": lambda: models.llama(layers=2, width=32, batch=2, length=16),
+    "written out": lambda: models.gpt2(
+        layers=2, width=32, batch=2, length=16, attention_dropout=0.1
+    ),
+    "padded": lambda: padded(models.llama(layers=2, width=32, batch=2, length=16)),
+}
+
+
+def padded(case: models.Case) -> models.Case:
+    """Its mask is made from values, of the square of the length."""
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[:, :2] = 0
+    return replace(case, kwargs={**case.kwargs, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("name", [*ATTENTION])
+def test_lengths_between_captures_are_those_of_captures(name: str) -> None:
+    """Three lengths and a check by the greatest: 8 captures, and one that is small, for five."""
+    calls, capture = sized_calls(ATTENTION[name](), 2, 16, (8, 12, 16, 32, 64, 128))
+    assert {length for _, length in calls.captured} == {8, 16, 32, 128}
+    for size in ((5, 64), (9, 128), (16, 16)):
+        assert calls.at(*size).numbers == capture(size).numbers
+    assert len(calls.captured) == 8
+    assert calls.at(3, 12).numbers == capture((3, 12)).numbers  # no multiple of 8: on its own
+    assert (2, 12) in calls.captured
+
+
+class Bounded(torch.nn.Module):
+    """Stores no more than so many of a sequence, or of a batch."""
+
+    def __init__(self, length: int = 10**6, batch: int = 10**6) -> None:
+        super().__init__()
+        self.bounds = batch, length
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length = self.bounds
+        return self.inner(x)[:batch, -length:].exp().square().sum()
+
+
+@pytest.mark.parametrize("bounds", [{"length": 60}, {"batch": 9}])
+def test_sizes_on_no_line_are_captured(bounds: dict[str, int]) -> None:
+    model = Bounded(**bounds)
+
+    def capture(size: Size) -> PricedCall:
+        sizes = dict(enumerate(n for n in size if n))
+        call = resized(model, ((torch.zeros(2, 8, 8),), {}), sizes)
+        return priced_call(model, call, rockplan.Options(), (1e12, 1e13))
+
+    calls = SizedCalls(capture, 2, 16, (8, 16, 32, 64, 128))
+    for size in itertools.product((4, 12), (8, 32, 128)):
+        assert calls.at(*size).numbers == capture(size).numbers, size
 
 
 def test_what_does_not_fit_is_refused_with_what_is_known() -> None:

@@ -8,7 +8,8 @@ things are gone is not counted beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from rockplan.fitting.changes import Holding, MemoryChange, Peak, left_alive, peak_of
 from rockplan.fitting.optimizer import OptimizerSteps
@@ -38,6 +39,60 @@ class Timeline:
     @property
     def peak(self) -> Peak:
         return peak_of(self.changes, self.resident)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedTimeline:
+    """Those of batches from `first` on, from those of `first` and of one sample more, which are the
+    same changes of other sizes."""
+
+    first: int
+    one: Timeline
+    other: Timeline
+
+    @property
+    def is_of_one_kind(self) -> bool:
+        return _kind(self.one) == _kind(self.other)
+
+    def at(self, batch: int) -> Timeline:
+        more = batch - self.first
+
+        def sized(x: int, y: int) -> int:
+            return x + more * (y - x)
+
+        after = self.other.resident
+        resident = {owner: sized(size, after[owner]) for owner, size in self.one.resident.items()}
+        steps = tuple(
+            tuple(
+                replace(x, size_bytes=sized(x.size_bytes, y.size_bytes))
+                for x, y in zip(*both, strict=True)
+            )
+            for both in zip(self.one.steps, self.other.steps, strict=True)
+        )
+        return Timeline(resident, steps)
+
+    def most(self, size_bytes: int, batches: tuple[int, int]) -> int:
+        """The largest batch, of those from `first` on, that never has more bytes alive; one below
+        the least of `batches` where that has more."""
+        least, most = batches
+        for live_bytes, more_bytes in zip(_alive(self.one), _alive(self.other), strict=True):
+            each = more_bytes - live_bytes
+            left = size_bytes - live_bytes
+            if each > 0:
+                most = min(most, self.first + left // each)
+            elif left < 0:
+                most = least - 1
+        return max(most, least - 1)
+
+
+def _kind(timeline: Timeline) -> object:
+    changes = [(c.key, c.owner, c.is_free) for c in timeline.changes]
+    return timeline.resident.keys(), changes
+
+
+def _alive(timeline: Timeline) -> Iterator[int]:
+    changes = (change.change_bytes for change in timeline.changes)
+    return accumulate(changes, initial=sum(timeline.resident.values()))
 
 
 def timeline_of(

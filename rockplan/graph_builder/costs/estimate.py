@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from rockplan.graph_builder.costs.call_key import call_key, device_of
+from rockplan.graph_builder.costs.call_key import Keys, call_keys, device_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.recorded.evaluate import substitute
@@ -30,16 +30,18 @@ _CUDA_RATES = (1e12, 50e12)
 _LINK_SHARE = 0.1
 
 
-def roofline(graph: CDGraph, bytes_per_s: float, flops_per_s: float) -> Profile:
+def roofline(
+    graph: CDGraph, bytes_per_s: float, flops_per_s: float, keys: Keys | None = None
+) -> Profile:
     """Costs without execution, for a machine with these rates; sizes from specs, no workspace.
 
     Time is the larger of bytes read and written over `bytes_per_s` and floating-point
-    operations (of matrix products, convolutions and attention) over `flops_per_s`.
+    operations (of matrix products, convolutions and attention) over `flops_per_s`. keys: of
+    `graph`, where they are known.
     """
     costs: dict[str, OpCost] = {}
-    for node in graph.nodes:
-        for call in node.calls:
-            key = call_key(graph, call)
+    for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
+        for call, key in zip(node.calls, own_keys, strict=True):
             cost = estimate(graph, call, bytes_per_s, flops_per_s)
             costs[key] = _larger(costs.get(key, cost), cost)
     rates = f"{bytes_per_s:g} B/s, {flops_per_s:g} flop/s"
@@ -78,11 +80,29 @@ def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
 
 
 def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> int:
+    return work_of(graph, call).time_ns(bytes_per_s, flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of a call: bytes that it reads and writes, floating-point operations; is_exchange: with other
+    processes."""
+
+    moved_bytes: int
+    flops: int
+    is_exchange: bool
+
+    def time_ns(self, bytes_per_s: float, flops_per_s: float) -> int:
+        if self.is_exchange:
+            bytes_per_s *= _LINK_SHARE
+        return round(1e9 * max(self.moved_bytes / bytes_per_s, self.flops / flops_per_s))
+
+
+def work_of(graph: CDGraph, call: Call) -> Work:
     given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
-    if facts.facts_of(call.op).effect is Effect.COMMUNICATES:
-        bytes_per_s *= _LINK_SHARE
     moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *call.made)))
-    return round(1e9 * max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s))
+    is_exchange = facts.facts_of(call.op).effect is Effect.COMMUNICATES
+    return Work(moved, flops_of(graph, call), is_exchange)
 
 
 def _larger(a: OpCost, b: OpCost) -> OpCost:

@@ -13,8 +13,9 @@ from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.costs.call_key import call_key
 from rockplan.graph_builder.costs.execution import Inputs, as_executed, inputs_of
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.layouts import SEEN, form
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
-from rockplan.graph_builder.recorded.evaluate import flat_results
+from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 
 
@@ -22,19 +23,29 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
     """Execute each unique call whose results are viewed in a way that depends on strides, and
     raise UnsupportedModel where the real strides are not those of the capture: PyTorch's shape
     rules are wrong for a few operators, and such a view would fail or read other elements. What
-    acts outside of the step is not executed: of that the rule is believed.
+    acts outside of the step is not executed: of that the rule is believed; nor what was at another
+    size (`operators.layouts.SEEN`).
     """
     viewed = _viewed_by_layout(graph)
-    seen: set[str] = set()
+    elsewhere = SEEN.get()
+    seen: set[object] = set() if elsewhere is None else elsewhere.checked
     with as_executed(graph):
         inputs = inputs_of(graph, values)
         for node in graph.nodes:
             for call in node.calls:
                 is_viewed = bool(viewed & set(call.results)) and not facts.facts_of(call.op).effect
-                key = call_key(graph, call) if is_viewed else ""
-                if key and key not in seen:
+                if not is_viewed:
+                    continue
+                key = call_key(graph, call) if elsewhere is None else _form(graph, call)
+                if key not in seen:
                     seen.add(key)
                     _check_layout(graph, inputs, node, call)
+
+
+def _form(graph: CDGraph, call: Call) -> object:
+    """Of a call, whatever its sizes."""
+    arguments = substitute((call.args, [a for _, a in call.kwargs]), lambda v: graph.values[v].spec)
+    return form(call.op, arguments)
 
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:

@@ -29,7 +29,7 @@ from itertools import pairwise
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.graph import CDGraph, ComputeNode, added_to, caller_bytes, producers, readers
-from rockplan.values.schedule import Compute, keep_all
+from rockplan.values.schedule import Compute, Schedule, keep_all
 
 REACH = 16
 """Neighbours that a node may pass. In the models of `benchmarks.below_eager` none passes more than
@@ -55,6 +55,15 @@ def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
     """`graph` with its nodes in another order, which knows nothing of eager's."""
     nodes = tuple(replace(graph.nodes[old], index=new) for new, old in enumerate(order))
     return replace(graph, nodes=nodes, eager_order=())
+
+
+def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
+    """`schedule` of the graph as it was before it was `reordered`."""
+    if not graph.eager_order:
+        return schedule
+    eager = {node: position for position, node in enumerate(graph.eager_order)}
+    events = (Compute(eager[e.node]) if isinstance(e, Compute) else e for e in schedule.events)
+    return replace(schedule, events=tuple(events))
 
 
 def _backward_order(graph: CDGraph) -> list[int]:

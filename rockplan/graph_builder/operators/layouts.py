@@ -7,6 +7,9 @@ strides and dtypes of the real call (`Layouts`). guarantees: what acts outside i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,6 +85,66 @@ def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Te
 _Layout = tuple[tuple[int, ...], torch.dtype]
 """Strides and dtype of a tensor."""
 
+_MOST_DIMENSIONS = 64
+"""Of a tensor: a larger number in a call names none, and is a size."""
+
+
+@dataclass(slots=True)
+class SeenLayouts:
+    """What real calls were seen to do, by the form of the call, for the same call at other sizes:
+    in which order kernels lay out the dimensions of a result follows from how those of the
+    arguments are laid out. results: None where a result has gaps, so that each size runs; checked:
+    forms of calls whose strides were held against the capture (`costs.layouts`)."""
+
+    results: dict[object, tuple[tuple[tuple[int, ...], torch.dtype], ...] | None] = field(
+        default_factory=dict
+    )
+    checked: set[object] = field(default_factory=set)
+
+
+SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other sizes", default=None)
+"""Where one call is captured at many sizes (`captured_sizes`): then no real one need be large."""
+
+
+def form(name: str, arguments: object) -> object:
+    """A call but for its sizes. arguments: nested, with tensors or their specs as leaves."""
+
+    def described(leaf: Any) -> object:
+        if hasattr(leaf, "shape") and hasattr(leaf, "stride"):
+            strides = leaf.stride() if callable(leaf.stride) else leaf.stride
+            return _arrangement(tuple(leaf.shape), tuple(strides)), str(leaf.dtype)
+        is_size = type(leaf) is int and abs(leaf) > _MOST_DIMENSIONS
+        return (type(leaf).__name__, leaf > 0) if is_size else (type(leaf).__name__, repr(leaf))
+
+    leaves, structure = pytree.tree_flatten(arguments)
+    return name, tuple(map(described, leaves)), str(structure)
+
+
+def _arrangement(shape: Sequence[int], strides: Sequence[int]) -> object:
+    """Dimensions from the outermost to the innermost; of each, whether it has none, one or several
+    elements, repeats them, and lies beside the next without a gap."""
+    order = _outermost_first(strides)
+    beside = [0] * len(order)
+    expected = 1
+    for dimension in reversed(order):
+        beside[dimension] = (strides[dimension] == expected) - (strides[dimension] == 0)
+        expected = strides[dimension] * shape[dimension] or expected
+    return tuple(order), tuple(min(n, 2) for n in shape), tuple(beside)
+
+
+def _outermost_first(strides: Sequence[int]) -> list[int]:
+    return sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, of dimensions in that order."""
+    strides = [1] * len(shape)
+    expected = 1
+    for dimension in reversed(order):
+        strides[dimension] = expected
+        expected *= max(shape[dimension], 1)
+    return tuple(strides)
+
 
 class Layouts:
     """Strides and dtypes of real results, where those of PyTorch's shape rules may be wrong.
@@ -93,11 +156,13 @@ class Layouts:
     give wrong dtypes to statistics where parameters are more precise than what is normalized, as
     under autocast. So a view is made once more by the real code, on tensors without memory, and
     another call with an argument that does not have the strides of a new tensor, or with arguments
-    of different precision, runs once for real, on zeros, one call at a time.
+    of different precision, runs once for real, on zeros, one call at a time; not where it was seen
+    at another size (`SEEN`).
     """
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[_Layout, ...]] = {}
+        self._seen = SEEN.get()
 
     def corrected(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -118,7 +183,7 @@ class Layouts:
             return result
         if not is_view and not _may_differ(args, kwargs):
             return result
-        known = self._layouts(operator, args, kwargs, is_view)
+        known = self._layouts(operator, args, kwargs, made, is_view)
         if len(known) != len(made):
             return result
         layouts = iter(known)
@@ -134,7 +199,12 @@ class Layouts:
         return pytree.tree_map_only(torch.Tensor, correct, result)
 
     def _layouts(
-        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
+        self,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Sequence[torch.Tensor],
+        is_view: bool,
     ) -> tuple[_Layout, ...]:
         def described(leaf: Any) -> object:
             if isinstance(leaf, torch.Tensor):
@@ -144,8 +214,50 @@ class Layouts:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
         if key not in self._known:
-            self._known[key] = _real_layouts(operator, args, kwargs, is_view)
+            known = None if is_view else self._of_other_sizes(operator, args, kwargs, made)
+            if known is None:
+                known = _real_layouts(operator, args, kwargs, is_view)
+                if not is_view:
+                    self._remember(operator, args, kwargs, made, known)
+            self._known[key] = known
         return self._known[key]
+
+    def _of_other_sizes(
+        self,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Sequence[torch.Tensor],
+    ) -> tuple[_Layout, ...] | None:
+        """None where the call was not seen at another size."""
+        if self._seen is None:
+            return None
+        orders = self._seen.results.get(form(operator_name(operator), (args, kwargs)))
+        if orders is None or len(orders) not in (0, len(made)):
+            return None
+        pairs = zip(made, orders, strict=False)
+        return tuple((_dense(t.shape, order), dtype) for t, (order, dtype) in pairs)
+
+    def _remember(
+        self,
+        operator: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Sequence[torch.Tensor],
+        real: tuple[_Layout, ...],
+    ) -> None:
+        if self._seen is None or len(real) not in (0, len(made)):
+            return
+        pairs = [*zip(made, real, strict=False)]
+        is_dense = all(
+            len(stride) == t.ndim and _dense(t.shape, _outermost_first(stride)) == stride
+            for t, (stride, _) in pairs
+        )
+        self._seen.results[form(operator_name(operator), (args, kwargs))] = (
+            tuple((tuple(_outermost_first(stride)), dtype) for _, (stride, dtype) in pairs)
+            if is_dense
+            else None
+        )
 
 
 def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

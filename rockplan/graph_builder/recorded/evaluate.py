@@ -84,7 +84,7 @@ def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:
         return operator(*args, **kwargs)
 
 
-def substitute(argument: object, tensor: Callable[[int], torch.Tensor]) -> Any:
+def substitute(argument: object, tensor: Callable[[int], Any]) -> Any:
     """`argument` with ValueRefs replaced and tuples turned into the lists that ATen takes."""
     if isinstance(argument, ValueRef):
         return tensor(argument.index)
