@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rockplan.blocks.sharded import sharded_modules
 from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
@@ -29,6 +28,7 @@ from rockplan.python_state.autocast import Autocast, autocast_state
 from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import Element
 from rockplan.python_state.reach import reached
+from rockplan.python_state.sharding import sharded_modules
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import original_forward

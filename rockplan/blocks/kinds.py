@@ -127,13 +127,15 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 class BlockPrograms:
     """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step,
     for who asks; refused: paths of blocks that could not be planned when they were called;
-    switched_off: configurations that ask for no key-value cache since."""
+    switched_off: configurations that ask for no key-value cache since; told: what the user was
+    told once."""
 
     options: Options
     plan: BlocksPlan | None = None
     switched_off: tuple[Any, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     known: dict[Any, PlannedProgram] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockPrograms, (self.options, self.plan, self.switched_off)

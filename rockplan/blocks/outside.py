@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
+from rockplan.python_state.sharding import (
+    exchanged,
+    sharded_modules,
+    waiting_bytes,
+    waits_for_exchange,
+)
 from rockplan.runtime.autograd import ends_of_backward
 from rockplan.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment
@@ -40,12 +47,46 @@ def measured_step(
 ) -> tuple[StepMoment, ...]:
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
-    its result; written: what a step writes to beside buffers."""
+    its result; written: what a step writes to beside buffers. Where gradients wait to be exchanged
+    (`set_requires_gradient_sync(False)`), of the step that exchanges them, after one that does not.
+    """
+    waits, is_shared = waits_for_exchange(model), bool(sharded_modules(model))
+    courses: list[tuple[Stretch, ...]] = []
     with untouched(model, *call, written) as held, torch.enable_grad():
-        with held.draws_restored():
-            step()  # gradients are there, and caches of operators
-        seen = stretches(functools.partial(_marked, blocks, step), device)
-    return tuple(moments_of(seen, options, incoming_bytes))
+
+        def run(what: Callable[[], Any], exchanges: bool = True) -> Any:
+            with held.draws_restored(), exchanged(model) if exchanges else nullcontext():
+                return what()
+
+        run(step)  # gradients are there, and caches of operators
+        for _ in range(STEPS_OF_SEVERAL if is_shared else 1):
+            if waits:
+                run(step, exchanges=False)
+            waiting = waiting_bytes(model)
+            seen = run(lambda: stretches(functools.partial(_marked, blocks, step), device))
+            courses.append(tuple(_with_more(stretch, waiting) for stretch in seen))
+    return tuple(moments_of(_most(courses), options, incoming_bytes))
+
+
+STEPS_OF_SEVERAL = 3
+"""Of processes that exchange what they hold: a collective of gloo lets go of memory at another
+moment in each step."""
+
+
+def _with_more(stretch: Stretch, more_bytes: int) -> Stretch:
+    """With what was there before the step began."""
+    start_bytes, peak_bytes = stretch.start_bytes + more_bytes, stretch.peak_bytes + more_bytes
+    return stretch._replace(start_bytes=start_bytes, peak_bytes=peak_bytes)
+
+
+def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
+    """The most of each stretch, over steps that did the same as the last one."""
+    marks = [stretch.mark for stretch in courses[-1]]
+    alike = [course for course in courses if [stretch.mark for stretch in course] == marks]
+    return [
+        Stretch(same[0].mark, max(s.start_bytes for s in same), max(s.peak_bytes for s in same))
+        for same in zip(*alike, strict=True)
+    ]
 
 
 def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
@@ -72,10 +113,13 @@ class Border(NamedTuple):
     begins: bool
 
 
+# What is compiled around a block leaves marks out.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
     mark(Border(number, is_backward=False, begins=True))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after(
     mark: Mark, number: int, module: nn.Module, args: object, kwargs: object, result: object
 ) -> None:

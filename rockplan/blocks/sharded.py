@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
 from rockplan.errors import UnsupportedModel
+from rockplan.python_state.sharding import sharded_modules
 
 
 @contextlib.contextmanager
@@ -28,13 +28,6 @@ def gathered(block: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.reshard()
-
-
-def sharded_modules(module: nn.Module) -> list[Any]:
-    """Those of its modules that `fully_shard` was called with."""
-    library = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(library, "FSDPModule", None)
-    return [] if kind is None else [m for m in module.modules() if isinstance(m, kind)]
 
 
 def refuse_parts(block: nn.Module) -> None:

@@ -57,7 +57,9 @@ from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
+from rockplan.python_state.sharding import is_sharded
 from rockplan.remedies import TIME_LIMIT_S
+from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import plan_in_place, take_out
 from rockplan.runtime.planned_state import is_in_place, latest_of, make_program_of
 from rockplan.runtime.program import ModuleCall, PlannedProgram
@@ -107,6 +109,8 @@ def solve_blocks(
     named = named_blocks(model, blocks)
     restore_blocks(model)
     programs = BlockPrograms(options)
+    if is_sharded(model):
+        programs.told.add(SHARDING)
     with (
         outside_of_initialization(),
         key_value_cache.switched_off(model),
@@ -442,6 +446,7 @@ class _Job:
                     make_program=BlockMaker(path, self.programs, allowance),
                     on_mismatch=self.options.on_mismatch,
                     on_infeasible=self.options.on_infeasible,
+                    told=self.programs.told,
                 )
 
 

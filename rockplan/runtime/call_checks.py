@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from rockplan.errors import InfeasibleBudget, StalePlan, UnsupportedModel
 from rockplan.python_state.hooks import is_foreign
 from rockplan.runtime.differences import Differences
+from rockplan.values.plan import format_bytes
 
 
 def refuse_transforms() -> None:
@@ -56,6 +57,26 @@ def under_checkpoint() -> bool:
     """Is this the forward of `torch.utils.checkpoint` without reentrance?"""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+CHECKPOINT = "checkpoint"
+SHARDING = "sharding"
+"""What is told once."""
+
+
+def warn_of_sharding(planned: nn.Module, is_block: bool) -> None:
+    """What a prediction leaves out where `fully_shard` came after it."""
+    whole_bytes = sum(p.nbytes for p in planned.parameters())
+    instead = "call fully_shard first, then rockplan.solve_blocks, which counts them"
+    if not is_block:
+        instead = f"leave that much free, or, in place of rockplan.solve, {instead}"
+    warnings.warn(
+        f"a planned {type(planned).__qualname__} is sharded by fully_shard since it was planned: "
+        "the parameters that this gathers, and what it exchanges, are not in the predicted peak "
+        f"({format_bytes(whole_bytes)} for such a module; about two are gathered at once, one more "
+        f"for each that is prefetched, all without resharding). To have them in it, {instead}",
+        stacklevel=2,
+    )
 
 
 def warn_of_checkpoint(planned: nn.Module) -> None:

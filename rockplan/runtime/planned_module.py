@@ -28,6 +28,7 @@ from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime import assignments, parametrizations
 from rockplan.runtime.bound_program import matching, run
 from rockplan.runtime.call_checks import (
+    CHECKPOINT,
     refuse_transforms,
     under_checkpoint,
     warn_of_checkpoint,
@@ -146,8 +147,8 @@ class Planned(HasPlans):
             return _run_original(self, args, kwargs)
         refuse_transforms()
         warn_of_saved_tensor_hooks()
-        if state.is_in_place and not state.is_checkpoint_said and under_checkpoint():
-            state.is_checkpoint_said = True
+        if state.is_in_place and CHECKPOINT not in state.told and under_checkpoint():
+            state.told.add(CHECKPOINT)
             warn_of_checkpoint(self)
         warn_of_dispatch_modes()
         assignments.take_back(self, state.assigned)
@@ -258,9 +259,10 @@ def plan_in_place(
     make_program: MakeProgram,
     on_mismatch: str,
     on_infeasible: str,
+    told: set[str],
 ) -> None:
     """Make `module` itself a planned one, which starts with `program` for calls of `kind`: whoever
-    holds it calls the plan. Its hooks run as they did."""
+    holds it calls the plan. Its hooks run as they did. told: shared by the blocks of a model."""
     settings = (make_program, on_mismatch, on_infeasible, False, True)
     if isinstance(module, HasPlans):  # taken out, where its class had to stay
         before = module._rockplan
@@ -268,6 +270,7 @@ def plan_in_place(
     else:
         state = PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
         module.__class__ = _planned_class(type(module))
+    state.told = told
     module.__dict__["_rockplan"] = state
     _start(module, state, kind, program)
 

@@ -32,7 +32,7 @@ class PlannedState:
     the original (`on_infeasible`). count: of plans made, for it or the one that it is a copy of.
     precedent: where backward passes start if not where it was thought that they do.
     is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
-    forward (`take_out`).
+    forward (`take_out`). told: what the user was told once, of all blocks of a model.
     """
 
     original: type[nn.Module]
@@ -51,7 +51,7 @@ class PlannedState:
     has_run: bool = False
     assigned: list[Assignment] = field(default_factory=list)
     is_off: bool = False
-    is_checkpoint_said: bool = False
+    told: set[str] = field(default_factory=set)
     is_original_said: bool = False
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:

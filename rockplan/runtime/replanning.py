@@ -22,15 +22,18 @@ from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import BackwardError, InfeasibleBudget, StalePlan
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, under_autocast
+from rockplan.python_state.sharding import is_sharded
 from rockplan.runtime import assignments, parametrizations
 from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
 from rockplan.runtime.call_checks import (
+    SHARDING,
     TOO_OFTEN,
     ordinal,
     refuse_capture,
     warn_of_changes,
     warn_of_mismatch,
     warn_of_original,
+    warn_of_sharding,
 )
 from rockplan.runtime.differences import (
     Difference,
@@ -66,6 +69,9 @@ def bound_program(
     if bound is None:
         rebind(planned, original_forward(planned), state.programs)
         bound = matching(state.programs.get(key, ()), leaves)
+        if SHARDING not in state.told and is_sharded(planned):
+            state.told.add(SHARDING)
+            warn_of_sharding(planned, state.is_in_place)
     if bound is None:
         if not (planned.training and _has_gradients(planned, leaves)):
             return None

@@ -1,0 +1,103 @@
+"""Sharding: what `fully_shard` (FSDP2) has made of a model, and the gradients that it keeps.
+
+takes: a module. guarantees: nothing is imported that is not in use; without FSDP2 nothing is found.
+
+PyTorch has no public name for what a group of parameters keeps, nor for whether it is to exchange
+gradients: those here are of torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """Those of its modules that `fully_shard` was called with."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(library, "FSDPModule", None)
+    return [] if kind is None else [m for m in module.modules() if isinstance(m, kind)]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Was `fully_shard` called with it, with a part of it, or with what it is a part of?"""
+    return getattr(module, "_is_fsdp_managed_module", False) or bool(sharded_modules(module))
+
+
+def waits_for_exchange(model: nn.Module) -> bool:
+    """Do backward passes keep whole gradients (`set_requires_gradient_sync(False)`)?"""
+    return not all(getattr(group, flag) for group in _groups(model) for flag in _EXCHANGES)
+
+
+_EXCHANGES = ("reduce_grads", "all_reduce_grads")
+
+
+@contextlib.contextmanager
+def exchanged(model: nn.Module) -> Iterator[None]:
+    """Backward passes exchange gradients inside, whatever was asked for."""
+    flags = [(group, flag) for group in _groups(model) for flag in _EXCHANGES]
+    before = [getattr(group, flag) for group, flag in flags]
+    for group, flag in flags:
+        setattr(group, flag, True)
+    try:
+        yield
+    finally:
+        for (group, flag), value in zip(flags, before, strict=True):
+            setattr(group, flag, value)
+
+
+def waiting_bytes(model: nn.Module) -> int:
+    """Of the whole gradients that are kept now."""
+    kept = (gradient for group in _groups(model) for gradient in _kept(group).values())
+    return sum(gradient.nbytes for gradient in kept if gradient is not None)
+
+
+@contextlib.contextmanager
+def unsharded_gradients_aside(model: nn.Module) -> Iterator[None]:
+    """The gradients of whole parameters that are kept until they are exchanged are as they were on
+    exit: no tensor that the model has is their owner."""
+    groups = [*_groups(model)]
+    before = [_kept(group) for group in groups]
+    try:
+        for group in groups:
+            _put(group, {})
+        yield
+    finally:
+        for group, kept in zip(groups, before, strict=True):
+            _put(group, kept)
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Of parameters that are gathered together; PyTorch has one for a module, or several."""
+    for module in sharded_modules(model):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups = [state._fsdp_param_group] if several is None else several
+        yield from (group for group in groups if group is not None)
+
+
+def _owners(group: Any) -> Iterator[tuple[Any, str]]:
+    """Who keeps a gradient, and where. A whole parameter is there from the first gathering on."""
+    yield group, "_partial_reduce_output"
+    for parameter in group.fsdp_params:
+        yield parameter, "unsharded_accumulated_grad"
+        if hasattr(parameter, "_unsharded_param"):
+            yield parameter._unsharded_param, "grad"
+
+
+_Kept = dict[tuple[int, str], torch.Tensor | None]
+
+
+def _kept(group: Any) -> _Kept:
+    return {(id(owner), name): getattr(owner, name, None) for owner, name in _owners(group)}
+
+
+def _put(group: Any, kept: _Kept) -> None:
+    for owner, name in _owners(group):
+        if hasattr(owner, name):
+            setattr(owner, name, kept.get((id(owner), name)))
