@@ -22,7 +22,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.oracles import graph_rules
 from rockplan.oracles.forms import check
 from rockplan.search import pipeline as search
-from rockplan.values.graph import CDGraph, Phase, Takeover, ValueRef
+from rockplan.values.graph import CDGraph, Phase, Queue, Takeover, ValueRef
 from tests.kernels import interpret
 
 QUICK = Options(cache=False, bound_time_limit_s=0.0)
@@ -239,6 +239,7 @@ BROKEN_GRAPHS: dict[graph_rules.Rule, Callable[[CDGraph], CDGraph]] = {
     graph_rules.numbered_by_place: lambda g: with_node(g, 0, index=5),
     graph_rules.forward_comes_first: lambda g: with_node(g, 0, phase=Phase.BACKWARD),
     graph_rules.one_maker: lambda g: with_node(g, 1, writes=g.nodes[0].writes),
+    graph_rules.what_is_on_the_host_is_copied: lambda g: with_node(g, 0, queue=Queue.OUT),
     graph_rules.made_before_read: lambda g: with_node(g, 0, reads=g.nodes[-1].writes),
     graph_rules.values_are_in_storages: view_of_another,
     graph_rules.roles_are_of_storages: lambda g: replace(g, held=(len(g.data),)),

@@ -15,6 +15,7 @@ from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
     DataKind,
+    Queue,
     Takeover,
     TensorSpec,
     Value,
@@ -154,7 +155,14 @@ def _node_costs(node: ComputeNode) -> list[object]:
         node.workspace_bytes,
         node.random,
         node.recomputable,
+        *_unusual(node),
     ]
+
+
+def _unusual(node: ComputeNode) -> list[object]:
+    """Nothing of most nodes."""
+    queue = [] if node.queue is Queue.COMPUTE else [node.queue.value]
+    return [*queue, "optional"] if node.optional else queue
 
 
 def _program(node: ComputeNode) -> list[object]:
@@ -168,6 +176,7 @@ def _program(node: ComputeNode) -> list[object]:
         list(node.writes),
         [_call(c) for c in node.calls],
         [_call(c) for c in node.recalls],
+        *_unusual(node),
     ]
 
 

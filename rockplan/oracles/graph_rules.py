@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rockplan.values.graph import CDGraph, DataKind, Phase, is_kernel, value_refs
+from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, is_kernel, required, value_refs
 
 Rule = Callable[[CDGraph], Iterator[str]]
 """Yields what breaks it; its docstring says what holds."""
@@ -34,17 +34,30 @@ def forward_comes_first(graph: CDGraph) -> Iterator[str]:
 
 
 def one_maker(graph: CDGraph) -> Iterator[str]:
-    """A storage has one node that makes it, in the phase of its kind; what the caller owns has
-    none."""
+    """A storage has one node that makes it, in the phase of its kind, and others after that which
+    need not run; what the caller owns has none."""
     maker: dict[int, int] = {}
     own = {Phase.FORWARD: DataKind.ACTIVATION, Phase.BACKWARD: DataKind.GRADIENT}
     for node in graph.nodes:
+        kind = DataKind.HOST if node.queue is Queue.OUT else own[node.phase]
         for data in node.writes:
-            if data in maker:
-                yield f"nodes {maker[data]} and {node.index} make {graph.data[data].name}"
-            if graph.data[data].kind is not own[node.phase]:
+            if data not in maker and graph.data[data].kind is not kind:
                 yield f"node {node.index} makes the {graph.data[data].kind.value} {data}"
-            maker[data] = node.index
+            elif data in maker and not node.optional:
+                yield f"nodes {maker[data]} and {node.index} make {graph.data[data].name}"
+            maker.setdefault(data, node.index)
+
+
+def what_is_on_the_host_is_copied(graph: CDGraph) -> Iterator[str]:
+    """What is on the host is made by copies out and read by copies in, and neither needs bytes
+    beside its operands."""
+    for node in graph.nodes:
+        read = any(graph.data[d].kind is DataKind.HOST for d in node.reads)
+        made = any(graph.data[d].kind is DataKind.HOST for d in node.writes)
+        if (read, made) != (node.queue is Queue.IN, node.queue is Queue.OUT):
+            yield f"node {node.index}, {node.name}, is on the queue {node.queue.value}"
+        elif node.queue is not Queue.COMPUTE and (node.workspace_bytes or node.takes):
+            yield f"node {node.index}, {node.name}, needs more"
 
 
 def made_before_read(graph: CDGraph) -> Iterator[str]:
@@ -108,8 +121,8 @@ def sizes_are_sums_of_bytes(graph: CDGraph) -> Iterator[str]:
 
 
 def eager_order_is_an_order(graph: CDGraph) -> Iterator[str]:
-    """Eager's order names each node once."""
-    if graph.eager_order and sorted(graph.eager_order) != [*range(len(graph.nodes))]:
+    """Eager's order names each node once that is not optional."""
+    if graph.eager_order and sorted(graph.eager_order) != [*required(graph.nodes)]:
         yield f"it is {graph.eager_order}"
 
 
@@ -117,6 +130,7 @@ RULES: tuple[Rule, ...] = (
     numbered_by_place,
     forward_comes_first,
     one_maker,
+    what_is_on_the_host_is_copied,
     made_before_read,
     values_are_in_storages,
     roles_are_of_storages,

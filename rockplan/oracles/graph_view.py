@@ -15,6 +15,7 @@ from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
     DataKind,
+    Queue,
     Takeover,
     may_run_again,
     producers,
@@ -30,9 +31,19 @@ class GraphView:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of each storage in bytes, 0 where it is resident; then of `states`."""
-        sizes = (0 if d.kind.resident else d.size_bytes for d in self.graph.data)
+        """Of each storage in bytes, 0 where it is resident or on the host; then of `states`."""
+        sizes = (d.size_bytes if d.kind.weighs else 0 for d in self.graph.data)
         return (*sizes, *(self.graph.rng_state_bytes for _ in self.states))
+
+    @cached_property
+    def on_host(self) -> frozenset[int]:
+        """Storages in the memory of the host: of `DataNode.size_bytes` there."""
+        return frozenset(d.index for d in self.graph.data if d.kind is DataKind.HOST)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Does a node run on another queue than that of computations?"""
+        return any(n.queue is not Queue.COMPUTE for n in self.graph.nodes)
 
     @cached_property
     def states(self) -> dict[int, int]:
@@ -51,8 +62,14 @@ class GraphView:
 
     @cached_property
     def producer(self) -> dict[int, int]:
-        """Storage -> the node that makes it; resident storages and tangents have none."""
+        """Storage -> the first node that makes it; resident storages and tangents have none."""
         return producers(self.graph)
+
+    @cached_property
+    def remaker(self) -> dict[int, int]:
+        """The same, with `maker` where there is one."""
+        again = ((d, self.maker(d)) for d in self.producer)
+        return self.producer | {d: i for d, i in again if i is not None}
 
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
@@ -143,8 +160,11 @@ class GraphView:
         return tuple(makers)
 
     def maker(self, d: int) -> int | None:
-        """The first of them; None where nothing makes it again."""
-        return next(iter(self.makers[d]), None)
+        """The fastest of them; None where nothing makes it again."""
+        makers = self.makers[d]
+        if len(makers) > 1:
+            return min(makers, key=lambda i: (self.graph.nodes[i].time_ns, i))
+        return makers[0] if makers else None
 
     def bytes_of(self, storages: Iterable[int]) -> int:
         return sum(map(self.sizes.__getitem__, storages))

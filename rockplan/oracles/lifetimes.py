@@ -174,12 +174,3 @@ def _freed_after(schedule: Schedule, position: int) -> set[int]:
 def alive_at(stays: Sequence[Lifetime], event: int) -> tuple[Lifetime, ...]:
     """Those of `stays` that cover the event."""
     return tuple(f for f in stays if f.covers(event))
-
-
-def start_times_ns(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
-    """When each event starts, and at last when all is done; frees take no time."""
-    times = [0]
-    for event in schedule.events:
-        cost = graph.nodes[event.node].time_ns if isinstance(event, Compute) else 0
-        times.append(times[-1] + cost)
-    return tuple(times)

@@ -1,18 +1,20 @@
 """The one oracle of bytes and time: replay a schedule, event by event.
 
 takes: a priced CDGraph and a legal Schedule. returns: Simulation. guarantees: bytes are the sum of
-`lifetimes.spans`.
+`lifetimes.spans`, whatever the clock says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from rockplan.oracles.lifetimes import spans
+from rockplan.oracles.clock import clock
+from rockplan.oracles.graph_view import view_of
+from rockplan.oracles.lifetimes import Owner, Span, spans
 from rockplan.values.graph import CDGraph
-from rockplan.values.schedule import Compute, Schedule
+from rockplan.values.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class Simulation:
     """Bytes beyond resident storages; time in nanoseconds under the graph's prices.
 
     saved_bytes: alive between forward and backward; peak_event: index of the event at the peak.
+    time_ns: of which computations wait for copies for waited_ns. host_peak_bytes: in the memory of
+    the host.
     """
 
     peak_bytes: int
@@ -28,12 +32,14 @@ class Simulation:
     saved_bytes: int
     time_ns: int
     peak_event: int
+    host_peak_bytes: int = 0
+    waited_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EventCost:
     """Memory at one event: `during_bytes` while it runs (for a free: up to it), `after_bytes` when
-    it is done."""
+    it is done. time_ns: what it takes of the queue of computations, waits included."""
 
     during_bytes: int
     after_bytes: int
@@ -42,31 +48,54 @@ class EventCost:
 
 def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
     """Peak bytes and time of `schedule`; the schedule must be legal (`verify`)."""
-    during, after = _replayed(graph, schedule)
+    during, after = _replayed(schedule, spans(graph, schedule))
     boundary = schedule.forward_length
     peak_bytes = max(during, default=0)
+    if not view_of(graph).has_copies:
+        time_ns, waited_ns, host_peak_bytes = _sum_ns(graph, schedule), 0, 0
+    else:
+        clocked = clock(graph, schedule)
+        time_ns, waited_ns = clocked.time_ns, sum(clocked.waits_ns.values())
+        host_peak_bytes = max(host_bytes(graph, schedule), default=0)
     return Simulation(
         peak_bytes=peak_bytes,
         forward_peak_bytes=max(during[:boundary], default=0),
         backward_peak_bytes=max(during[boundary:], default=0),
         saved_bytes=after[boundary - 1] if boundary else 0,
-        time_ns=sum(graph.nodes[i].time_ns for i in schedule.computes),
+        time_ns=time_ns,
         peak_event=during.index(peak_bytes) if during else 0,
+        host_peak_bytes=host_peak_bytes,
+        waited_ns=waited_ns,
     )
+
+
+def host_bytes(graph: CDGraph, schedule: Schedule) -> list[int]:
+    """Bytes in the memory of the host during each event."""
+    on_host = view_of(graph).on_host
+    stored = (
+        (owner, d, graph.data[d].size_bytes, opens, closes)
+        for owner, d, _, opens, closes in spans(graph, schedule)
+        if owner is Owner.STORAGE and d in on_host
+    )
+    return _replayed(schedule, stored)[0]
+
+
+def _sum_ns(graph: CDGraph, schedule: Schedule) -> int:
+    return sum(graph.nodes[i].time_ns for i in schedule.computes)
 
 
 def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
     """One EventCost for each event of `schedule`."""
-    steps = zip(schedule.events, *_replayed(graph, schedule), strict=True)
-    for event, during_bytes, after_bytes in steps:
-        time_ns = graph.nodes[event.node].time_ns if isinstance(event, Compute) else 0
-        yield EventCost(during_bytes, after_bytes, time_ns)
+    starts_ns = clock(graph, schedule).starts_ns
+    took_ns = (end - start for start, end in pairwise(starts_ns))
+    replayed = _replayed(schedule, spans(graph, schedule))
+    yield from map(EventCost, *replayed, took_ns)
 
 
-def _replayed(graph: CDGraph, schedule: Schedule) -> tuple[list[int], list[int]]:
+def _replayed(schedule: Schedule, lifetimes: Iterable[Span]) -> tuple[list[int], list[int]]:
     """Bytes of each event while it runs, and when it is done."""
     changes = [0] * (2 * len(schedule.events) + 1)
-    for _, _, size_bytes, opens, closes in spans(graph, schedule):
+    for _, _, size_bytes, opens, closes in lifetimes:
         changes[opens] += size_bytes
         changes[closes] -= size_bytes
     alive = list(accumulate(changes))[:-1]

@@ -4,7 +4,7 @@ takes: CDGraph, Schedule. returns: nothing; raises IllegalSchedule with the firs
 
 Rules:
 1. forward nodes run at least once, all of them before the backward phase; backward nodes run at
-   least once, in the backward phase only
+   least once, in the backward phase only; nodes that are optional need not run
 2. whatever a node reads is alive
 3. only what is alive, not resident and not held is freed
 4. a node that is not recomputable runs once, and so does one that makes a gradient of `handed`:
@@ -60,7 +60,7 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
             last_effect = node.index
         executed.add(node.index)
         alive.update(node.writes)
-    missing = [n.name for n in graph.nodes if n.index not in executed]
+    missing = [n.name for n in graph.nodes if n.index not in executed and not n.optional]
     if missing:
         raise IllegalSchedule(f"never executed: {', '.join(missing[:5])}")
     left = alive - set(graph.held)
@@ -70,7 +70,7 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
 
 
 def _check_forward_end(graph: CDGraph, executed: set[int], alive: set[int]) -> None:
-    missing = [n.name for n in graph.forward if n.index not in executed]
+    missing = [n.name for n in graph.forward if n.index not in executed and not n.optional]
     if missing:
         raise IllegalSchedule(f"not executed in the forward phase: {', '.join(missing[:5])}")
     dead = [

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
+from rockplan.oracles.clock import clock
 from rockplan.oracles.graph_view import view_of
-from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes, start_times_ns
+from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes
 from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager
@@ -163,7 +164,7 @@ class _Scene:
         self.schedule = schedule
         self.operations = operation_names(graph)
         self.storages = activation_names(graph)
-        self.times_ns = start_times_ns(graph, schedule)
+        self.times_ns = clock(graph, schedule).starts_ns
         self.replay = simulate(graph, schedule)
         self.peak_event = self.replay.peak_event
         self.lifetimes = lifetimes(graph, schedule)
@@ -332,7 +333,7 @@ def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | Non
     view = view_of(graph)
     missing = {d.index for d in graph.data if not d.kind.resident} - alive
     try:
-        nodes = remade(graph, view.producer, [data], missing)
+        nodes = remade(graph, view.remaker, [data], missing)
     except KeyError:
         return None
     return tuple(nodes) if view.again.issuperset(nodes) else None

@@ -35,15 +35,31 @@ class DataKind(Enum):
     TANGENT = "tangent"
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    HOST = "host"
 
     @property
     def resident(self) -> bool:
         """Always alive and never counted: owned by the model or by the caller."""
         return self in _RESIDENT
 
+    @property
+    def weighs(self) -> bool:
+        """Do its bytes count on the device?"""
+        return self not in _WEIGHTLESS
 
-# A tuple: to find a member is faster than to hash one.
+
+# Tuples: to find a member is faster than to hash one.
 _RESIDENT = (DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT)
+_WEIGHTLESS = (*_RESIDENT, DataKind.HOST)
+
+
+class Queue(Enum):
+    """Where a node runs: beside the computations, copies out of the device and copies into it, each
+    one after the other."""
+
+    COMPUTE = "compute"
+    OUT = "out"
+    IN = "in"
 
 
 CALLER_LOSS = "caller_loss"
@@ -55,7 +71,8 @@ class DataNode:
     """One storage.
 
     kind: ACTIVATION is made by a forward node, GRADIENT by a backward node; a TANGENT comes alive
-    when the backward phase starts; the other kinds are resident.
+    when the backward phase starts; HOST is in the memory of the host, and weighs nothing on the
+    device; the other kinds are resident.
     """
 
     index: int
@@ -232,6 +249,8 @@ class ComputeNode:
     whose operands all die. Those that take more come first.
     time_ns, workspace_bytes: from the Profile; workspace is the peak of temporaries inside the
     node, beyond its inputs and `writes`.
+    queue: on which it takes that time (`oracles.clock`). optional: it need not run; what it makes
+    that others make as well is made again by it.
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
     """
 
@@ -249,6 +268,8 @@ class ComputeNode:
     takes: tuple[Takeover, ...] = ()
     module: str = ""
     source: str = ""
+    queue: Queue = Queue.COMPUTE
+    optional: bool = False
 
     def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
         """What an execution calls that goes this way to write results where operands die."""
@@ -269,7 +290,8 @@ class CDGraph:
     execution of a random node that executes more than once.
     dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
     backward phase: whatever needs them later makes them again.
-    eager_order: all nodes in the order in which eager executes them; empty if it is theirs.
+    eager_order: all nodes that are not optional in the order in which eager executes them; empty if
+    it is theirs.
     kernels: compiled ones that calls name. tiles: how many parts the head is written in, 0 where it
     is whole.
     """
@@ -300,8 +322,9 @@ class CDGraph:
 
     @property
     def time_ns(self) -> int:
-        """Time of one execution of every node: the iteration without recomputation."""
-        return sum(n.time_ns for n in self.nodes)
+        """Time of one execution of every node that must run: the iteration without
+        recomputation."""
+        return sum(n.time_ns for n in self.nodes if not n.optional)
 
     def __str__(self) -> str:
         """A line a node: index, phase, name, what it reads -> what it writes, its bytes, its time;
@@ -316,6 +339,8 @@ class CDGraph:
             f"takes {_taken(self, node)}" if node.takes else "",
             "random" if node.random else "",
             "" if node.recomputable else "runs once",
+            "" if node.queue is Queue.COMPUTE else f"copies {node.queue.value}",
+            "optional" if node.optional else "",
             f"in {node.module}" if node.module else "",
         )
         return (
@@ -358,8 +383,10 @@ def as_eager(graph: CDGraph) -> CDGraph:
 
 
 def in_eager_order(graph: CDGraph) -> CDGraph:
-    """`graph` as it was before `lowering.backward_order`; forward nodes keep their indices."""
-    nodes = [graph.nodes[i] for i in graph.eager_order] or graph.nodes
+    """`graph` as it was before `lowering.backward_order`, without what need not run; forward nodes
+    keep their indices."""
+    order = graph.eager_order or required(graph.nodes)
+    nodes = [graph.nodes[i] for i in order]
     placed = tuple(replace(n, index=i) for i, n in enumerate(nodes))
     return replace(graph, nodes=placed, eager_order=())
 
@@ -381,6 +408,11 @@ def caller_bytes(graph: CDGraph) -> int:
     """
     tangents = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
     return _CALLER_GRADIENTS * sum(tangents)
+
+
+def required(nodes: Iterable[ComputeNode]) -> tuple[int, ...]:
+    """Those of `nodes` that every schedule executes."""
+    return tuple([n.index for n in nodes if not n.optional])
 
 
 def may_run_again(graph: CDGraph) -> frozenset[int]:
@@ -409,6 +441,7 @@ def movable(graph: CDGraph) -> frozenset[int]:
         n.index
         for n in graph.backward
         if n.recomputable
+        and not n.optional
         and not n.random
         and n.calls == n.recalls
         and in_order.isdisjoint(n.reads)
@@ -417,8 +450,13 @@ def movable(graph: CDGraph) -> frozenset[int]:
 
 
 def producers(graph: CDGraph) -> dict[int, int]:
-    """data index -> index of the node that writes it; resident data and tangents have none."""
-    return {d: n.index for n in graph.nodes for d in n.writes}
+    """data index -> index of the first node that writes it; resident data and tangents have
+    none."""
+    first: dict[int, int] = {}
+    for node in graph.nodes:
+        for d in node.writes:
+            first.setdefault(d, node.index)
+    return first
 
 
 def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:

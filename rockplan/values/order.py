@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rockplan.values.graph import CDGraph, producers
+from rockplan.values.graph import CDGraph, producers, required
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class BackwardPhase:
 def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The computations of `keep_all`, by phase."""
     phase = BackwardPhase(graph, producers(graph), graph.dropped)
-    for node in graph.backward:
-        phase.execute(node.index)
-    return tuple(n.index for n in graph.forward), tuple(phase.nodes)
+    for node in required(graph.backward):
+        phase.execute(node)
+    return required(graph.forward), tuple(phase.nodes)
 
 
 def without_idle(

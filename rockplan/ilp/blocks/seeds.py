@@ -78,4 +78,4 @@ def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
     kept = {d for node in problem.backward for d in node.reads} - dropped - view.dropped
     made = {d for node in problem.forward for d in node.writes} - view.held
     missing = (d for d in made - kept if view.maker(d) is not None)
-    return BackwardPhase(problem, view.producer, missing)
+    return BackwardPhase(problem, view.remaker, missing)

@@ -157,7 +157,7 @@ class Facts:
 
     def backward_phase(self) -> BackwardPhase:
         """Its start: what has to be dropped is missing."""
-        return BackwardPhase(self.graph, self.view.producer, self.view.dropped)
+        return BackwardPhase(self.graph, self.view.remaker, self.view.dropped)
 
     def intervals(self, moments: Moments) -> list[Interval]:
         turn = len(self.graph.forward)

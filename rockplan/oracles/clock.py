@@ -1,0 +1,100 @@
+"""The clock: when each event of a schedule happens, and what it waits for.
+
+takes: a priced CDGraph and a legal Schedule. returns: Clock. guarantees: on each queue one node
+runs at a time. Computations run in the order of the schedule, a copy out begins as soon as what it
+reads is made, in that order, a copy in where it stands, where its room is taken. Computations wait
+for a copy out where it stands, since what it reads may go there, and for a copy in where what it
+makes is first read. Without copies it is the sum of what the computations take.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rockplan.oracles.graph_view import view_of
+from rockplan.values.graph import CDGraph, Queue
+from rockplan.values.schedule import Compute, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Of the event `position`: when it begins and when it is done."""
+
+    position: int
+    queue: Queue
+    begins_ns: int
+    ends_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """starts_ns: of each event, on the queue of computations, and at last when all is done; waits
+    and frees count as part of the event before. waits_ns: event -> how long it has computations
+    wait for a copy, where it does. copies: in the order in which they begin on each queue."""
+
+    starts_ns: tuple[int, ...]
+    waits_ns: dict[int, int]
+    copies: tuple[Copy, ...]
+
+    @property
+    def time_ns(self) -> int:
+        return self.starts_ns[-1]
+
+
+def clock(graph: CDGraph, schedule: Schedule) -> Clock:
+    """The clock of `schedule`, which must be legal (`verify`)."""
+    leaving = _leaving(graph, schedule) if view_of(graph).has_copies else {}
+    now_ns, starts_ns = 0, [0]
+    free_ns = dict.fromkeys(Queue, 0)
+    there_ns: dict[int, int] = {}
+    out_ns: dict[int, int] = {}
+    waits_ns: dict[int, int] = {}
+    copies: list[Copy] = []
+
+    def copied(position: int, queue: Queue, from_ns: int, time_ns: int) -> int:
+        begins_ns = max(free_ns[queue], from_ns)
+        free_ns[queue] = begins_ns + time_ns
+        copies.append(Copy(position, queue, begins_ns, free_ns[queue]))
+        return free_ns[queue]
+
+    for position, event in enumerate(schedule.events):
+        if isinstance(event, Compute):
+            node = graph.nodes[event.node]
+            done_ns = now_ns
+            if node.queue is Queue.IN:
+                room_ns = max(now_ns, *(there_ns.get(d, 0) for d in node.reads))
+                done_ns = copied(position, Queue.IN, room_ns, node.time_ns)
+            else:
+                begins_ns = out_ns.pop(position, now_ns)
+                if there_ns:
+                    begins_ns = max(begins_ns, *(there_ns.get(d, 0) for d in node.reads), 0)
+                if begins_ns > now_ns:
+                    waits_ns[position] = begins_ns - now_ns
+                now_ns = max(now_ns, begins_ns)
+                if node.queue is Queue.COMPUTE:
+                    now_ns += node.time_ns
+                done_ns = now_ns
+            if leaving or there_ns:
+                there_ns.update(dict.fromkeys(node.writes, done_ns))
+            for store, time_ns in leaving.get(position, ()):
+                out_ns[store] = copied(store, Queue.OUT, done_ns, time_ns)
+        starts_ns.append(now_ns)
+    return Clock(tuple(starts_ns), waits_ns, tuple(copies))
+
+
+def _leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
+    """Position at which a storage is made -> those of the copies out of it, in order, and what
+    each takes."""
+    made: dict[int, int] = {}
+    leaving: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for position, event in enumerate(schedule.events):
+        if not isinstance(event, Compute):
+            made.pop(event.data, None)
+            continue
+        node = graph.nodes[event.node]
+        if node.queue is Queue.OUT:
+            leaving[max(made[d] for d in node.reads)].append((position, node.time_ns))
+        for d in node.writes:
+            made.setdefault(d, position)
+    return dict(leaving)
