@@ -29,6 +29,7 @@ from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
 from rockplan.graph_builder.tracing.outputs import likely_starts
+from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.python_state import trees
 from rockplan.reports.pictures import Series
@@ -129,6 +130,7 @@ def compare(
     Raises InvalidInput; what fails within a variant is in its row.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    refuse_without_memory(model)
     model = unplanned(model)
     if not all(0 <= ratio <= 1 for ratio in compile_budgets):
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
@@ -194,6 +196,7 @@ def measured_timelines(
     Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
+    refuse_without_memory(model)
     model = unplanned(model)
     written = _written(model, args, kwargs, None)
 

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockplan
@@ -157,6 +160,24 @@ def in_backward(x: torch.Tensor) -> torch.Tensor:
     return InBackward.apply(x)
 
 
+def distributed(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of all processes within the forward."""
+    whole: Any = DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return torch.tanh(whole * 2).to_local()
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    heads = x.view(1, 32, 2, 8).transpose(1, 2)
+    found = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return found.transpose(1, 2).reshape(32, 16)
+
+
+def check_context_parallel() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with context_parallel(mesh, buffers=[torch.zeros(4)], buffer_seq_dims=[0]):
+        refused(attention)
+
+
 def refused(exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
     try:
         rockplan.solve(Net(exchange), sample(), "min", options=QUICK)
@@ -173,7 +194,8 @@ def main() -> None:
     for exchange in (statistics, gathered, exchanged, several):
         compare(exchange, ("100%", "min"))
     compare(statistics, ("90%", "min"))
-    for exchange in (in_place, into_list, sent, objects, in_backward):
+    for exchange in (in_place, into_list, sent, objects, in_backward, distributed):
         refused(exchange)
+    check_context_parallel()
     dist.barrier()
     dist.destroy_process_group()

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rockplan
 from testing.models import Case, mean_square
-from testing.training import (
-    solve_case,
-    train_side_by_side,
-)
+from testing.training import QUICK, solve_case, train_side_by_side
 from testing.zoo_cases import loss_of
 from tests.usage import BUDGET, SAMPLE, Net, both, count_programs, net_case, pair
 
@@ -702,6 +700,39 @@ def test_double_backward_is_refused() -> None:
     loss = case.loss(planned(*case.args))
     with pytest.raises(rockplan.BackwardError, match="twice"):
         torch.autograd.grad(loss, list(planned.parameters()), create_graph=True)
+
+
+class Sides(nn.Module):
+    """The input's gradient is there before those of parameters that come later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side = self.b(torch.tanh(self.a(SAMPLE)))
+        return torch.tanh(self.c(x)) + torch.sigmoid(side)
+
+
+@pytest.mark.parametrize(("build", "in_blocks"), [(Net, False), (Sides, False), (Sides, True)])
+def test_gradients_of_inputs_and_parameters_apart_are_refused(
+    build: Callable[[], nn.Module], in_blocks: bool
+) -> None:
+    """As schedules of pipelines with zero bubble ask for them."""
+    stage, x = build().train(), SAMPLE.clone().requires_grad_()
+    if in_blocks:
+        blocks = [*stage.children()]
+        rockplan.solve_blocks(stage, x, "min", blocks=blocks, loss=mean_square, options=QUICK)
+    else:
+        stage = rockplan.solve(stage, x, "min", options=QUICK)
+    result = stage(x)
+    with pytest.raises(rockplan.BackwardError, match="use 1F1B"):
+        _, groups = stage_backward_input(
+            [result], [torch.ones_like(result)], [x], stage.parameters()
+        )
+        stage_backward_weight(stage.parameters(), groups)
+    result = stage(x)
+    torch.autograd.grad(result.sum(), x)  # and of inputs alone they are there
 
 
 def test_autograd_grad() -> None:

@@ -1637,3 +1637,21 @@ def test_packages_that_are_named_like_pytorch_are_no_part_of_it(rest: str) -> No
     is_own = rest.startswith("/")
     assert (f"{name}:11" in str(caught.value)) is not is_own
     assert ("function of PyTorch torch_named" in str(caught.value)) is is_own
+
+
+@pytest.mark.parametrize("build", [functools.partial(nn.Linear, device="meta"), nn.LazyLinear])
+def test_models_without_memory_are_refused_everywhere(build: Callable[[int, int], Any]) -> None:
+    made = build(4, 4) if build is not nn.LazyLinear else nn.LazyLinear(4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(made)).train()
+    samples: tuple[torch.Tensor, ...] = (SAMPLE,)
+    words = r"1\.0\.weight is (on the meta|lazy).*plan"
+    for plan in (
+        lambda: rockplan.solve(model, samples, "min"),
+        lambda: rockplan.solve_blocks(model, samples, "min", blocks=[model[1]]),
+        lambda: rockplan.solve_blocks(model, samples, "min"),
+        lambda: rockplan.pareto(model, samples),
+        lambda: rockplan.compare(model, samples),
+    ):
+        with pytest.raises(
+            rockplan.InvalidInput, match=words:
+            plan()

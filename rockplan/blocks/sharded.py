@@ -8,13 +8,12 @@ sees; every process has to come here.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
 from torch import nn
 
 from rockplan.errors import UnsupportedModel
-from rockplan.python_state.sharding import sharded_modules
+from rockplan.python_state.sharding import is_distributed, sharded_modules
 
 
 @contextlib.contextmanager
@@ -32,10 +31,8 @@ def gathered(block: nn.Module) -> Iterator[None]:
 
 def refuse_parts(block: nn.Module) -> None:
     """Raise UnsupportedModel where parameters are parts of others while the forward runs."""
-    library = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(library, "DTensor", None)
     for name, parameter in block.named_parameters():
-        if kind is not None and isinstance(parameter, kind):
+        if is_distributed(parameter):
             raise UnsupportedModel(
                 f"the parameter '{name}' is a DTensor while the block runs, as "
                 "parallelize_module (tensor parallel) makes it, whose operators exchange data "

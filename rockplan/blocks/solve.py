@@ -53,6 +53,7 @@ from rockplan.errors import (
     NothingToDifferentiate,
 )
 from rockplan.free_memory import in_bytes
+from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.programs import least_bytes
@@ -103,6 +104,7 @@ def solve_blocks(
     it as it is), InvalidBudget, InfeasibleBudget.
     """
     given = arguments(model, sample_input, sample_kwargs, says_cache=False)
+    refuse_without_memory(model)
     _check_options(options)
     call = largest_call(model, *without_history(*given), options)
     wanted = in_bytes(parse_budget(budget), model)

@@ -29,6 +29,12 @@ def is_sharded(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False) or bool(sharded_modules(module))
 
 
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Is it a DTensor, of which this process has a part?"""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
 def waits_for_exchange(model: nn.Module) -> bool:
     """Do backward passes keep whole gradients (`set_requires_gradient_sync(False)`)?"""
     return not all(getattr(group, flag) for group in _groups(model) for flag in _EXCHANGES)

@@ -37,6 +37,7 @@ class PlannedCall:
     def __init__(self, executable: Executable) -> None:
         self.executable = executable
         self._backward: _Backward | None = None
+        self._next = 0
 
     def begin_backward(
         self, kept: SavedForBackward, gradients: tuple[torch.Tensor | None, ...]
@@ -48,11 +49,15 @@ class PlannedCall:
         """
         watch.plan_runs()
         running, frame = kept.begin_backward(self.executable, gradients)
-        self._backward = _Backward(self.executable, running, frame, kept)
+        self._backward, self._next = _Backward(self.executable, running, frame, kept), 0
 
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """What backward slice `number` of the plan hands to autograd."""
-        assert self._backward is not None
+        """What backward slice `number` of the plan hands to autograd.
+
+        Raises BackwardError where the backward pass has not come here from the results."""
+        if self._backward is None or number != self._next:
+            raise BackwardError(_FROM_INSIDE)
+        self._next += 1
         gradients = self._backward.gradients(number)
         if number + 1 == len(self.executable.targets):
             self._backward = None
@@ -268,6 +273,13 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | No
 
 _VERSION = operator.attrgetter("_version")
 
+
+_FROM_INSIDE = (
+    "a backward pass begins inside of a planned module, which computes gradients of inputs and of "
+    "parameters in one pass from its results. Schedules of pipelines with zero bubble "
+    "(ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV) ask for them apart: "
+    "use 1F1B (Schedule1F1B, ScheduleInterleaved1F1B)"
+)
 
 _MODIFIED = (
     "a parameter, input or output that the backward pass needs was modified in place, or given "

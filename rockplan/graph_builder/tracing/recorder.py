@@ -39,6 +39,7 @@ from rockplan.graph_builder.tracing.source_lines import torch_function, user_sou
 from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state.leftovers import Leftovers
+from rockplan.python_state.sharding import is_distributed
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
@@ -494,6 +495,8 @@ class Recorder(TorchDispatchMode):
                     tensor.detach_()
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
+        if is_distributed(tensor):
+            raise NAMED["distributed tensor"].at(*self.place())
         reason = why_not_planned(tensor, "what the forward computes with")
         if reason is not None:
             raise UnsupportedModel.at(*self.place(), reason)

@@ -117,6 +117,13 @@ class Refusal:
         return self.kind.at(module, source, self.text(**facts))
 
 
+def refuse_without_memory(module: nn.Module) -> None:
+    """Raise InvalidInput for parameters and buffers that are not there yet."""
+    for name in ("lazy", "meta"):
+        for finding in _RULES[name](module):
+            raise NAMED[name].error(**finding)
+
+
 def refuse(when: When, module: nn.Module) -> None:
     """Raise the first thing that a rule of this stage finds."""
     for row in REFUSALS:
@@ -154,6 +161,9 @@ def _lazy(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _on_meta(module: nn.Module) -> Iterator[dict[str, Any]]:
     return ({"tensor": n} for n, tensor in _tensors(module) if tensor.device.type == "meta")
+
+
+_RULES = {"lazy": _lazy, "meta": _on_meta}
 
 
 def _hooks_on_all(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -211,8 +221,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "meta",
         When.MODULE,
         "{tensor} is on the meta device: materialize the module, then plan it",
-        "",
-        "test_bad_input.test_refused_with_cause_and_remedy",
+        "Call to_empty and what sets its weights before; what fits, rockplan.fit says without "
+        "memory",
+        "test_bad_input.test_models_without_memory_are_refused_everywhere",
         _on_meta,
         InvalidInput,
     ),
@@ -255,6 +266,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "use plain tensors (plan a module before it is sharded or quantized, pass "
         "`tensor.as_subclass(torch.Tensor)`)",
         "test_bad_input.test_refused_with_cause_and_remedy",
+    ),
+    Refusal(
+        "distributed tensor",
+        When.FORWARD,
+        "what the forward computes with is a DTensor (context_parallel makes such tensors of what "
+        "attention gets), whose operators exchange data between processes by rules of their own",
+        "Name parts beside it as the blocks (rockplan.solve_blocks(..., blocks='layers.*.mlp')), "
+        "or compute with its local tensor (to_local) and the functional form of collectives",
+        "test_distributed.test_forwards_that_exchange_data",
     ),
     Refusal(
         "leftover",
