@@ -1652,6 +1652,5 @@ def test_models_without_memory_are_refused_everywhere(build: Callable[[int, int]
         lambda: rockplan.pareto(model, samples),
         lambda: rockplan.compare(model, samples),
     ):
-        with pytest.raises(
-            rockplan.InvalidInput, match=words:
+        with pytest.raises(rockplan.InvalidInput, match=words):
             plan()
