@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rockplan.comparison import Comparison, compare
     from rockplan.explained import explain
     from rockplan.fitting.answer import Fit
+    from rockplan.fitting.training_step import TrainingStep
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
@@ -57,6 +58,7 @@ _LATE = {
     "BlocksPlan": "rockplan.blocks.report",
     "Comparison": "rockplan.comparison",
     "Fit": "rockplan.fitting.answer",
+    "TrainingStep": "rockplan.fitting.training_step",
     "blocks_of": "rockplan.blocks.solve",
     "as_checkpoint_code": "rockplan.checkpointing.export",
     "code_of": "rockplan.runtime.planned_state",
@@ -108,6 +110,7 @@ __all__ = [
     "ResultNotMade",
     "RockplanError",
     "StalePlan",
+    "TrainingStep",
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",

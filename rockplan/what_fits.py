@@ -32,8 +32,9 @@ from rockplan.fitting.answer import Fit, FitRow
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
-from rockplan.fitting.scheduled import first_gradients, scheduled_changes
-from rockplan.fitting.timeline import Passes, SizedTimeline, Timeline, timeline_of
+from rockplan.fitting.scheduled import first_gradients, waits_of
+from rockplan.fitting.timeline import SizedTimeline, Timeline, passes_of, timeline_of
+from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
@@ -71,6 +72,7 @@ def fit(
     optimizer: OptimizerLike = "adamw",
     sizes: Mapping[int, tuple[int, int]] | None = None,
     sample_kwargs: Mapping[str, Any] | None = None,
+    step: TrainingStep = USUAL,
     options: Options = DEFAULT_OPTIONS,
 ) -> Fit:
     """What fits on `device`: the largest batch of each length, kept whole, with checkpointing of
@@ -80,7 +82,8 @@ def fit(
     name ('h100-80'), bytes (80 * 2**30, '80GiB'), or a torch.device of this machine. optimizer: a
     name, a function from parameters to an optimizer, an optimizer, or None. sizes: ranges of
     dimension 0, the batch, and 1, the length, of which the powers of two and the ends are looked
-    at; without a range a dimension stays as in the sample. options: of the plans.
+    at; without a range a dimension stays as in the sample. step: what else a step of training does.
+    options: of the plans.
     Raises InvalidInput for a device or an optimizer that is not known, and where the device does
     not hold the parameters; what `plan` raises for a model that cannot be captured, with what is
     known without that.
@@ -92,7 +95,8 @@ def fit(
     if options.tile or options.compile:
         raise InvalidInput("fit has no plans with heads in parts or compiled kernels; solve has")
     batches, lengths = _ranges((args, kwargs), sizes or {})
-    question = _Fitting(given, model, (args, kwargs), on, optimizer, replace(options, cache=False))
+    options = replace(options, cache=False)
+    question = _Fitting(given, model, (args, kwargs), on, optimizer, step, options)
     question.refuse_too_small()
     calls = SizedCalls(question.call, *batches, lengths)
     ways = question.ways(calls)
@@ -130,6 +134,7 @@ class _Fitting:
     arguments: Arguments
     on: Gpu
     optimizer: OptimizerLike
+    step: TrainingStep
     options: Options
     _steps: OptimizerSteps | None = None
     _smallest: dict[int, Schedule] = field(default_factory=dict)
@@ -140,9 +145,12 @@ class _Fitting:
 
     @property
     def resident(self) -> dict[Holding, int]:
+        parameters = _bytes_of(self.model.parameters())
+        buffers = _bytes_of(self.model.buffers())
         return {
-            Holding.PARAMETERS: _bytes_of(self.model.parameters()),
-            Holding.BUFFERS: _bytes_of(self.model.buffers()),
+            Holding.PARAMETERS: parameters,
+            Holding.BUFFERS: buffers,
+            Holding.AVERAGES: parameters + buffers if self.step.average else 0,
             # Forward and backward multiply in threads of their own.
             Holding.WORKSPACES: 2 * self.on.cublas_bytes,
         }
@@ -160,7 +168,7 @@ class _Fitting:
 
     def known_without_capture(self) -> int:
         trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
-        steps = optimizer_steps(self.optimizer, trained, as_on_cuda=True)
+        steps = optimizer_steps(self.optimizer, trained, step=self.step, as_on_cuda=True)
         return sum(self.resident.values()) + _bytes_of(trained.values()) + steps.state_bytes
 
     def ways(self, calls: SizedCalls) -> dict[str, Way]:
@@ -235,7 +243,8 @@ class _Fitting:
                 if plan.peak_bytes <= enough_bytes:
                     break
         least = min(plans, key=lambda plan: plan.peak_bytes)
-        return in_eager_order_of(problem.graph, least.schedule)
+        schedule = planning.waiting(least, problem.waits).schedule
+        return in_eager_order_of(problem.graph, schedule)
 
     def _plan(self, call: PricedCall, budget: Budget) -> Schedule:
         problem = self._problem(call)
@@ -244,17 +253,25 @@ class _Fitting:
 
     def _problem(self, call: PricedCall) -> Problem:
         graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
-        return problem_of_priced(graph, call.profile, self.options)
+        problem = problem_of_priced(graph, call.profile, self.options)
+        waits = waits_of(graph, call.interface) if self.step.in_backward else ()
+        return replace(problem, waits=waits)
 
     def _timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
         gradients = first_gradients(graph, call.interface)
         if self._steps is None:
             named = dict(self.given.named_parameters(remove_duplicate=False))
             trained = {name: named[name] for name in gradients.values()}
-            self._steps = optimizer_steps(self.optimizer, trained, as_on_cuda=True)
-        first = scheduled_changes(graph, schedule, gradients)
+            self._steps = optimizer_steps(self.optimizer, trained, step=self.step, as_on_cuda=True)
+        passes = passes_of(graph, schedule, call.interface, self._steps)
         resident = {**self.resident, Holding.INPUTS: call.input_bytes}
-        return timeline_of(resident, Passes(first, first), self._steps)
+        return timeline_of(
+            resident,
+            passes,
+            self._steps,
+            accumulate=self.step.accumulate,
+            set_to_none=self.step.set_to_none,
+        )
 
     def _simple(
         self, name: str, way: Way, kept: Way, calls: SizedCalls, length: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
 import rockplan
@@ -28,8 +30,8 @@ from rockplan.errors import InvalidInput
 from rockplan.examples import mlp
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
-from rockplan.fitting.scheduled import first_gradients, scheduled_changes
-from rockplan.fitting.timeline import Passes, timeline_of
+from rockplan.fitting.scheduled import first_gradients
+from rockplan.fitting.timeline import Passes, passes_of, timeline_of
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.oracles.simulate import simulate
@@ -74,24 +76,19 @@ def peaks(changes: tuple[MemoryChange, ...]) -> tuple[int, int]:
     return peak_of(changes).size_bytes, sum(r.change_bytes for r in changes)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("clip_norm", [False, True])
 @pytest.mark.parametrize("name", [*NAMES, *OPTIMIZERS])
-def test_an_optimizer_allocates_what_is_said(name: str, clip_norm: float | None) -> None:
+def test_an_optimizer_allocates_what_is_said(name: str, clip_norm: bool) -> None:
     parameters = {str(s): torch.nn.Parameter(torch.randn(s)) for s in SHAPES}
     for p in parameters.values():
         p.grad = torch.randn_like(p)
-    found = optimizer_steps(
-        OPTIMIZERS.get(name, name), parameters, clip_norm=clip_norm, metered=True
-    )
-    if name in NAMES:
-        kind, arguments = NAMES[name]
-        real = getattr(torch.optim, kind)([*parameters.values()], **arguments)
-    else:
-        real = OPTIMIZERS[name]([*parameters.values()])
+    kind = rockplan.TrainingStep(clip_norm=clip_norm)
+    found = optimizer_steps(OPTIMIZERS.get(name, name), parameters, step=kind, metered=True)
+    real = factory(name)([*parameters.values()])
 
     def step() -> None:
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([*parameters.values()], clip_norm)
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_([*parameters.values()], 1.0)
         real.step()
 
     first, later = real_peaks(step, 2)
@@ -142,20 +139,42 @@ CASES = {
 
 @pytest.mark.parametrize("name", [*CASES])
 def test_steps_of_a_plan_need_what_is_said(name: str) -> None:
-    """Gradients that are made anew or added to, for one step and two; the scalars of the caller's
-    loss, which these models compute themselves, are counted and not there."""
+    """Gradients that are made anew or added to, for one step and two, clipped, unscaled; averages
+    of parameters. The scalars of the caller's loss, which these models compute themselves, are
+    counted and not there."""
     torch.manual_seed(0)
     case = CASES[name]()
     fast = solve_case(case, "70%", options=QUICK)
     case.step(fast)  # what operators keep from their first run is no part of a step
     program = plan_of(fast), programs_of(fast)[0].interface
-    for set_to_none, accumulate in itertools.product((True, False), (1, 2)):
-        options = {"set_to_none": set_to_none, "accumulate": accumulate}
-        said = step_peaks(case, *program, "adamw", **options)
+    for step in STEPS:
+        said = step_peaks(case, *program, "adamw", step)
         fast.zero_grad()
-        optimizer = torch.optim.AdamW(fast.parameters())
-        step = functools.partial(train, case, fast, optimizer, **options)
-        assert said == [peak for peak, _ in real_peaks(step, 2)], options
+        own = training(case, fast, "adamw", step)
+        real = [peak for peak, _ in real_peaks(own, 2)]
+        scaled_loss_bytes = 2 * 4 if step.grad_scaler else 0  # and its gradient
+        more = [b - a for a, b in zip(said, real, strict=True)]
+        assert all(0 <= m <= scaled_loss_bytes for m in more), (step, said, real)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+@pytest.mark.parametrize("name", [*CASES])
+def test_optimizers_that_step_in_backward_need_what_is_said(name: str, optimizer: str) -> None:
+    """Of each parameter as its gradient comes, which is given back then; which of several gradients
+    that come at once is the first, autograd decides: those that wait count."""
+    torch.manual_seed(0)
+    case = CASES[name]()
+    case.step()
+    case.model.zero_grad()
+    step = rockplan.TrainingStep(in_backward=True)
+    hooks = in_backward(case, optimizer)
+    fast = solve_case(case, "70%", options=QUICK)
+    program = plan_of(fast), programs_of(fast)[0].interface
+    case.step(fast)
+    said = step_peaks(case, *program, optimizer, step)
+    hooks()
+    real = [peak for peak, _ in real_peaks(functools.partial(case.step, fast), 2)]
+    assert all(b <= a <= 1.1 * b for a, b in zip(said, real, strict=True)), (said, real)
 
 
 WAYS = {
@@ -186,34 +205,126 @@ def test_schedules_need_what_they_stand_for(name: str) -> None:
         assert 0.999 <= said / found <= 1.02, (said, found)
 
 
-def train(
-    case: models.Case,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    set_to_none: bool,
-    accumulate: int,
-) -> None:
-    optimizer.zero_grad(set_to_none)
-    for _ in range(accumulate):
-        case.step(module)
-    optimizer.step()
+STEPS = (
+    *(
+        rockplan.TrainingStep(set_to_none=set_to_none, accumulate=accumulate)
+        for set_to_none, accumulate in itertools.product((True, False), (1, 2))
+    ),
+    rockplan.TrainingStep(clip_norm=True),
+    rockplan.TrainingStep(grad_scaler=True),
+    rockplan.TrainingStep(grad_scaler=True, clip_norm=True, accumulate=2, set_to_none=False),
+    rockplan.TrainingStep(average=True),
+)
+
+
+def test_eager_steps_in_backward_as_its_schedule_says() -> None:
+    torch.manual_seed(0)
+    case = CASES["llama"]()
+    case.step()
+    case.model.zero_grad()
+    call = ModuleCall(case.model, *arguments(case.model, case.args, case.kwargs))
+    source = captured_call(call, rockplan.Options())
+    graph = problems_of(source, rockplan.Options())[0].graph
+    interface, named = source.lowered.interface, dict(case.model.named_parameters())
+    step = rockplan.TrainingStep(in_backward=True)
+    own = optimizer_steps("adamw", named, step=step, metered=True)
+    passes = passes_of(*kept_whole(graph), interface, own)
+    said = [peak_of(changes).size_bytes for changes in timeline_of({}, passes, own).steps]
+    in_backward(case, "adamw")
+    real = [peak for peak, _ in real_peaks(case.step, 2)]
+    assert all(0.999 <= a / b <= 1.1 for a, b in zip(said, real, strict=True)), (said, real)
+
+
+def test_what_a_step_does_is_in_the_sum() -> None:
+    """On a device of which the optimizer and gradients take most."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(8)])
+        x = torch.empty(2, 512)
+    size_bytes = sum(p.nbytes for p in model.parameters())
+
+    def held(**how: Any) -> dict[str, int]:
+        step = rockplan.TrainingStep(**how)
+        found = rockplan.fit(model, x, "1GiB", step=step, options=QUICK)
+        return found.breakdown("kept whole")
+
+    plain = held()
+    assert plain["gradients"] == plain["optimizer temporaries"] == size_bytes
+    assert held(average=True)["averages"] == size_bytes
+    # Its scale, how often that held, and whether gradients were finite.
+    assert held(grad_scaler=True)["optimizer"] == plain["optimizer"] + 3 * 4
+    inside = held(in_backward=True)
+    assert inside["optimizer"] <= plain["optimizer"]
+    assert inside["gradients"] == inside["optimizer temporaries"] == 512 * 512 * 4
+    for how, said in [
+        ({"accumulate": 0}, "at least 1"),
+        ({"clip_norm": 1.0}, "choose False or True"),
+        ({"in_backward": True, "accumulate": 2, "clip_norm": True}, "accumulate, clip_norm"),
+    ]:
+        with pytest.raises(InvalidInput, match=said):
+            rockplan.TrainingStep(**how)
+
+
+def factory(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    kind, arguments = NAMES[name]
+    return functools.partial(getattr(torch.optim, kind), **arguments)
+
+
+def training(
+    case: models.Case, module: torch.nn.Module, name: str, step: rockplan.TrainingStep
+) -> Callable[[], None]:
+    """A step as a loop writes it."""
+    optimizer = factory(name)(module.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=step.grad_scaler)
+    average = AveragedModel(case.model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+
+    scaled = dataclasses.replace(case, loss=lambda result: scaler.scale(case.loss(result)))
+
+    def run() -> None:
+        optimizer.zero_grad(step.set_to_none)
+        for _ in range(step.accumulate):
+            scaled.step(module)
+        if step.clip_norm:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if step.average:
+            average.update_parameters(case.model)
+
+    return run
+
+
+def in_backward(case: models.Case, name: str) -> Callable[[], None]:
+    """An optimizer for each parameter; those returned by the call have no state."""
+    optimizers: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+
+    def begin() -> None:
+        optimizers.update({p: factory(name)([p]) for p in case.model.parameters()})
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    begin()
+    for parameter in case.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return begin
 
 
 def step_peaks(
-    case: models.Case, plan: Plan, interface: Interface, optimizer: str, **options: Any
+    case: models.Case, plan: Plan, interface: Interface, optimizer: str, step: rockplan.TrainingStep
 ) -> list[int]:
     """Of two steps, each relative to its start, without the caller's scalars."""
-    gradients = first_gradients(plan.graph, interface)
-    passes = Passes(
-        scheduled_changes(plan.graph, plan.schedule, gradients),
-        scheduled_changes(plan.graph, plan.schedule, {}),
-    )
     named = dict(case.model.named_parameters())
-    used = {n: named[n] for n in gradients.values()}
-    steps = timeline_of({}, passes, optimizer_steps(optimizer, used, metered=True), **options)
+    used = {n: named[n] for n in first_gradients(plan.graph, interface).values()}
+    own = optimizer_steps(optimizer, used, step=step, metered=True)
+    passes = passes_of(plan.graph, plan.schedule, interface, own)
+    how = {"accumulate": step.accumulate, "set_to_none": step.set_to_none}
     return [
         peak_of(c for c in changes if c.owner is not Holding.CALLER).size_bytes
-        for changes in steps.steps
+        for changes in timeline_of({}, passes, own, **how).steps
     ]
 
 
@@ -418,6 +529,7 @@ def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_command_says_what_the_function_does(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit", "rockplan.examples:mlp", "--gpu", "600MiB", "--batch", "64:4096", "--json"]
+    words += ["--accumulate", "2", "--keep-gradients", "--clip-norm", "--grad-scaler", "--average"]
     result = CliRunner().invoke(app, [*words, "--time-limit", "2"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]

@@ -42,6 +42,24 @@ def fit(
         str | None,
         typer.Option(metavar="LEAST:MOST", help="Of dimension 1 of the sample's tensors."),
     ] = None,
+    accumulate: Annotated[
+        int, typer.Option(metavar="N", help="Forward and backward passes before each step.")
+    ] = 1,
+    keep_gradients: Annotated[
+        bool, typer.Option("--keep-gradients", help="As zero_grad(set_to_none=False) does.")
+    ] = False,
+    clip_norm: Annotated[
+        bool, typer.Option("--clip-norm", help="With clip_grad_norm_ before each step.")
+    ] = False,
+    grad_scaler: Annotated[
+        bool, typer.Option("--grad-scaler", help="With torch.amp.GradScaler.")
+    ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="With a moving average of parameters.")
+    ] = False,
+    in_backward: Annotated[
+        bool, typer.Option("--in-backward", help="Each parameter steps in backward, by a hook.")
+    ] = False,
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
     autocast: Autocast = None,
@@ -59,7 +77,10 @@ def fit(
                 options = replace(options, time_limit_s=time_limit)
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
             sizes = {dimension: ends for dimension, ends in ranges.items() if ends}
-            answer = _answer(model, gpu, optimizer, sizes, options, autocast)
+            step = rockplan.TrainingStep(
+                accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
+            )
+            answer = _answer(model, gpu, optimizer, sizes, step, options, autocast)
             text = answer.to_json() if as_json else str(answer)
     print(text if as_json else display.printable(text))
 
@@ -69,6 +90,7 @@ def _answer(
     gpu: str,
     optimizer: str,
     sizes: dict[int, tuple[int, int]],
+    step: rockplan.TrainingStep,
     options: Options,
     autocast: str | None,
 ) -> rockplan.Fit:
@@ -86,6 +108,7 @@ def _answer(
             optimizer=None if optimizer == "none" else optimizer,
             sizes=sizes,
             sample_kwargs=subject.sample_kwargs,
+            step=step,
             options=options,
         )
 

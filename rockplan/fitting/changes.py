@@ -21,6 +21,7 @@ class Holding(Enum):
     INPUTS = "inputs"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
+    AVERAGES = "averages"
     ACTIVATIONS = "activations"
     OPTIMIZER_TEMPORARIES = "optimizer temporaries"
     WORKSPACES = "workspaces"

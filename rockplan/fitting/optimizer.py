@@ -9,8 +9,9 @@ are.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rockplan.errors import InvalidInput
 from rockplan.fitting.changes import Holding, MemoryChange, left_alive
 from rockplan.fitting.tracker import Tracker
+from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.python_state import trees
 
 Factory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -40,42 +42,67 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps:
     """state_bytes: kept from step to step; first, later: changes of a step that makes the state,
-    and of one that finds it."""
+    and of one that finds it; before: of what is made before the first forward pass.
+
+    each: of optimizers that step in backward, by the name of their parameter; then there is no
+    other step.
+    """
 
     name: str
     state_bytes: int = 0
     first: tuple[MemoryChange, ...] = ()
     later: tuple[MemoryChange, ...] = ()
+    before: tuple[MemoryChange, ...] = ()
+    each: Mapping[str, OptimizerSteps] = field(default_factory=dict)
 
 
 def optimizer_steps(
     optimizer: OptimizerLike,
     parameters: Mapping[str, torch.Tensor],
     *,
-    clip_norm: float | None = None,
+    step: TrainingStep = USUAL,
     metered: bool = False,
     as_on_cuda: bool = False,
 ) -> OptimizerSteps:
     """Two steps of `optimizer`, of parameters that have a gradient each.
 
-    optimizer: None for none; a factory takes the parameters, as a list. clip_norm: of
-    `clip_grad_norm_` before each step, if any. metered: calls run once on made-up tensors on CPU,
-    for what they allocate inside; elsewhere that is not known. as_on_cuda: with `foreach` where
-    PyTorch chooses it for parameters on CUDA, wherever these are.
+    optimizer: None for none; a factory takes the parameters, as a list. step: what else happens to
+    gradients. metered: calls run once on made-up tensors on CPU, for what they allocate inside;
+    elsewhere that is not known. as_on_cuda: with `foreach` where PyTorch chooses it for parameters
+    on CUDA, wherever these are.
     Raises InvalidInput for a name that there is not, and for what does not run over fake tensors.
     """
     if optimizer is None:
         return OptimizerSteps("none")
+    if step.in_backward:
+        alone = replace(step, in_backward=False)
+        each = {
+            name: optimizer_steps(
+                optimizer, {name: parameter}, step=alone, metered=metered, as_on_cuda=as_on_cuda
+            )
+            for name, parameter in parameters.items()
+        }
+        return _in_backward(each)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = {name: _fake(parameter) for name, parameter in parameters.items()}
         made = _made(optimizer, parameters, fakes)
-        _choose_foreach(made, as_on_cuda)
-        steps = [_changes_of_step(made, fakes, clip_norm, metered) for _ in range(2)]
+        on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
+        _choose_foreach(made, on_cuda)
+        before, scaler = _scaler(fakes) if step.grad_scaler else ([], None)
+        parts = _Parts(made, fakes, scaler, step.clip_norm, on_cuda)
+        steps = [_changes_of_step(parts, metered) for _ in range(2)]
     kept = left_alive(steps[0])
     first = tuple(map(_owned(kept), steps[0]))
-    state_bytes = sum(change.size_bytes for change in kept.values())
-    return OptimizerSteps(_name(optimizer, made), state_bytes, first, tuple(steps[1]))
+    state_bytes = sum(change.size_bytes for change in (*kept.values(), *before))
+    name = _name(optimizer, made)
+    return OptimizerSteps(name, state_bytes, first, tuple(steps[1]), tuple(before))
+
+
+def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
+    name = next((steps.name for steps in each.values()), "none")
+    state_bytes = sum(steps.state_bytes for steps in each.values())
+    return OptimizerSteps(name, state_bytes, each=each)
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
@@ -142,23 +169,52 @@ def _over_fakes(
     return made  # type: ignore[no-any-return]
 
 
-def _choose_foreach(optimizer: torch.optim.Optimizer, as_on_cuda: bool) -> None:
+def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
     """As PyTorch chooses for plain tensors on CUDA, which it does not for fake ones."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is not None or group.get("fused"):
             continue
         has_tensors = isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable")
-        on_cuda = as_on_cuda or all(p.is_cuda for p in group["params"])
         if on_cuda and not has_tensors and not group.get("differentiable"):
             group["foreach"] = True
 
 
-def _changes_of_step(
-    optimizer: torch.optim.Optimizer,
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What steps: clips and unscales where it does; on_cuda: as there."""
+
+    optimizer: torch.optim.Optimizer
+    fakes: Mapping[str, torch.Tensor]
+    scaler: torch.amp.GradScaler | None
+    clips: bool
+    on_cuda: bool
+
+    def run(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.clips:
+            foreach = True if self.on_cuda else None
+            torch.nn.utils.clip_grad_norm_([*self.fakes.values()], 1.0, foreach=foreach)
+        # Not by the scaler, which would look whether gradients are finite.
+        self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+
+
+def _scaler(
     fakes: Mapping[str, torch.Tensor],
-    clip_norm: float | None,
-    metered: bool,
-) -> list[MemoryChange]:
+) -> tuple[list[MemoryChange], torch.amp.GradScaler]:
+    """A scaler that has scaled a loss, and what it keeps since then."""
+    device = next(iter(fakes.values())).device
+    scaler = torch.amp.GradScaler(device.type)
+    with Tracker(Holding.OPTIMIZER) as tracker:
+        scaler.scale(torch.zeros((), device=device))
+    gc.collect()
+    return [*left_alive(tracker.changes).values()], scaler
+
+
+def _changes_of_step(parts: _Parts, metered: bool) -> list[MemoryChange]:
+    optimizer, fakes = parts.optimizer, parts.fakes
     tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
     for name, fake in fakes.items():
         tracker.know(fake, ("parameter", name), Holding.PARAMETERS)
@@ -169,9 +225,7 @@ def _changes_of_step(
             tracker.know(leaf, ("state", number), Holding.OPTIMIZER)
     try:
         with tracker:
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_([*fakes.values()], clip_norm)
-            optimizer.step()
+            parts.run()
     except Exception as error:  # optimizers of others fail in their own ways
         raise InvalidInput(
             f"a step of {type(optimizer).__name__} does not run over fake tensors, by which its "

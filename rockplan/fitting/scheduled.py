@@ -19,7 +19,7 @@ from rockplan.graph_builder.operators.facts import PRODUCTS
 from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes, taken_over
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
-from rockplan.values.schedule import Compute, Schedule
+from rockplan.values.schedule import Compute, Free, Schedule, Waits
 
 Gradients = Mapping[int, str]
 """Storage of a gradient -> name of the parameter that has none before and keeps it."""
@@ -29,24 +29,45 @@ _ORDER = (Owner.STORAGE, Owner.COPY, Owner.GENERATOR, Owner.WORKSPACE)
 
 def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
     """Of each parameter that gets gradients, the first one: autograd adds others to it."""
-    names: dict[int, str] = {}
-    for name, value in interface.parameters:
-        names.setdefault(value, name)
+    return {data[0]: name for name, data in all_gradients(graph, interface).items()}
+
+
+def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, ...]]:
+    """Storages of all gradients of each parameter that gets any, by its name."""
+    names = {value: name for name, value in reversed(interface.parameters)}
     return {
-        graph.values[contributions[0]].data: names[target]
+        names[target]: tuple(graph.values[one].data for one in contributions)
         for target, contributions in interface.gradients
         if contributions and target in names
     }
 
 
+def waits_of(graph: CDGraph, interface: Interface) -> Waits:
+    """Gradients, and their parameters, where each of these steps as soon as its gradient is
+    there."""
+    return tuple(
+        (tuple(graph.values[one].data for one in contributions), graph.values[target].data)
+        for target, contributions in interface.gradients
+        if contributions and target in {value for _, value in interface.parameters}
+    )
+
+
 def scheduled_changes(
-    graph: CDGraph, schedule: Schedule, gradients: Gradients, workspace_bytes: int = 0
+    graph: CDGraph,
+    schedule: Schedule,
+    gradients: Gradients,
+    workspace_bytes: int = 0,
+    inside: Mapping[tuple[int, ...], Sequence[MemoryChange]] | None = None,
 ) -> tuple[MemoryChange, ...]:
     """gradients: those that stay; others are added to what is there, and given back. What the
     caller holds of the result is let go at the end. workspace_bytes: what the first product of
-    forward and that of backward, which is another thread, ask for and keep (`Gpu.cublas_bytes`)."""
+    forward and that of backward, which is another thread, ask for and keep (`Gpu.cublas_bytes`).
+    inside: of optimizers that step when the last of some gradients is handed over, after which all
+    of them are gone. Which one of several that are handed over at once is taken first is autograd's
+    own: here all of these are there until the last one has stepped."""
     begun: dict[int, list[MemoryChange]] = defaultdict(list)
     ended: dict[int, list[MemoryChange]] = defaultdict(list)
+    closed: dict[int, int] = {}
     found = sorted(lifetimes(graph, schedule), key=lambda f: _ORDER.index(f.owner))
     heirs = _heirs(graph, schedule, found)
     for number in sorted({*range(len(found))} - {*heirs.values()}):
@@ -60,11 +81,28 @@ def scheduled_changes(
         begun[first.opens].append(change)
         if name is None:
             ended[last.closes].append(change.freed)
+        if last.owner is Owner.STORAGE:
+            closed[last.index] = last.closes
+    for handed, changes in (inside or {}).items():
+        last_moment = max(closed[data] for data in handed)
+        ended[last_moment] += changes
+        gone = MemoryChange(
+            ("gradient", gradients[handed[0]]), graph.data[handed[0]].size_bytes, Holding.GRADIENTS
+        )
+        ended[_end_of_frees(schedule, last_moment)].append(gone.freed)
     for position in _first_products(graph, schedule) if workspace_bytes else ():
         change = MemoryChange(("products", position), workspace_bytes, Holding.WORKSPACES)
         begun[2 * position].append(change)
     moments = sorted({*begun, *ended})
     return tuple(change for moment in moments for change in (*ended[moment], *begun[moment]))
+
+
+def _end_of_frees(schedule: Schedule, moment: int) -> int:
+    """When the last of the frees is done that follow a moment, with nothing that runs between."""
+    position = moment // 2
+    while position + 1 < len(schedule.events) and isinstance(schedule.events[position + 1], Free):
+        position += 1
+    return max(2 * position + 1, moment)
 
 
 def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dict[int, int]:

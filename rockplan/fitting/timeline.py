@@ -7,21 +7,46 @@ things are gone is not counted beside them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rockplan.fitting.changes import Holding, MemoryChange, Peak, left_alive, peak_of
 from rockplan.fitting.optimizer import OptimizerSteps
+from rockplan.fitting.scheduled import all_gradients, first_gradients, scheduled_changes
+from rockplan.values.graph import CDGraph
+from rockplan.values.interface import Interface
+from rockplan.values.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Forward and backward. first: where parameters have no `.grad`; later: where they have, to
-    which gradients are added."""
+    which gradients are added. again: as first, where optimizers that step inside have their state;
+    None where none does."""
 
     first: tuple[MemoryChange, ...]
     later: tuple[MemoryChange, ...]
+    again: tuple[MemoryChange, ...] | None = None
+
+
+def passes_of(
+    graph: CDGraph, schedule: Schedule, interface: Interface, optimizer: OptimizerSteps
+) -> Passes:
+    """Of a schedule of `graph`, with the steps of optimizers inside of it, if there are any."""
+    gradients = first_gradients(graph, interface)
+    made = functools.partial(scheduled_changes, graph, schedule)
+    if not optimizer.each:
+        return Passes(made(gradients), made({}))
+    handed = all_gradients(graph, interface)
+
+    def stepping(changes: Mapping[str, tuple[MemoryChange, ...]]) -> tuple[MemoryChange, ...]:
+        return made(gradients, inside={handed[name]: own for name, own in changes.items()})
+
+    first = stepping({name: steps.first for name, steps in optimizer.each.items()})
+    again = stepping({name: steps.later for name, steps in optimizer.each.items()})
+    return Passes(first, (), again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +130,15 @@ def timeline_of(
 ) -> Timeline:
     """`zero_grad(set_to_none)`, then `accumulate` times forward and backward, then a step of the
     optimizer; twice."""
-    first = (*_accumulated(passes, accumulate, has_gradients=False), *optimizer.first)
+    first = (
+        *optimizer.before,
+        *_accumulated(passes, accumulate, has_gradients=False),
+        *optimizer.first,
+    )
     gradients = [c for c in left_alive(first).values() if c.owner is Holding.GRADIENTS]
     emptied = tuple(c.freed for c in gradients) if set_to_none else ()
+    if passes.again is not None:
+        passes = replace(passes, first=passes.again)
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
     return Timeline(resident, (first, (*emptied, *later, *optimizer.later)))
 
