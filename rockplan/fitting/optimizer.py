@@ -90,7 +90,7 @@ def optimizer_steps(
         on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
         _choose_foreach(made, on_cuda)
         before, scaler = _scaler(fakes) if step.grad_scaler else ([], None)
-        parts = _Parts(made, fakes, scaler, step.clip_norm, on_cuda)
+        parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda)
         steps = [_changes_of_step(parts, metered) for _ in range(2)]
     kept = left_alive(steps[0])
     first = tuple(map(_owned(kept), steps[0]))
@@ -180,7 +180,7 @@ def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Stepping:
     """What steps: clips and unscales where it does; on_cuda: as there."""
 
     optimizer: torch.optim.Optimizer
@@ -213,7 +213,7 @@ def _scaler(
     return [*left_alive(tracker.changes).values()], scaler
 
 
-def _changes_of_step(parts: _Parts, metered: bool) -> list[MemoryChange]:
+def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
     optimizer, fakes = parts.optimizer, parts.fakes
     tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
     for name, fake in fakes.items():
