@@ -192,6 +192,10 @@ class BackwardError(RockplanError, RuntimeError):
     """The backward pass was asked for something the plan does not hold."""
 
 
+class HostMemoryError(RockplanError, RuntimeError):
+    """The host has no room for what is to be paged to it, or a copy to or from it failed."""
+
+
 class ResultNotMade(RockplanError, RuntimeError):
     """A leaf of a result was read that a plan with `Options(only_loss=True)` does not make."""
 

@@ -9,9 +9,9 @@ known: leave room ('auto-4GB').
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,18 +22,12 @@ from rockplan.fitting.allocator import rounded
 from rockplan.fitting.changes import left_alive, peak_of
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import OptimizerLike, optimizer_steps
+from rockplan.machine import available_bytes
 from rockplan.python_state import trees
 
 MARGIN = 0.1
 """Share of what is free that stays free, for fragmentation of the caching allocator and for what
 libraries (cuBLAS, cuDNN, NCCL) allocate beside it at their first use."""
-
-_CGROUPS = (
-    ("", "", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Of each version: controller, folder, files of the limit and the usage, and which line of
-memory.stat says how much of the usage is given back when memory is asked for."""
 
 
 def in_bytes(budget: Budget, model: nn.Module, optimizer: OptimizerLike = None) -> Budget:
@@ -91,44 +85,13 @@ def _free_bytes(device: torch.device) -> int:
 def machine_bytes(root: Path = Path("/")) -> int:
     """What the machine has available and each control group leaves to this process, the least.
     root: of the file system. Raises InvalidBudget where Linux does not say it."""
-    known = [*_available_bytes(root), *_left_by_groups(root)]
-    if not known:
+    known = available_bytes(root)
+    if known is None:
         raise InvalidBudget(
             "budget 'auto': what the machine has free is not known here, without /proc/meminfo. "
             "Write bytes, '2GB', a share such as '40%', or 'min'"
         )
-    return max(min(known), 0)
-
-
-def _available_bytes(root: Path) -> Iterator[int]:
-    for name, *words in _lines(root / "proc/meminfo"):
-        if name == "MemAvailable:":
-            yield int(words[0]) * 1024
-
-
-def _left_by_groups(root: Path) -> Iterator[int]:
-    """By the group of this process and all above it; a container may see the last alone."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = " ".join(line).split(":", 2)
-        for controller, folder, limit, usage, given_back in _CGROUPS:
-            if controller not in controllers.split(","):
-                continue
-            own = PurePosixPath(path.lstrip("/"))
-            for group in (own, *own.parents):
-                at = root / "sys/fs/cgroup" / folder / group
-                limits, usages = _lines(at / limit), _lines(at / usage)
-                if limits and usages and limits[0][0] != "max":
-                    stat = dict(line[:2] for line in _lines(at / "memory.stat"))
-                    unused_bytes = int(stat.get(given_back, 0))
-                    yield int(limits[0][0]) - int(usages[0][0]) + unused_bytes
-
-
-def _lines(path: Path) -> list[list[str]]:
-    """Words of the lines that have any; nothing where there is no such file."""
-    try:
-        return [line.split() for line in path.read_text().splitlines() if line.strip()]
-    except OSError:
-        return []
+    return known
 
 
 def _missing_gradients_bytes(model: nn.Module) -> int:

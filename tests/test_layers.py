@@ -20,6 +20,7 @@ LIBRARIES = {
         "codegen",
         "runtime",
         "python_state",
+        "paging",
         "checkpointing",
         "search",
         "blocks",

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rockplan.codegen.paged import STORE, copy_of, leaving
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.graph_builder.operators.rows import row_of
@@ -50,7 +51,8 @@ class Code:
     and in whose place it has copies when it runs again; the backward phase has the residents.
     acting: results of what the forward calls for more than its results, in order, as the operator
     and the name by which `frame.saved` has it after the forward, empty if it has not; reused: those
-    of them, by place, that a forward which runs again takes from `frame.first`.
+    of them, by place, that a forward which runs again takes from `frame.first`. pages: names,
+    bytes and devices of storages that it pages to the host.
     """
 
     source: str
@@ -61,6 +63,7 @@ class Code:
     copied: tuple[int, ...]
     acting: tuple[tuple[str, str], ...]
     reused: tuple[int, ...]
+    pages: tuple[tuple[str, int, str], ...]
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
@@ -106,7 +109,8 @@ class _Emitter:
 
     `_live` maps each storage to the variables that hold it, `_saved` to those that wait in
     `frame.saved` until a slice needs them: a storage is in one of the two, or in neither where
-    only the caller holds it. `_alive` has all that are alive in the schedule.
+    only the caller holds it. `_alive` has all that are alive in the schedule; `_arriving` the pages
+    of storages that are on their way from the host.
     """
 
     def __init__(
@@ -134,6 +138,9 @@ class _Emitter:
         self._unhanded = [(t, g) for t, gradients in interface.gradients for g in gradients]
         self._executions = Counter(schedule.computes)
         self._taken = taken_over(graph, schedule)
+        self._leaving = leaving(graph, schedule)
+        self._arriving: dict[int, str] = {}
+        self._pages: dict[str, tuple[str, int, str]] = {}
         self._done: Counter[int] = Counter()
         self._last_read = {
             graph.values[ref.index].data: position
@@ -179,6 +186,7 @@ class _Emitter:
                 (op, self._names_after_forward.get(v, "")) for v, op in self._acting.items()
             ),
             reused=self._reused() if self._again else (),
+            pages=tuple(self._pages.values()),
         )
 
     def _reused(self) -> tuple[int, ...]:
@@ -300,14 +308,44 @@ class _Emitter:
         event = self._schedule.events[position]
         if isinstance(event, Compute):
             node = self._graph.nodes[event.node]
-            self._compute(node, self._taken.get(position))
+            copy = copy_of(node)
+            if copy is None:
+                self._compute(node, self._taken.get(position))
+            else:
+                self._copy(copy)
+            for store in self._leaving.get(position, ()):
+                self._page_out([ref.index for ref in refs(store)])
             self._alive.update(node.writes)
             return
         self._alive.discard(event.data)
         if event.data not in self._handed_data:
             self._drop(event.data)
 
+    def _page_out(self, values: Sequence[int]) -> None:
+        page, first = self._name(values[0]), self._graph.values[values[0]]
+        size_bytes = self._graph.data[first.data].size_bytes
+        self._pages[page] = (page, size_bytes, first.spec.device)
+        self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
+
+    def _copy(self, call: Call) -> None:
+        """The end of a copy to the host, or the beginning of one from there."""
+        if call.op == STORE:
+            self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
+            return
+        data = self._graph.values[call.made[0]].data
+        if data in self._alive:
+            return
+        page = self._name(call.made[0])
+        self._line(f'{_tuple(map(self._name, call.made))} = frame.page_in("{page}")')
+        self._live[data] += call.made
+        self._arriving[data] = page
+
+    def _await(self, data: int) -> None:
+        if data in self._arriving and data not in self._shadowed:
+            self._line(f'frame.paged_in("{self._arriving.pop(data)}")')
+
     def _drop(self, data: int) -> None:
+        self._await(data)
         for value in self._saved.pop(data, ()):
             self._line(f'del frame.saved["{self._name(value)}"]')
         if self._live[data]:
@@ -408,6 +446,7 @@ class _Emitter:
             name = self._name(saved)
             self._line(f'{name} = frame.saved.pop("{name}")')
             self._live[wanted.data].append(saved)
+        self._await(wanted.data)
         if value in self._live[wanted.data]:
             return
         if value in self._resident:
@@ -430,7 +469,7 @@ class _Emitter:
 
 def _acts(node: ComputeNode) -> bool:
     """Does it do something beside its results?"""
-    return any(facts_of(call.op).effect for call in node.calls)
+    return copy_of(node) is None and any(facts_of(call.op).effect for call in node.calls)
 
 
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:

@@ -13,6 +13,9 @@ from rockplan.codegen import rng_replay
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
 from rockplan.codegen.result_aliasing import Relations, relations
+from rockplan.errors import InvalidInput
+from rockplan.paging.arenas import pool_of
+from rockplan.paging.pages import Layout, Pages
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface, OutputLeaf
@@ -32,7 +35,7 @@ class Executable:
     device_types: that the graph computes on; random: it draws numbers; early: positions of those of
     the targets that are read after their gradient is complete and handed over; again: the same plan
     for a forward phase that runs once more, and so changes no buffers (raises BackwardError where
-    that cannot be had).
+    that cannot be had). layout: of what it pages to the host, if it does.
     """
 
     code: Code
@@ -47,18 +50,29 @@ class Executable:
     early: tuple[int, ...]
     backward_ignores_autocast: bool
     again: Callable[[], Executable]
+    layout: Layout | None
 
 
 @paused_collection()
 def build(
-    graph: CDGraph, interface: Interface, schedule: Schedule, name: str, again: bool = False
+    graph: CDGraph,
+    interface: Interface,
+    schedule: Schedule,
+    name: str,
+    again: bool = False,
+    host_path: str | None = None,
 ) -> Executable:
-    """Generate and load the code of a plan."""
+    """Generate and load the code of a plan. host_path: a folder for what it pages to the host.
+
+    Raises HostMemoryError where that has no room, InvalidInput as `arenas.pool_of`."""
     code = emit(graph, interface, schedule, again)
     position = {v: i for i, v in enumerate(interface.residents)}
     outputs = tuple(interface.outputs[i] for i in interface.results)
     targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
     devices = {v.spec.device for v in graph.values}
+    layout = _layout(code, host_path)
+    if layout is not None and not again:
+        layout.reserve()
     return Executable(
         code=code,
         functions=load(code, interface, f"{name} again" if again else name, graph.kernels),
@@ -73,8 +87,25 @@ def build(
         random=any(n.random for n in graph.nodes),
         early=_early(targets, code.read, [graph.values[v].data for v in interface.residents]),
         backward_ignores_autocast=interface.backward_ignores_autocast,
-        again=functools.cache(functools.partial(build, graph, interface, schedule, name, True)),
+        again=functools.cache(
+            functools.partial(build, graph, interface, schedule, name, True, host_path)
+        ),
+        layout=layout,
     )
+
+
+def _layout(code: Code, host_path: str | None) -> Layout | None:
+    """Of what the code pages to the host."""
+    if not code.pages:
+        return None
+    devices = sorted({device for _, _, device in code.pages})
+    if len(devices) > 1:
+        raise InvalidInput(
+            f"activations on several devices ({', '.join(devices)}) cannot be paged to the host; "
+            "plan without host"
+        )
+    pages = ((name, size_bytes) for name, size_bytes, _ in code.pages)
+    return Layout.of(pages, pool_of(devices[0], host_path))
 
 
 def _early(
@@ -88,18 +119,22 @@ def _early(
     return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
 
 
-class Frame:
+class Frame(Pages):
     """What the generated code keeps between its functions, for one run of them."""
 
     __slots__ = ("_replay", "_tangents", "copies", "first", "residents", "saved")
 
     def __init__(self, residents: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
         self.residents = residents
         self.saved: dict[str, torch.Tensor] = {}
         self.copies: tuple[torch.Tensor, ...] = ()
         self.first: tuple[torch.Tensor | None, ...] = ()
         self._tangents: tuple[torch.Tensor, ...] = ()
         self._replay: rng_replay.Undo | None = None
+
+    def __del__(self) -> None:
+        self.let_go_of_pages(self.saved)
 
     def save_generator_state(self, name: str, device: str) -> None:
         self.saved[name] = rng_replay.save(device)
@@ -123,6 +158,7 @@ class Frame:
 
 def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...]:
     """The forward phase; the generated code keeps version counters."""
+    frame.layout = executable.layout
     return _run(
         executable, frame, executable.functions.forward, torch._C._AutoDispatchBelowAutograd
     )
@@ -131,8 +167,11 @@ def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...
 def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.Tensor, ...]:
     """One slice of the backward phase, without version counters: a gradient must not be known
     as a view, or autograd could not add to it in place."""
-    function = executable.functions.backward[number]
-    return _run(executable, frame, function, torch._C._AutoDispatchBelowADInplaceOrView)
+    functions = executable.functions.backward
+    made = _run(executable, frame, functions[number], torch._C._AutoDispatchBelowADInplaceOrView)
+    if number + 1 == len(functions):
+        frame.let_go_of_pages()
+    return made
 
 
 def _run(
@@ -150,6 +189,9 @@ def _run(
     try:
         with guard():
             return function(frame)
+    except BaseException:
+        frame.end_copies()
+        raise
     finally:
         torch._C._set_grad_enabled(before)
         frame.end_replay()

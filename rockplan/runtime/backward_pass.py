@@ -99,7 +99,8 @@ class SavedForBackward:
     @property
     def is_needed(self) -> bool:
         """Does the planned backward pass read anything of it?"""
-        return bool(self._frame.saved) or any(self._executable.code.read)
+        frame = self._frame
+        return bool(frame.saved) or frame.has_pages or any(self._executable.code.read)
 
     def begin_backward(
         self, planned: Executable, gradients: tuple[torch.Tensor | None, ...]

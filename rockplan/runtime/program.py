@@ -31,7 +31,8 @@ class PlannedProgram:
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
     the budget has room; call: what it was planned for, in words; adapted_from: digest of the graph
-    whose plan was adapted to this one's, which has other operations, if one was. Copies share
+    whose plan was adapted to this one's, which has other operations, if one was; host_path: folder of what it pages
+    to the host, on the CPU. Copies share
     everything but the constants; a pickle holds the plan as data, and the code is generated again
     from it.
     """
@@ -44,6 +45,7 @@ class PlannedProgram:
     hooked: frozenset[str]
     call: DescribedCall = NOTHING_SAID
     adapted_from: str = ""
+    host_path: str | None = None
 
     @property
     def is_of_this_process(self) -> bool:
@@ -96,7 +98,7 @@ class PlannedProgram:
     def __reduce__(self) -> tuple[Any, ...]:
         spec = picklable(self.output_spec)
         made_of = (self.plan, self.interface, self.constants, spec, self.hooked, self.call)
-        return build_program, made_of
+        return build_program, (*made_of, self.host_path)
 
 
 def build_program(
@@ -106,10 +108,15 @@ def build_program(
     output_spec: trees.TreeSpec,
     hooked: frozenset[str] = frozenset(),
     call: DescribedCall = NOTHING_SAID,
+    host_path: str | None = None,
 ) -> PlannedProgram:
-    """Generate the code of `plan`, whose values meet the caller as `interface` says."""
-    executable = build(plan.graph, interface, plan.schedule, plan.graph_digest[:8])
-    return PlannedProgram(plan, interface, executable, constants, output_spec, hooked, call)
+    """Generate the code of `plan`, whose values meet the caller as `interface` says.
+
+    Raises HostMemoryError where the host has no room for what the plan pages."""
+    name = plan.graph_digest[:8]
+    executable = build(plan.graph, interface, plan.schedule, name, host_path=host_path)
+    made_of = (plan, interface, executable, constants, output_spec, hooked, call)
+    return PlannedProgram(*made_of, host_path=host_path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,42 @@
+"""Link: how fast pages are copied."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from rockplan.paging.arenas import pool_of
+from rockplan.paging.pages import new_storage
+
+PAGE_BYTES = 64 << 20
+ROUNDS = 5
+
+
+def measured_link(device: str, path: str | None = None, page_bytes: int = PAGE_BYTES) -> float:
+    """Bytes a second each way, between `device` and the host, with copies both ways at once: the
+    median of some rounds of two pages. path: folder of a module on the CPU.
+
+    Raises HostMemoryError where the host has no room, InvalidInput as `pool_of`."""
+    lease = pool_of(device, path).take(2 * page_bytes)
+    storages = [new_storage(page_bytes, device) for _ in range(2)]
+    lease.arena.begin_out(page_bytes, storages[1]).wait()
+    seconds = []
+    for _ in range(ROUNDS):
+        _synchronize(device)
+        begin = time.perf_counter()
+        copies = [
+            lease.arena.begin_out(0, storages[0]),
+            lease.arena.begin_in(page_bytes, storages[1]),
+        ]
+        for copy in copies:
+            copy.wait()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return page_bytes / statistics.median(seconds)
+
+
+def _synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

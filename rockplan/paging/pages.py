@@ -1,0 +1,161 @@
+"""Pages: what the generated code of a plan calls to move storages to the host and back.
+
+takes: the layout of a plan, tensors of a storage. returns: tensors in a new storage that are what
+these were. guarantees: a storage is allocated and freed where the code says so, however late its
+copy is; no tensor is held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rockplan.errors import BackwardError, StalePlan
+from rockplan.paging.arenas import Arena, ArenaPool, Copy, Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the pages of a plan lie in an arena. offsets: of each page, by its name. Each has a
+    place of its own: pages leave in the forward phase and come back in the backward phase, so at
+    the turn all are there."""
+
+    offsets: Mapping[str, int]
+    sizes: Mapping[str, int]
+    pool: ArenaPool
+
+    @classmethod
+    def of(cls, pages: Iterable[tuple[str, int]], pool: ArenaPool) -> Layout:
+        """pages: their names and bytes."""
+        sizes = dict(pages)
+        ends = itertools.accumulate(sizes.values(), initial=0)
+        return cls(dict(zip(sizes, ends, strict=False)), sizes, pool)
+
+    def reserve(self) -> None:
+        """For one call. Raises HostMemoryError where the host has no room."""
+        self.pool.take(self.size_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A tensor without its memory."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Look:
+        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """No view: those share a version counter."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return made.set_(storage, self.offset, self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A storage on the host, and the tensors that lay in it."""
+
+    size_bytes: int
+    device: torch.device
+    looks: tuple[_Look, ...]
+
+
+def new_storage(size_bytes: int, device: torch.device | str) -> torch.UntypedStorage:
+    """Not filled, whatever PyTorch does with new tensors."""
+    return torch.UntypedStorage(size_bytes, device=device)  # type: ignore[no-untyped-call]
+
+
+class Pages:
+    """Those of one call. layout: of its plan; None where that has none."""
+
+    __slots__ = ("_copies", "_lease", "_pages", "layout")
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self._lease: Lease | None = None
+        self._pages: dict[str, _Page] = {}
+        self._copies: dict[str, Copy] = {}
+
+    @property
+    def has_pages(self) -> bool:
+        """Is anything on the host?"""
+        return bool(self._pages)
+
+    def page_out(self, name: str, *tensors: torch.Tensor) -> None:
+        """Begin to copy the storage of `tensors` to the host.
+
+        Raises StalePlan while a CUDA graph is captured, HostMemoryError where there is no room for
+        one more call in flight."""
+        storage = tensors[0].untyped_storage()
+        if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StalePlan(
+                "this plan pages activations to the host, which cannot be captured in a CUDA "
+                "graph: copies out of one graph and into another share events. Plan without host"
+            )
+        for tensor in tensors:
+            assert tensor.untyped_storage().data_ptr() == storage.data_ptr(), name
+        assert self.layout is not None and storage.nbytes() <= self.layout.sizes[name], name
+        looks = tuple(map(_Look.of, tensors))
+        self._pages[name] = _Page(storage.nbytes(), storage.device, looks)
+        self._copies[name] = self._arena.begin_out(self._offset(name), storage)
+
+    def paged_out(self, name: str) -> None:
+        """From here on its memory may be freed."""
+        self._copies.pop(name).wait()
+
+    def page_in(self, name: str) -> tuple[torch.Tensor, ...]:
+        """Allocate its storage, and begin to copy it back; the tensors, not to be read yet."""
+        page = self._pages[name]
+        if self._arena.process != os.getpid():
+            raise BackwardError(
+                "the forward of this call ran before the process was forked, and its activations "
+                "are on the host, where they are the parent's; run forward and backward in one"
+            )
+        storage = new_storage(page.size_bytes, page.device)
+        self._copies[name] = self._arena.begin_in(self._offset(name), storage)
+        return tuple(look.on(storage) for look in page.looks)
+
+    def paged_in(self, name: str) -> None:
+        """From here on its tensors may be read."""
+        self._copies.pop(name).wait()
+
+    @property
+    def _arena(self) -> Arena:
+        if self._lease is None:
+            assert self.layout is not None
+            self._lease = self.layout.pool.take(self.layout.size_bytes)
+        return self._lease.arena
+
+    def _offset(self, name: str) -> int:
+        assert self.layout is not None
+        return self.layout.offsets[name]
+
+    def let_go_of_pages(self, kept: object = None) -> None:
+        """What is on the host is not needed any more. kept: what holds memory that copies may still
+        be on their way to."""
+        for copy in self._copies.values():
+            copy.outlive((kept, self._lease))
+        self._copies.clear()
+        self._pages.clear()
+        self._lease = None
+
+    def end_copies(self) -> None:
+        """An error lets go of memory: wait for what is copied."""
+        for copy in self._copies.values():
+            try:
+                copy.wait()
+            except Exception:  # the one that is on its way says enough
+                continue
+        self._copies.clear()
