@@ -22,12 +22,12 @@ from rockplan.paging.files import FileArena
 from rockplan.paging.pages import Pages
 from rockplan.runtime.planned_state import bind_now, programs_of
 from rockplan.runtime.program import PlannedProgram, build_program
-from rockplan.values.copies import Link, paged, with_copies
+from rockplan.values.copies import HostLink, paged, with_copies
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.plan import Plan
 from rockplan.values.schedule import Compute, Free, Schedule, with_frees
 
-LINK = Link(1_000_000_000, 1_000_000_000)
+LINK = HostLink(1_000_000_000, 1_000_000_000)
 POISON = 0xFF
 """In every byte: no number as a float, -1 as an integer."""
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rockplan.codegen.paged import STORE, copy_of, leaving
+from rockplan.codegen.paged import copy_of, leaving
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.lifetimes import taken_over
+from rockplan.values.copies import STORE
 from rockplan.values.graph import (
     Call,
     CDGraph,

@@ -17,7 +17,7 @@ from rockplan.errors import InvalidInput
 from rockplan.paging.arenas import pool_of
 from rockplan.paging.pages import Layout, Pages
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import CDGraph
+from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.interface import Interface, OutputLeaf
 from rockplan.values.schedule import Schedule
 
@@ -69,7 +69,8 @@ def build(
     position = {v: i for i, v in enumerate(interface.residents)}
     outputs = tuple(interface.outputs[i] for i in interface.results)
     targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
-    devices = {v.spec.device for v in graph.values}
+    on_device = (v for v in graph.values if graph.data[v.data].kind is not DataKind.HOST)
+    devices = {v.spec.device for v in on_device}
     layout = _layout(code, host_path)
     if layout is not None and not again:
         layout.reserve()

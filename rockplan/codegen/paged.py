@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from rockplan.values.copies import FETCH, STORE
 from rockplan.values.graph import Call, CDGraph, ComputeNode
 from rockplan.values.schedule import Compute, Schedule
-
-STORE, FETCH = "host.store.default", "host.fetch.default"
 
 
 def copy_of(node: ComputeNode) -> Call | None:
@@ -21,9 +20,9 @@ def copy_of(node: ComputeNode) -> Call | None:
 
 
 def leaving(graph: CDGraph, schedule: Schedule) -> Mapping[int, Sequence[Call]]:
-    """Position of a computation -> calls that store what it makes."""
+    """Position of a computation -> calls that store what it makes, in the order of their nodes."""
     made: dict[int, int] = {}
-    stores: defaultdict[int, list[Call]] = defaultdict(list)
+    stores: defaultdict[int, dict[int, Call]] = defaultdict(dict)
     for position, event in enumerate(schedule.events):
         if not isinstance(event, Compute):
             made.pop(event.data, None)
@@ -31,7 +30,7 @@ def leaving(graph: CDGraph, schedule: Schedule) -> Mapping[int, Sequence[Call]]:
         node = graph.nodes[event.node]
         call = copy_of(node)
         if call is not None and call.op == STORE:
-            stores[made[node.reads[0]]].append(call)
+            stores[made[node.reads[0]]][node.index] = call
         for data in node.writes:  # a re-execution drops its copy of what is alive
             made.setdefault(data, position)
-    return stores
+    return {position: [of[i] for i in sorted(of)] for position, of in stores.items()}

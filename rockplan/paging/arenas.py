@@ -60,6 +60,8 @@ class ArenaPool:
     def __init__(self, make: Callable[[int], Arena]) -> None:
         self._make = make
         self._free: list[Arena] = []
+        # Held here, or a garbage collection that finds a lease would end its arena with it.
+        self._used: list[Arena] = []
         self._lock = threading.RLock()  # a lease may end while this thread takes one
 
     def take(self, size_bytes: int) -> Lease:
@@ -70,13 +72,15 @@ class ArenaPool:
             if fits:
                 arena = min(fits, key=lambda a: a.size_bytes)
                 self._free.remove(arena)
-                return Lease(self, arena)
-            # What is too small makes room for it.
-            self._free.clear()
-        return Lease(self, self._make(size_bytes))
+            else:
+                self._free.clear()  # what is too small makes room for it
+                arena = self._make(size_bytes)
+            self._used.append(arena)
+        return Lease(self, arena)
 
     def give_back(self, arena: Arena) -> None:
         with self._lock:
+            self._used.remove(arena)
             self._free.append(arena)
 
 

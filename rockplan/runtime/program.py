@@ -31,10 +31,9 @@ class PlannedProgram:
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
     the budget has room; call: what it was planned for, in words; adapted_from: digest of the graph
-    whose plan was adapted to this one's, which has other operations, if one was; host_path: folder of what it pages
-    to the host, on the CPU. Copies share
-    everything but the constants; a pickle holds the plan as data, and the code is generated again
-    from it.
+    whose plan was adapted to this one's, which has other operations, if one was; host_path: folder
+    of what it pages to the host, on the CPU. Copies share everything but the constants; a pickle
+    holds the plan as data, and the code is generated again from it.
     """
 
     plan: Plan
