@@ -20,7 +20,7 @@ from rockplan.paging.files import FileArena
 from rockplan.paging.pinned import PinnedArena
 
 
-class Copy(Protocol):
+class PageCopy(Protocol):
     """One that was begun."""
 
     def wait(self) -> None:
@@ -37,10 +37,10 @@ class Arena(Protocol):
     size_bytes: int
     process: int
 
-    def begin_out(self, offset_bytes: int, storage: torch.UntypedStorage) -> Copy:
+    def begin_out(self, offset_bytes: int, storage: torch.UntypedStorage) -> PageCopy:
         """Copy a storage to a place in the arena, as soon as it is computed."""
 
-    def begin_in(self, offset_bytes: int, storage: torch.UntypedStorage) -> Copy:
+    def begin_in(self, offset_bytes: int, storage: torch.UntypedStorage) -> PageCopy:
         """Fill a storage from a place in the arena."""
 
 

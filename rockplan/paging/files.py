@@ -34,7 +34,7 @@ def submit(direction: str, work: Callable[[], None]) -> Future[None]:
 
 
 class FileCopy:
-    """As `arenas.Copy`."""
+    """As `arenas.PageCopy`."""
 
     def __init__(self, done: Future[None]) -> None:
         self._done = done

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rockplan.errors import BackwardError, StalePlan
-from rockplan.paging.arenas import Arena, ArenaPool, Copy, Lease
+from rockplan.paging.arenas import Arena, ArenaPool, Lease, PageCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Pages:
         self.layout: Layout | None = None
         self._lease: Lease | None = None
         self._pages: dict[str, _Page] = {}
-        self._copies: dict[str, Copy] = {}
+        self._copies: dict[str, PageCopy] = {}
 
     @property
     def has_pages(self) -> bool:

@@ -37,7 +37,7 @@ def _runtime() -> Any:
 
 
 class StreamCopy:
-    """As `arenas.Copy`. stream: on which its memory was allocated."""
+    """As `arenas.PageCopy`. stream: on which its memory was allocated."""
 
     def __init__(self, done: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         self._done, self._stream = done, stream
