@@ -156,13 +156,6 @@ def flagged(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
     return h
 
 
-def tabled(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
-    if module.table is None:
-        module.table = torch.arange(4.0)
-        return h + module.table
-    return h * module.table
-
-
 SAMPLE = torch.randn(3, 4)
 MARKED = torch.randn(3, 4)
 MARKED.fake_device = "cpu"  # type: ignore[attr-defined]
@@ -181,7 +174,6 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], Any]] = {
         lambda module, h, x: (h, x[0]), torch.randn(3, 4, requires_grad=True)
     ),
     "cached change": (flagged, SAMPLE),
-    "another table": (tabled, SAMPLE),
     "iterator as an argument": (lambda module, h, x: h, iter([SAMPLE])),
 }  # fmt: skip
 

@@ -16,8 +16,8 @@ from benchmarks import zoo
 
 EQUAL = (
     "transformers/causal-lm/llama",
-    "transformers/causal-lm/mamba",
-    "transformers/causal-lm/qwen3_moe",
+    "transformers/causal-lm/granitemoehybrid",
+    "transformers/causal-lm/phimoe",
     "transformers/causal-lm/doge",
     "transformers/masked-lm/deberta-v2",
     "transformers/masked-lm/modernbert",

@@ -60,17 +60,10 @@ _ARRAYS = (bytearray, array, numpy.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """An owner, and how it holds elements. One that no name leads to (a cell, a context variable)
-    is in addresses: copies of what refers to it refer to it as well, and a pickle to nothing."""
+    """An owner, and how it holds elements."""
 
     owner: Any
     kind: Kind
-
-    def __deepcopy__(self, memo: object) -> Holder:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return object, ()
 
     @property
     def elements(self) -> list[Element]:
@@ -78,10 +71,6 @@ class Holder:
 
     def write(self, elements: list[Element]) -> None:
         self.kind.write(self.owner, elements)
-
-    def get(self, key: Any) -> Any:
-        """`ABSENT` where there is none."""
-        return dict(self.elements).get(key, ABSENT)
 
     def put(self, key: Any, value: object) -> None:
         """`value` beside what else there is; none for `ABSENT`."""

@@ -151,7 +151,6 @@ class Planned(HasPlans):
             state.told.add(CHECKPOINT)
             warn_of_checkpoint(self)
         warn_of_dispatch_modes()
-        assignments.take_back(self, state.assigned)
         leaves, input_spec = trees.tree_flatten((args, kwargs))
         key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():

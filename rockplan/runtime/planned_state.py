@@ -16,7 +16,7 @@ from rockplan.runtime.bound_program import BoundProgram, bind
 from rockplan.runtime.guards import ModuleSignature, signature_holds
 from rockplan.runtime.program import MakeProgram, PlannedProgram
 from rockplan.runtime.watch import Watch
-from rockplan.values.interface import Assignment, Precedent
+from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
 
 # Planning exchanges tensors of the module and functions of libraries, and moves random generators,
@@ -49,7 +49,6 @@ class PlannedState:
     precedent: Precedent | None = None
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False
-    assigned: list[Assignment] = field(default_factory=list)
     is_off: bool = False
     told: set[str] = field(default_factory=set)
     is_original_said: bool = False
@@ -60,10 +59,8 @@ class PlannedState:
         left = bound.program.interface.assignments
         if not left:
             return
-        self.assigned += [one for one in left if not any(one is known for known in self.assigned)]
         assignments.put(module, left)
-        is_settled = all(one.is_overwritten for one in left)
-        if not is_settled and not any(
+        if not any(
             other.program is bound.program and signature_holds(other.signature)
             for other in self.programs.get(key, ())
         ):

@@ -23,7 +23,7 @@ from rockplan.errors import BackwardError, InfeasibleBudget, StalePlan
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.python_state.sharding import is_sharded
-from rockplan.runtime import assignments, parametrizations
+from rockplan.runtime import parametrizations
 from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
 from rockplan.runtime.call_checks import (
     SHARDING,
@@ -231,9 +231,7 @@ class Situation:
 
         It is planned with the parameters and buffers that the call had, which eager's graph keeps:
         `functional_call` has put the module's own back when backward begins."""
-        module: Any = self.planned
-        left = assignments.taken_back(module, module._rockplan.assigned)
-        with PLANNING, paused_collection(), with_tensors_of(self.bound.signature), left:
+        with PLANNING, paused_collection(), with_tensors_of(self.bound.signature):
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:

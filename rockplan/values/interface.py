@@ -89,20 +89,15 @@ class Question:
 Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
 """How to come to an element of a holder of Python's: ('module', path of a submodule), ('file',
 name of an imported one) or ('class', the class), then attributes and items: ('attribute', name) or
-('item', key or position); ('all', None) for all elements of a list, a queue or a set. In this
-process alone: ('holder', a `python_state.holders.Holder`), then ('element', its key)."""
+('item', key or position); ('all', None) for all elements of a list, a queue or a set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each call leaves at an address, outside of tensors or in a table of constants; `ABSENT`
-    where it leaves nothing. before: what was there when the call was captured; is_overwritten: the
-    forward leaves it whatever was there, and reads nothing of that."""
+    """What each call leaves at an address, outside of tensors; `ABSENT` where nothing is left."""
 
     address: Address
-    value: object
-    before: object
-    is_overwritten: bool = False
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing import essence, modes, own_gradients
+from rockplan.graph_builder.tracing import modes, own_gradients
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -36,7 +36,6 @@ from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
 from rockplan.graph_builder.tracing.repeated_calls import (
-    is_overwritten,
     refuse_another_call,
     refuse_cached_changes,
     refuse_changes,
@@ -45,11 +44,11 @@ from rockplan.graph_builder.tracing.repeated_calls import (
 )
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
 from rockplan.graph_builder.tracing.stored_state import (
-    Tables,
+    RunTensors,
     assignments_of,
-    no_tables,
+    refuse_cached,
     refuse_kept_arguments,
-    tables_of,
+    refuse_stored,
 )
 from rockplan.graph_builder.tracing.tensor_questions import Questions
 from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
@@ -82,7 +81,7 @@ def record(sample: Sample) -> Capture | Interrupted:
     leftovers = Leftovers()
     try:
         with leftovers.forgotten_by_errors():
-            recorded: Capture | Interrupted = _with_tables(sample, leftovers)
+            recorded: Capture | Interrupted = _recorded(sample, leftovers)
     except Interrupted as interrupted:
         # Its frames hold functions that hold the recording.
         interrupted.__traceback__ = interrupted.__context__ = None
@@ -96,32 +95,7 @@ def record(sample: Sample) -> Capture | Interrupted:
     return recorded
 
 
-_RUNS = 3
-"""The first may make tables that the forward keeps, the second finds them; what it makes in the
-third as well is made anew by each call."""
-
-
-def _with_tables(call: Sample, leftovers: Leftovers) -> Capture:
-    """Record `call`; where the forward keeps tables of constants that it has made, make them for
-    real, let it keep those, and record it again."""
-    made: list[Tables] = []
-    try:
-        for _ in range(_RUNS):
-            recorded = _recorded(call, leftovers, made[-1] if made else None)
-            if isinstance(recorded, Capture):
-                kept = (one for tables in made for one in tables.assignments)
-                return replace(recorded, assignments=(*kept, *recorded.assignments))
-            made.append(recorded)
-            recorded.put_in_place()
-        raise made[-1].unstable()
-    finally:
-        for tables in reversed(made):
-            tables.take_back()
-
-
-def _recorded(call: Sample, leftovers: Leftovers, before: Tables | None) -> Capture | Tables:
-    """One recording; or the tables that it made and that its forward keeps, if there are any.
-    before: those that are there already, made by the recording before this one."""
+def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
     recording = _Recording.of(call, leftovers)
     recorder, stand_ins, snapshot = recording.recorder, recording.stand_ins, recording.snapshot
     with (
@@ -137,12 +111,12 @@ def _recorded(call: Sample, leftovers: Leftovers, before: Tables | None) -> Capt
             first = exchanged.forward.run(recorder)
             first, backward = _with_backward(recording, exchanged, first)
             is_as_begun = snapshot.is_as_begun()
-            if before is None and is_as_begun:
-                tables = no_tables(snapshot, recorder, recording.reader, stand_ins.real)
-            else:
-                tables = _made_tables(recording, exchanged.forward, first, before)
-            if tables:
-                return tables
+            reached = snapshot.reached if is_as_begun else exchanged.forward.reached()
+            made = RunTensors(recorder, recording.reader, stand_ins.real)
+            if not is_as_begun:
+                another = functools.partial(_reached_after_another, recording, exchanged.forward)
+                refuse_stored(snapshot, reached, made, another)
+            refuse_cached(reached, made)
             recording.reader.refuse_another_call(recorder)
             ask_places(recorder, exchanged.questions)
             values = without_places(recorder, exchanged.questions)
@@ -278,27 +252,6 @@ def _with_backward(
     return first, backward
 
 
-def _made_tables(
-    recording: _Recording, forward: ForwardCall, first: ForwardRun, before: Tables | None
-) -> Tables:
-    """The tables that the run made and that the forward keeps; raises where it made others than
-    those of `before`."""
-    recorder = recording.recorder
-    tables = tables_of(
-        recording.snapshot,
-        forward.reached(),
-        recorder,
-        recording.reader,
-        recording.stand_ins.real,
-        functools.partial(_reached_after_another, recording, forward),
-    )
-    if tables or before:
-        tables.essence = essence.of(recorder, first.outputs)
-    if before and before.essence != tables.essence:
-        raise before.another()
-    return tables
-
-
 def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reached | None:
     """What can be reached after one more run of the forward; None where that fails."""
     another = recording.another_recorder()
@@ -332,10 +285,7 @@ def _assignments(
         refuse_changes(snapshot, first.changes, second.changes)
         refuse_another_call(snapshot, first, second)
         refuse_fresh_constants(written, another)
-    assignments = assignments_of(snapshot, first.changes)
-    if assignments and is_overwritten(forward, second, recording.another_recorder()):
-        return tuple(replace(one, is_overwritten=True) for one in assignments)
-    return assignments
+    return assignments_of(snapshot, first.changes)
 
 
 def _tensor_names(

@@ -608,14 +608,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
-        "another table",
-        When.NEXT_CALL,
-        "{who} keeps a table in {place}, and the next call does not do the same as this one, "
-        "which a planned run would repeat for ever",
-        f"If only the first call is another one, {RUN_ONCE}",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
-    ),
-    Refusal(
         "attribute of a fake tensor",
         When.MODULE,
         "{tensor} has an attribute '{attribute}', a name that the fake tensors have with which a "

@@ -12,14 +12,11 @@ import torch
 
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import host_random
-from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun
+from rockplan.graph_builder.tracing.forward_call import ForwardRun
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.python_state.contents import is_plain
 from rockplan.python_state.holders import Identity, Place
-from rockplan.python_state.object_slots import Element
 from rockplan.python_state.snapshot import Changes, Snapshot
-from rockplan.values.interface import ABSENT
 
 
 def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
@@ -69,47 +66,6 @@ def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCa
             written.setdefault(recorder.values[value].storage, call)
     storages = ((tensor, recorder.values[value].storage) for value, tensor in recorder.constants)
     return [(tensor, written[storage]) for tensor, storage in storages if storage in written]
-
-
-def is_overwritten(run: ForwardCall, expected: ForwardRun, recorder: Recorder) -> bool:
-    """Does a call leave the same, and do the same, when other data was there before?"""
-    run.stand_ins.make_known(recorder)
-    try:
-        if not _perturbed(run.snapshot, expected.changes):
-            return False
-        with run.as_in_eager(recorder):
-            again = run.run(recorder)
-    except Exception:  # what a forward does with such data is its own
-        return False
-    return again.done == expected.done and again.changes == expected.changes
-
-
-def _perturbed(snapshot: Snapshot, changes: Changes) -> bool:
-    """Put other data where the forward leaves some. True if there is other data for all of it."""
-    owners = {owner for owner, _ in changes}
-    for held in snapshot.holders:
-        if held.identity in owners:
-            other: list[Element] = []
-            for key, value in held.elements:
-                is_changed = (held.identity, key) in changes or held.kind.step == "all"
-                other.append((key, _other(value) if is_changed else value))
-                if other[-1][1] is ABSENT:
-                    return False
-            held.write(other)
-    return True
-
-
-def _other(value: Any) -> Any:
-    if type(value) is bool:
-        return not value
-    if type(value) in (int, float):
-        return value + 1
-    if type(value) is str:
-        return f"{value}_"
-    if isinstance(value, tuple) and value and is_plain(value):
-        first = _other(value[0])
-        return ABSENT if first is ABSENT else type(value)((first, *value[1:]))
-    return ABSENT
 
 
 def _changed(before: Changes, after: Changes) -> list[tuple[Identity, Any]]:

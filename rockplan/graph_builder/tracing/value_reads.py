@@ -155,16 +155,14 @@ class ValueReader:
             self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
         return known
 
-    def table(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor | None:
-        """`tensor` for real, if it is made of nothing but constants, which nothing changes."""
+    def is_of_constants(self, recorder: Recorder, tensor: torch.Tensor) -> bool:
+        """Is `tensor` made of nothing but constants, which nothing changes?"""
         value = recorder.value(tensor)
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         kept = {v for v in leaves if recorder.values[v].storage not in changed}
-        if not leaves <= constants.keys() & kept or not all(c.is_repeatable for c in calls):
-            return None
-        return evaluate.run([c.call for c in calls], constants)[value]
+        constants = dict(recorder.constants).keys()
+        return leaves <= constants & kept and all(c.is_repeatable for c in calls)
 
     def _environment(
         self,
