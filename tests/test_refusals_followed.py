@@ -313,6 +313,7 @@ ELSEWHERE = {
     "leftover": "what no name leads to; the advice is that of 'kept tensor'",
     "unknown result": "of an operator that is left outside",
     "no rule": "test_foreign_kernels",
+    "distributed tensor": "test_distributed",
     "recurrent layer of cuDNN": "on CUDA alone",
     "write in a checkpoint": "what it says is to leave the checkpoint out",
     "nested tensor": "as 'nested tensor that is given'",
