@@ -9,7 +9,6 @@ say is seen at a small size (`operators.layouts.SEEN`).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -167,15 +166,23 @@ class SizedCalls:
     _forms: dict[object, int] = field(init=False, default_factory=dict)
     _seen: SeenLayouts = field(init=False, default_factory=SeenLayouts)
 
-    def __post_init__(self) -> None:
-        self._see_small()
-        if points := self._points:
-            self._lines |= self._polynomials(points)
-
     @property
     def first(self) -> int:
         """The least batch that is like others: one of one has strides and operators of its own."""
         return min(max(self.least, 2), self.most)
+
+    @property
+    def small(self) -> PricedCall:
+        """A small capture, where the model takes one; the least of those asked for, else. What real
+        kernels lay out is seen there."""
+        length = self.lengths[0]
+        size = min(self.first, 2), None if length is None else min(length, SMALL_LENGTH)
+        try:
+            return self._captured(size)
+        except RockplanError:
+            if size == (self.first, length):
+                raise
+            return self._captured((self.first, length))
 
     def at(self, batch: int, length: int | None = None) -> PricedCall:
         line = self.line(length)
@@ -185,6 +192,9 @@ class SizedCalls:
 
     def line(self, length: int | None = None) -> Line | None:
         """None where storages are not affine in the batch, or there is nothing in between."""
+        if not self._lines and self.small:
+            points = self._points
+            self._lines = self._polynomials(points) if points else {}
         if length not in self._lines:
             is_worth_it = self.most > self.first + 2
             line = self._line(length) if is_worth_it else None
@@ -201,14 +211,6 @@ class SizedCalls:
             form = self._forms.setdefault(form_of(made.graph), len(self._forms))
             self.captured[size] = replace(made, form=form)
         return self.captured[size]
-
-    def _see_small(self) -> None:
-        """What real kernels lay out is seen in a small capture, where the model takes one."""
-        length = self.lengths[0]
-        small = min(self.first, 2), None if length is None else min(length, SMALL_LENGTH)
-        if small != (self.first, length):
-            with contextlib.suppress(RockplanError):
-                self._captured(small)
 
     def _line(self, length: int | None) -> Line | None:
         """By two captures, if they are alike."""

@@ -31,6 +31,7 @@ from rockplan.fitting.allocator import Request, Usage, replay
 from rockplan.fitting.answer import Fit, FitRow
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu, gpu
+from rockplan.fitting.known import answer_key
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, waits_of
 from rockplan.fitting.timeline import SizedTimeline, Timeline, passes_of, timeline_of
@@ -42,7 +43,7 @@ from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
 from rockplan.search import planning
-from rockplan.search.problem import Problem, problem_of_priced
+from rockplan.search.problem import Problem, cache_of, problem_of_priced
 from rockplan.values.graph import CDGraph, as_eager
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
@@ -95,15 +96,19 @@ def fit(
     if options.tile or options.compile:
         raise InvalidInput("fit has no plans with heads in parts or compiled kernels; solve has")
     batches, lengths = _ranges((args, kwargs), sizes or {})
+    # Of an optimizer of the caller's nothing says that it is the same the next time.
+    cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     options = replace(options, cache=False)
     question = _Fitting(given, model, (args, kwargs), on, optimizer, step, options)
     question.refuse_too_small()
     calls = SizedCalls(question.call, *batches, lengths)
-    ways = question.ways(calls)
-    rows = [row for length in lengths for row in question.rows(calls, ways, length)]
-    return Fit(
-        on.name, on.memory_bytes, on.usable_bytes, question.optimizer_name, tuple(rows), NOTES
-    )
+    key = question.key(calls) if cache else {}
+    if cache and (known := cache.answer(key, Fit.from_json)):
+        return known
+    answer = question.answer(calls)
+    if cache:
+        cache.put_answer(key, answer.to_json())
+    return answer
 
 
 def _ranges(
@@ -140,10 +145,6 @@ class _Fitting:
     _smallest: dict[int, Schedule] = field(default_factory=dict)
 
     @property
-    def optimizer_name(self) -> str:
-        return self._steps.name if self._steps else ""
-
-    @property
     def resident(self) -> dict[Holding, int]:
         parameters = _bytes_of(self.model.parameters())
         buffers = _bytes_of(self.model.buffers())
@@ -156,22 +157,43 @@ class _Fitting:
         }
 
     def refuse_too_small(self) -> None:
-        held = sum(self.resident.values())
-        if held > self.on.usable_bytes:
+        room = self.on.usable_bytes - self.resident[Holding.WORKSPACES]
+        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
+        if held > room:
             known = self.known_without_capture()
-            shards = -(-known // self.on.usable_bytes) if self.on.usable_bytes else 0
+            shards = f"no less than {-(-known // room)}" if room > 0 else "no number of"
             raise InvalidInput(
-                f"{self.on} has {format_bytes(self.on.usable_bytes)} beside its context, and "
-                f"parameters and buffers alone take {format_bytes(held)}; with gradients and "
-                f"optimizer {format_bytes(known)}, in no less than {shards} shards"
+                f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
+                f"cuBLAS, and parameters and buffers alone take {format_bytes(held)}; with "
+                f"gradients and optimizer {format_bytes(known)}, which fit in {shards} shards"
             )
 
     def known_without_capture(self) -> int:
         trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
         steps = optimizer_steps(self.optimizer, trained, step=self.step, as_on_cuda=True)
-        return sum(self.resident.values()) + _bytes_of(trained.values()) + steps.state_bytes
+        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
+        return held + _bytes_of(trained.values()) + steps.state_bytes
 
-    def ways(self, calls: SizedCalls) -> dict[str, Way]:
+    def key(self, calls: SizedCalls) -> dict[str, str]:
+        """What the answer depends on."""
+        return answer_key(
+            self.given,
+            self.arguments,
+            calls.small,
+            device=self.on,
+            optimizer=self.optimizer,
+            step=self.step,
+            sizes=(calls.least, calls.most, calls.lengths),
+            options=self.options,
+        )
+
+    def answer(self, calls: SizedCalls) -> Fit:
+        ways = self.ways()
+        rows = [row for length in calls.lengths for row in self.rows(calls, ways, length)]
+        on, name = self.on, self._steps.name if self._steps else ""
+        return Fit(on.name, on.memory_bytes, on.usable_bytes, name, tuple(rows), NOTES)
+
+    def ways(self) -> dict[str, Way]:
         """Those without a search."""
         ways: dict[str, Way] = {"kept whole": _once_a_form(kept_whole)}
         if blocks := repeated_blocks(self.model):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
 import rockplan
-from rockplan import plan_of
+from rockplan import plan_of, what_fits
 from rockplan.captured_calls import arguments, captured_call, problems_of
 from rockplan.captured_sizes import PricedCall, Size, SizedCalls, priced_call, resized
 from rockplan.checkpointing import wrap
@@ -492,7 +493,7 @@ def test_what_does_not_fit_is_refused_with_what_is_known() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU())
         x = torch.empty(8, 4096)
-    with pytest.raises(InvalidInput, match="no less than [2-9] shards"):
+    with pytest.raises(InvalidInput, match="fit in no less than 11 shards"):
         rockplan.fit(model, x, "600MiB")
     for given, said in [
         (("h1000",), "h100-80"),
@@ -525,6 +526,76 @@ def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> No
     )
     exec(compile(code, "fit.md", "exec"), {})
     assert capsys.readouterr().out == shown
+
+
+class Switched(torch.nn.Module):
+    """Goes another way for long sequences, where an attribute says from when on."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.settings = {"most": most}
+        self.inner = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        return (x.exp() if x.shape[1] > self.settings["most"] else x.exp().cos()).sum()
+
+
+def test_an_answer_is_kept_for_what_it_was_given_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time one small capture is all; of a model that is another at other sizes, or an
+    optimizer of the caller's, it is worked out anew."""
+    captured: list[object] = []
+    own = what_fits.priced_call
+
+    def counted(*call: Any) -> PricedCall:
+        captured.append(call)
+        return own(*call)
+
+    monkeypatch.setattr(what_fits, "priced_call", counted)
+    x = torch.zeros(2, 8, 64)
+
+    def captures(most: int = 64, **asked: Any) -> tuple[int, rockplan.Fit]:
+        captured.clear()
+        usual = {"device": "600MiB", "sizes": {0: (2, 64), 1: (8, 128)}, "options": QUICK}
+        found = rockplan.fit(Switched(most), x, **{**usual, **asked})
+        return len(captured), found
+
+    (many, first), (one, second) = captures(), captures()
+    assert many > one == 1
+    assert first == second and str(first) == str(second)
+    for asked in (
+        {"most": 32},
+        {"sizes": {0: (2, 65), 1: (8, 128)}},
+        {"device": "601MiB"},
+        {"optimizer": "sgd"},
+        {"optimizer": torch.optim.AdamW},
+        {"optimizer": torch.optim.AdamW},
+    ):
+        assert captures(**asked)[0] > 1, asked
+    monkeypatch.setattr(Switched, "forward", lambda self, x: self.inner(x).sum())
+    assert captures()[0] > 1
+    everything = replace(QUICK, cache=False)
+    assert captures(options=everything)[0] > 1
+
+
+def test_the_page_of_a_fit_shows_its_frontier(tmp_path: Path) -> None:
+    """A line for each way with a mark for each length, and nothing that runs or is loaded."""
+    file = tmp_path / "fit.html"
+    words = ["fit", "rockplan.examples:transformer", "--gpu", "600MiB", "--batch", "1:64"]
+    result = CliRunner().invoke(
+        app, [*words, "--length", "16:64", "--html", str(file), "--time-limit", "2", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    page = file.read_text()
+    figure = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    ways = dict.fromkeys(row["way"] for row in rows)
+    assert len(figure.findall("polyline")) == len(ways) == 3
+    marks = [mark.findtext("title", "") for mark in figure.findall("circle")]
+    assert len(marks) == sum(row["batch"] > 0 for row in rows) == 9
+    for row, mark in zip(sorted(rows, key=lambda r: [*ways].index(r["way"])), marks, strict=True):
+        assert mark.startswith(f"{row['way']}: batch {row['batch']} of length {row['length']}, ")
+    assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
 
 
 def test_the_command_says_what_the_function_does(capsys: pytest.CaptureFixture[str]) -> None:

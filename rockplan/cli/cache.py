@@ -138,7 +138,12 @@ def _age(entry: Entry) -> str:
 
 def _for(entry: Entry) -> str:
     """The facts of a key that tell entries of one kind apart at a glance."""
-    facts = {"profile": ("profile",), "options": ("block",), "plan": ("graph", "budget")}
+    facts = {
+        "profile": ("profile",),
+        "options": ("block",),
+        "plan": ("graph", "budget"),
+        "answer": ("device", "optimizer", "sizes"),
+    }
     return ", ".join(f"{n} {_short(entry.key.get(n, '?'))}" for n in facts[entry.kind])
 
 

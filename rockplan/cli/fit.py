@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import rockplan
 from rockplan.cli import display
-from rockplan.cli.arguments import Autocast, Json, OnlyLoss, TimeLimit, under_autocast
+from rockplan.cli.arguments import Autocast, Json, NoCache, OnlyLoss, TimeLimit, under_autocast
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
 from rockplan.options import Options
 from rockplan.reports.progress_bars import waiting
+from rockplan.store.plan_file import write_whole
 
 EXAMPLE = "Example: rockplan fit rockplan.examples:transformer --gpu 700MiB --batch 1:64"
 
@@ -63,6 +65,11 @@ def fit(
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
     autocast: Autocast = None,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write a page with the frontier of the ways."),
+    ] = None,
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """The largest batches of MODEL that fit on a GPU, kept whole, checkpointed and planned."""
@@ -72,7 +79,7 @@ def fit(
 
             text = listing()
         else:
-            options = Options(only_loss=only_loss)
+            options = Options(only_loss=only_loss, cache=not no_cache)
             if time_limit is not None:
                 options = replace(options, time_limit_s=time_limit)
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
@@ -81,6 +88,10 @@ def fit(
                 accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
             )
             answer = _answer(model, gpu, optimizer, sizes, step, options, autocast)
+            if html is not None:
+                from rockplan.fitting.page import fit_page
+
+                write_whole(Path(html), fit_page(answer))
             text = answer.to_json() if as_json else str(answer)
     print(text if as_json else display.printable(text))
 

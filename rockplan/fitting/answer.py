@@ -33,6 +33,14 @@ class FitRow:
     overhead: float
     tokens_per_s: float | None
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its line in a table."""
+        length = "" if self.length is None else str(self.length)
+        needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
+        speed = "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
+        return length, self.way, str(self.batch or "-"), *needs, f"{self.overhead:+.1%}", speed
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -74,9 +82,17 @@ class Fit:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
+    @classmethod
+    def from_json(cls, text: str) -> Fit:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        facts = json.loads(text)
+        rows = [{**row, "owners": tuple(map(tuple, row["owners"]))} for row in facts.pop("rows")]
+        notes = tuple(facts.pop("notes"))
+        return cls(**facts, rows=tuple(FitRow(**row) for row in rows), notes=notes)
+
     def __str__(self) -> str:
         head = ("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second")
-        table = [head, *map(_cells, self.rows)]
+        table = [head, *(row.cells for row in self.rows)]
         context = format_bytes(self.device_bytes - self.usable_bytes)
         lines = [
             f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
@@ -85,10 +101,3 @@ class Fit:
             *(line for note in self.notes for line in wrapped(note)),
         ]
         return "\n".join(line.rstrip() for line in lines)
-
-
-def _cells(row: FitRow) -> tuple[str, ...]:
-    length = "" if row.length is None else str(row.length)
-    needs = (format_bytes(row.allocated_bytes), format_bytes(row.reserved_bytes))
-    speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}"
-    return length, row.way, str(row.batch or "-"), *needs, f"{row.overhead:+.1%}", speed

@@ -47,9 +47,9 @@ def html_report(
     everything = explain_plan(made, unplanned=True)
     sections = [
         _summary(made, explanation, everything),
-        _section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
-        _section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
-        _section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
+        section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
+        section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
+        section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
         _owners(explanation),
         _recomputed(explanation),
     ]
@@ -57,12 +57,16 @@ def html_report(
         _data(made, (plan_series(made), *series), measured, eager_measured),
         separators=(",", ":"),
     ).replace("<", "\\u003c")
+    return page(title, sections, _DRAWN.format(data=data, script=_asset("report.js")))
+
+
+def page(title: str, sections: Iterable[str], drawn: str = "") -> str:
+    """drawn: what draws figures, if anything is left to draw."""
     return _PAGE.format(
         title=html.escape(title),
         style=_asset("report.css"),
         sections="\n".join(sections),
-        data=data,
-        script=_asset("report.js"),
+        drawn=drawn,
     )
 
 
@@ -78,12 +82,14 @@ _PAGE = """<!doctype html>
 <body>
 <h1>{title}</h1>
 {sections}
-<div id="tip"></div>
+{drawn}</body>
+</html>
+"""
+
+_DRAWN = """<div id="tip"></div>
 <script type="application/json" id="data">{data}</script>
 <script>
 {script}</script>
-</body>
-</html>
 """
 
 _CURVE_TEXT = "Extra time over eager against peak bytes beyond parameters, gradients and inputs."
@@ -103,7 +109,7 @@ def _asset(name: str) -> str:
     return resources.files("rockplan.reports").joinpath(name).read_text(encoding="utf-8")
 
 
-def _section(identity: str, heading: str, text: str, *content: str) -> str:
+def section(identity: str, heading: str, text: str, *content: str) -> str:
     body = "\n".join(content)
     return (
         f'<section id="{identity}-section">\n<h2>{html.escape(heading)}</h2>\n'
@@ -157,7 +163,7 @@ def _basis(plan: Plan) -> str:
     )
 
 
-def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> str:
+def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> str:
     """heads: (title, is it a column of numbers); cells are HTML already."""
     classes = [' class="number"' if number else "" for _, number in heads]
     head = "".join(
@@ -172,7 +178,7 @@ def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> 
 
 
 def _owners(explanation: Explanation) -> str:
-    shares = _table(
+    shares = table(
         (("share", True), ("bytes", True), ("tensors", True), ("of", False)),
         (
             (
@@ -192,14 +198,14 @@ def _owners(explanation: Explanation) -> str:
         ("kind", False),
         ("why, and what to drop it", False),
     )
-    tenants = _table(heads, (_tenant_row(t, explanation) for t in explanation.tenants))
+    tenants = table(heads, (_tenant_row(t, explanation) for t in explanation.tenants))
     text = (
         f"Every byte that is alive at the peak, {format_bytes(explanation.peak_bytes)} at "
         f"{explanation.peak_operation}."
     )
     summary = f"Each of {len(explanation.tenants)} tensors"
     each = f"<details><summary>{summary}</summary>\n{tenants}\n</details>"
-    return _section("owners", "What owns the peak", text, shares, each)
+    return section("owners", "What owns the peak", text, shares, each)
 
 
 def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
@@ -214,7 +220,7 @@ def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
 
 def _recomputed(explanation: Explanation) -> str:
     if not explanation.recomputations:
-        return _section("recomputed", "Recomputed operations", "No operation runs again.")
+        return section("recomputed", "Recomputed operations", "No operation runs again.")
     heads = (
         ("operation", False),
         ("times", True),
@@ -236,10 +242,10 @@ def _recomputed(explanation: Explanation) -> str:
         ("makes", True),
         ("buys", True),
     )
-    groups = _table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(explanation)))
-    table = _table(heads, map(_recomputation_row, costly))
-    each = f"<details><summary>Each of {len(costly)} operations</summary>\n{table}\n</details>"
-    return _section("recomputed", "Recomputed operations", text, groups, each)
+    groups = table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(explanation)))
+    operations = table(heads, map(_recomputation_row, costly))
+    each = f"<details><summary>Each of {len(costly)} operations</summary>\n{operations}\n</details>"
+    return section("recomputed", "Recomputed operations", text, groups, each)
 
 
 def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Cache: profiles, options of blocks and plans on disk, so that nothing is made twice.
+"""Cache: profiles, options of blocks, plans and answers on disk, so that nothing is made twice.
 
 One JSON document for each entry (`documents`), named by the digest of what it depends on (its key);
 an entry of a profile is named by its content too, so that what several processes measure at once
@@ -30,12 +30,13 @@ from rockplan.values.profile import Profile
 
 T = TypeVar("T")
 
-KINDS = ("profile", "options", "plan")
+KINDS = ("profile", "options", "plan", "answer")
 
 _PARSERS: dict[str, Callable[[str], object]] = {
     "profile": documents.parse_profile,
     "options": documents.parse_family,
     "plan": plan_file.parse_plans,
+    "answer": documents.parse_answer,
 }
 
 _NAME = r"[0-9a-f]{40}"
@@ -112,6 +113,21 @@ class Cache:
 
     def put_plan(self, key: Key, plan: Plan) -> None:
         self._write(self._path("plan", key), plan_file.dump_plans([plan], key))
+
+    def answer(self, key: Key, read: Callable[[str], T]) -> T | None:
+        """What `read` makes of the text that was put there."""
+
+        def parse(text: str, key: Key) -> T:
+            answer = documents.parse_answer(text, key)
+            try:
+                return read(answer)
+            except (KeyError, TypeError, ValueError) as error:
+                raise PlanFormatError(f"an answer that says something else: {error!r}") from error
+
+        return self._read(self._path("answer", key), parse, key)
+
+    def put_answer(self, key: Key, answer: str) -> None:
+        self._write(self._path("answer", key), documents.dump_answer(answer, key))
 
     def entries(self) -> Iterator[Entry]:
         """Every file of the cache, read and checked as far as it can be without its model."""

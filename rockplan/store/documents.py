@@ -229,3 +229,15 @@ def _read_family(document: dict[str, Any]) -> OptionFamily:
         natural(document["solves"]),
         flag(document["is_complete"]),
     )
+
+
+# Answers
+
+
+def dump_answer(answer: str, key: Key | None = None) -> str:
+    """answer: a text that whoever asks can read."""
+    return dump("answer", {"answer": answer}, key)
+
+
+def parse_answer(text: str, key: Key | None = None) -> str:
+    return parse(text, "answer", lambda document: text_of(document["answer"]), key)

@@ -1,0 +1,108 @@
+"""Known: answers that were given before, by what they depend on.
+
+takes: a model, a sample, a small capture, what was asked. returns: the key of an answer, None where
+nothing tells whether it would be the same. guarantees: it has the source of this package, versions,
+the graph of a small call to the byte, and of each module its class, the file that its class is
+written in, and its plain attributes, also inside of containers and configurations: what decides
+the graphs of other sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.python_state import trees
+from rockplan.store import documents
+from rockplan.store.fingerprint import planner
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
+_VALUES = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_DEPTH = 6
+_OF_TORCH = "torch.nn."
+
+
+def answer_key(model: nn.Module, sample: object, graph: object, **asked: object) -> dict[str, str]:
+    """graph: of a small call; asked: what else the answer depends on, by name, as values whose
+    `repr` says all of them."""
+    return {
+        "planner": planner(),
+        "torch": str(torch.__version__),
+        "model": _digest(_lines(model)),
+        "sample": _digest(map(repr, map(_of_argument, trees.tree_leaves(sample)))),
+        "graph": _digest([repr(graph)]),
+        **{name: repr(value) for name, value in asked.items()},
+    }
+
+
+def _digest(lines: Any) -> str:
+    return documents.digest([*lines])
+
+
+def _lines(model: nn.Module) -> Iterator[str]:
+    seen = set[int]()
+    for name, module in model.named_modules():
+        kind = type(module)
+        yield f"{name}: {kind.__module__}.{kind.__qualname__} {module.training}"
+        for of in kind.__mro__:
+            if not of.__module__.startswith(_OF_TORCH):
+                yield _source(of)
+        own = (item for item in vars(module).items() if not item[0].startswith("_"))
+        yield from (f"{name}.{key} = {_described(value, seen)}" for key, value in own)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    for name, tensor in tensors:
+        yield f"{name}: {_shape(tensor)}"
+
+
+@functools.cache
+def _source(kind: type) -> str:
+    """Digest of the file that a class is written in; its name where there is none."""
+    try:
+        path = inspect.getsourcefile(kind)
+        return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return f"{tuple(tensor.shape)} {strides} {tensor.dtype} {tensor.requires_grad}"
+
+
+def _of_argument(leaf: Any) -> object:
+    """Numbers decide what is computed; floating-point ones do not."""
+    if not isinstance(leaf, torch.Tensor):
+        return _described(leaf)
+    if leaf.is_meta or leaf.dtype.is_floating_point or leaf.layout is not torch.strided:
+        return _shape(leaf)
+    content = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return _shape(leaf), hashlib.sha256(content.tobytes()).hexdigest()
+
+
+def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> str:
+    """Plain values, what containers and other objects hold of them, each once, and the names of
+    classes."""
+    if isinstance(value, _PLAIN + _VALUES):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return _shape(value)
+    seen = set() if seen is None else seen
+    if isinstance(value, nn.Module) or not depth or id(value) in seen:
+        return type(value).__qualname__
+    seen.add(id(value))
+    if code := getattr(value, "__code__", None):
+        return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {len(code.co_consts)}"
+    if isinstance(value, list | tuple | set | frozenset):
+        inside = [_described(v, seen, depth - 1) for v in value]
+        return f"[{', '.join(sorted(inside) if isinstance(value, set | frozenset) else inside)}]"
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    pairs = (f"{k!r}: {_described(v, seen, depth - 1)}" for k, v in held.items())
+    return f"{type(value).__qualname__} {{{', '.join(pairs)}}}"
