@@ -9,6 +9,7 @@ say is seen at a small size (`operators.layouts.SEEN`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -41,6 +42,9 @@ SMALL_LENGTH = 64
 
 POINTS = 3
 """Lengths that decide a polynomial of second degree."""
+
+_numbers = itertools.count()
+"""Of forms, so that no two of different models are the same."""
 
 CHECKED_BYTES = 1 << 27
 """Of inputs and of what is computed from their values, at most, in the capture of a large batch:
@@ -95,11 +99,13 @@ class PricedCall:
 def priced_call(
     module: nn.Module, arguments: Arguments, options: Options, rates: tuple[float, float]
 ) -> PricedCall:
-    """One capture, with times of a device of these bytes and operations a second."""
+    """One capture, with times of a device of these bytes and operations a second; with the head in
+    parts where the options say so and there is one."""
     # Which order needs least depends on sizes.
     options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
-        lowered = captured_call(ModuleCall(module, *arguments), options, is_asked=False).lowered
+        source = captured_call(ModuleCall(module, *arguments), options)
+    lowered = (source.in_parts or source).lowered
     graph = lowered.graph
     keys = call_keys(graph)
     profile = roofline(graph, *rates, keys)
@@ -208,7 +214,7 @@ class SizedCalls:
                 made = self.capture(size)
             finally:
                 SEEN.reset(token)
-            form = self._forms.setdefault(form_of(made.graph), len(self._forms))
+            form = self._forms.setdefault(form_of(made.graph), next(_numbers))
             self.captured[size] = replace(made, form=form)
         return self.captured[size]
 

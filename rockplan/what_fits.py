@@ -8,6 +8,7 @@ finds memory for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +40,7 @@ from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
+from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
@@ -58,6 +60,8 @@ NOTES = (
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
 _USUAL_RATES = (1e12, 5e13)
+
+KEPT = "kept whole"
 
 Scheduled = tuple[CDGraph, Schedule]
 Way = Callable[[PricedCall], Scheduled]
@@ -93,15 +97,19 @@ def fit(
     given = unplanned(model) if isinstance(model, nn.Module) else model
     model = twin_of(given) if isinstance(given, nn.Module) else given
     args, kwargs = arguments(model, with_values(sample_input), with_values(sample_kwargs))
-    if options.tile or options.compile:
-        raise InvalidInput("fit has no plans with heads in parts or compiled kernels; solve has")
+    if options.compile:
+        raise InvalidInput(
+            "which kernels the compiler makes is known on the device that they are made for: "
+            "rockplan.plan(model, sample, budget, options=Options(compile=True)) says there what "
+            "one batch needs; fit has no rows with compiled kernels"
+        )
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Of an optimizer of the caller's nothing says that it is the same the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     options = replace(options, cache=False)
     question = _Fitting(given, model, (args, kwargs), on, optimizer, step, options)
     question.refuse_too_small()
-    calls = SizedCalls(question.call, *batches, lengths)
+    calls = SizedCalls(question.whole, *batches, lengths)
     key = question.key(calls) if cache else {}
     if cache and (known := cache.answer(key, Fit.from_json)):
         return known
@@ -179,7 +187,7 @@ class _Fitting:
         return answer_key(
             self.given,
             self.arguments,
-            calls.small,
+            calls.small.graph,
             device=self.on,
             optimizer=self.optimizer,
             step=self.step,
@@ -188,30 +196,38 @@ class _Fitting:
         )
 
     def answer(self, calls: SizedCalls) -> Fit:
-        ways = self.ways()
-        rows = [row for length in calls.lengths for row in self.rows(calls, ways, length)]
+        ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
+        if blocks := repeated_blocks(self.model):
+            ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
+        planned = self._planned_calls(calls)
+        rows = [
+            row
+            for length in calls.lengths
+            for row in _Length(self, calls, ways, planned, length).rows()
+        ]
         on, name = self.on, self._steps.name if self._steps else ""
         return Fit(on.name, on.memory_bytes, on.usable_bytes, name, tuple(rows), NOTES)
 
-    def ways(self) -> dict[str, Way]:
-        """Those without a search."""
-        ways: dict[str, Way] = {"kept whole": _once_a_form(kept_whole)}
-        if blocks := repeated_blocks(self.model):
-            ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
-        return ways
+    def _planned_calls(self, calls: SizedCalls) -> dict[str, SizedCalls]:
+        """By names of rows. With the head in parts, where that is asked for, as many at all sizes;
+        where there is no such head, a line on the logger says so."""
+        if not self.options.tile:
+            return {"rockplan": calls}
+        parts = MOST_PARTS if self.options.tile is True else self.options.tile
+        capture = functools.partial(self._call, options=replace(self.options, tile=parts))
+        in_parts = SizedCalls(capture, calls.least, calls.most, calls.lengths)
+        planned = {"rockplan": calls, f"rockplan, head in {parts} parts": in_parts}
+        return planned if in_parts.small.graph.tiles else {"rockplan": calls}
 
-    def rows(self, calls: SizedCalls, ways: Mapping[str, Way], length: int | None) -> list[FitRow]:
-        kept = ways["kept whole"]
-        rows = [self._simple(name, way, kept, calls, length) for name, way in ways.items()]
-        wanted = max(rows, key=lambda row: row.batch)
-        return [*rows, self._planned(calls, kept, ways[wanted.way], wanted.batch, length)]
+    def whole(self, size: Size) -> PricedCall:
+        return self._call(size, replace(self.options, tile=False))
 
-    def call(self, size: Size) -> PricedCall:
+    def _call(self, size: Size, options: Options) -> PricedCall:
         batch, length = size
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
         try:
-            return priced_call(self.model, call, self.options, self._rates)
+            return priced_call(self.model, call, options, self._rates)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
             error.args = (
@@ -228,32 +244,18 @@ class _Fitting:
         flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
         return self.on.bandwidth_gb_s * 1e9, flops * 1e12
 
-    def _planned(
-        self, calls: SizedCalls, kept: Way, other: Way, wanted: int, length: int | None
-    ) -> FitRow:
-        """By the smallest plan of a length before, where that fits the batch that `other` does; or
-        else by one of its own. At the batch that fits, a plan for what is left of the device."""
-        batch = self._largest(self._replayed, calls, length) if self._smallest else -1
-        if batch < wanted:
-            call = calls.at(max(wanted, calls.first), length)
-            found = self._least(call, simulate(*other(call)).peak_bytes)
-            self._smallest[call.form] = found
-            batch = self._largest(self._replayed, calls, length)
-        call = calls.at(batch or calls.least, length)
-        graph, schedule = self._replayed(call)
-        if batch:
-            schedule = self._faster(call, schedule)
-        return self._row("rockplan", (graph, schedule), kept, calls, (batch, length))
-
-    def _replayed(self, call: PricedCall) -> Scheduled:
+    def replayed(self, call: PricedCall) -> Scheduled:
         """The smallest plan that was found last; one of its own for a call that is not like the
         others, such as one of a single sample."""
-        if call.form not in self._smallest:
-            self._smallest[call.form] = self._least(call)
+        if not self.has_smallest(call):
+            self.find_smallest(call)
         return call.graph, self._smallest[call.form]
 
-    def _least(self, call: PricedCall, enough_bytes: int = 0) -> Schedule:
-        """The smallest plan: by the relaxation alone, where that leads to less than enough."""
+    def has_smallest(self, call: PricedCall) -> bool:
+        return call.form in self._smallest
+
+    def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
+        """By the relaxation alone, where that leads to no more than enough."""
         problem = self._problem(call)
         plans: list[Plan] = []
         for without in (BESIDE_THE_RELAXATION, ()):
@@ -266,7 +268,7 @@ class _Fitting:
                     break
         least = min(plans, key=lambda plan: plan.peak_bytes)
         schedule = planning.waiting(least, problem.waits).schedule
-        return in_eager_order_of(problem.graph, schedule)
+        self._smallest[call.form] = in_eager_order_of(problem.graph, schedule)
 
     def _plan(self, call: PricedCall, budget: Budget) -> Schedule:
         problem = self._problem(call)
@@ -279,7 +281,7 @@ class _Fitting:
         waits = waits_of(graph, call.interface) if self.step.in_backward else ()
         return replace(problem, waits=waits)
 
-    def _timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
+    def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
         gradients = first_gradients(graph, call.interface)
         if self._steps is None:
             named = dict(self.given.named_parameters(remove_duplicate=False))
@@ -295,76 +297,13 @@ class _Fitting:
             set_to_none=self.step.set_to_none,
         )
 
-    def _simple(
-        self, name: str, way: Way, kept: Way, calls: SizedCalls, length: int | None
-    ) -> FitRow:
-        batch = self._largest(way, calls, length)
-        call = calls.at(batch or calls.least, length)
-        return self._row(name, way(call), kept, calls, (batch, length))
-
-    def _row(self, name: str, made: Scheduled, kept: Way, calls: SizedCalls, size: Size) -> FitRow:
-        """size: of no batch where none fits, then figures are of the least."""
-        batch, length = size
-        call = calls.at(batch or calls.least, length)
-        found = self._timeline(call, *made)
-        kept_ns, time_ns = simulate(*kept(call)).time_ns, simulate(*made).time_ns
-        tokens = (batch or calls.least) * (length or 1)
-        usage = _usage(found, self.on.usable_bytes if batch else None)
-        peak = found.peak
-        allocator_bytes = usage.reserved_peak_bytes - peak.size_bytes
-        return FitRow(
-            length=length,
-            way=name,
-            batch=batch,
-            allocated_bytes=usage.allocated_peak_bytes,
-            reserved_bytes=usage.reserved_peak_bytes,
-            owners=(
-                *((owner.value, size) for owner, size in peak.owners.items() if size),
-                ("allocator", allocator_bytes),
-            ),
-            overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
-            tokens_per_s=tokens / time_ns * 1e9 if self.on.tflops and time_ns else None,
-        )
-
-    def _largest(self, way: Way, calls: SizedCalls, length: int | None) -> int:
-        """The largest batch whose timeline finds memory, by bisection: what a smaller one does not
-        find a larger one does not, either. 0 if there is none."""
-        timeline, most = self._timelines(way, calls, length)
-        fitting, beyond = calls.least - 1, most + 1
-        tried = most
-        while fitting + 1 < beyond:
-            if self._fits(timeline(tried)):
-                fitting = tried
-            else:
-                beyond = tried
-            tried = (fitting + beyond) // 2
-        return fitting if fitting >= calls.least else 0
-
-    def _timelines(
-        self, way: Way, calls: SizedCalls, length: int | None
-    ) -> tuple[Callable[[int], Timeline], int]:
-        """Of one length by batch, and the largest batch whose bytes may fit."""
-
-        def timeline(batch: int) -> Timeline:
-            call = calls.at(batch, length)
-            return self._timeline(call, *way(call))
-
-        line = calls.line(length)
-        if line is None or calls.first == calls.most:
-            return timeline, calls.most
-        sized = SizedTimeline(calls.first, timeline(calls.first), timeline(calls.first + 1))
-        if not sized.is_of_one_kind:
-            return timeline, calls.most
-        most = sized.most(self.on.usable_bytes, (calls.first, calls.most))
-        return (lambda batch: sized.at(batch) if batch >= calls.first else timeline(batch)), most
-
-    def _fits(self, timeline: Timeline) -> bool:
+    def fits(self, timeline: Timeline) -> bool:
         usable_bytes = self.on.usable_bytes
         if timeline.peak.size_bytes > usable_bytes:
             return False
         return _usage(timeline, usable_bytes).failed_at is None
 
-    def _faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
+    def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
         """A plan for what is left of the device, where that fits."""
         gradients = first_gradients(call.graph, call.interface)
         alive = sum(self.resident.values()) + call.input_bytes
@@ -374,7 +313,102 @@ class _Fitting:
             faster = self._plan(call, Budget(size_bytes=max(self.on.usable_bytes - alive, 1)))
         except InfeasibleBudget:
             return schedule
-        return faster if self._fits(self._timeline(call, call.graph, faster)) else schedule
+        return faster if self.fits(self.timeline(call, call.graph, faster)) else schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """The rows of one length. calls: of the whole model; planned: those that are planned."""
+
+    question: _Fitting
+    calls: SizedCalls
+    ways: Mapping[str, Way]
+    planned: Mapping[str, SizedCalls]
+    length: int | None
+
+    def rows(self) -> list[FitRow]:
+        largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
+        rows = [
+            self._row(name, self.calls, batch, self.ways[name]) for name, batch in largest.items()
+        ]
+        most = max(largest, key=lambda name: largest[name])
+        for name, calls in self.planned.items():
+            batch = self._largest_planned(calls, self.ways[most], largest[most])
+            rows.append(
+                self._row(name, calls, batch, self._fastest if batch else self.question.replayed)
+            )
+        return rows
+
+    def _row(self, name: str, calls: SizedCalls, batch: int, way: Way) -> FitRow:
+        """batch: 0 where none fits, then figures are of the least."""
+        question, samples = self.question, batch or calls.least
+        call = calls.at(samples, self.length)
+        graph, schedule = way(call)
+        found = question.timeline(call, graph, schedule)
+        time_ns = simulate(graph, schedule).time_ns
+        kept_ns = simulate(*self.ways[KEPT](self.calls.at(samples, self.length))).time_ns
+        usage = _usage(found, question.on.usable_bytes if batch else None)
+        peak = found.peak
+        tokens_per_ns = samples * (self.length or 1) / max(time_ns, 1)
+        return FitRow(
+            length=self.length,
+            way=name,
+            batch=batch,
+            allocated_bytes=usage.allocated_peak_bytes,
+            reserved_bytes=usage.reserved_peak_bytes,
+            owners=(
+                *((owner.value, size) for owner, size in peak.owners.items() if size),
+                ("allocator", usage.reserved_peak_bytes - peak.size_bytes),
+            ),
+            overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
+            tokens_per_s=tokens_per_ns * 1e9 if question.on.tflops and time_ns else None,
+        )
+
+    def _fastest(self, call: PricedCall) -> Scheduled:
+        return call.graph, self.question.faster(call, self.question.replayed(call)[1])
+
+    def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
+        """By the smallest plan of a length before, where that fits the batch that `other` does; or
+        else by one of its own."""
+        question = self.question
+        if question.has_smallest(calls.at(calls.first, self.length)):
+            batch = self._largest(question.replayed, calls)
+            if batch >= wanted:
+                return batch
+        size = max(wanted, calls.first), self.length
+        question.find_smallest(calls.at(*size), simulate(*other(self.calls.at(*size))).peak_bytes)
+        return self._largest(question.replayed, calls)
+
+    def _largest(self, way: Way, calls: SizedCalls) -> int:
+        """The largest batch whose timeline finds memory, by bisection: what a smaller one does not
+        find a larger one does not, either. 0 if there is none."""
+        timeline, most = self._timelines(way, calls)
+        fitting, beyond = calls.least - 1, most + 1
+        tried = most
+        while fitting + 1 < beyond:
+            if self.question.fits(timeline(tried)):
+                fitting = tried
+            else:
+                beyond = tried
+            tried = (fitting + beyond) // 2
+        return fitting if fitting >= calls.least else 0
+
+    def _timelines(self, way: Way, calls: SizedCalls) -> tuple[Callable[[int], Timeline], int]:
+        """By batch, and the largest batch whose bytes may fit."""
+
+        def timeline(batch: int) -> Timeline:
+            call = calls.at(batch, self.length)
+            return self.question.timeline(call, *way(call))
+
+        line = calls.line(self.length)
+        if line is None or calls.first == calls.most:
+            return timeline, calls.most
+        sized = SizedTimeline(calls.first, timeline(calls.first), timeline(calls.first + 1))
+        if not sized.is_of_one_kind:
+            return timeline, calls.most
+        usable_bytes = self.question.on.usable_bytes
+        most = sized.most(usable_bytes, (calls.first, calls.most))
+        return (lambda batch: sized.at(batch) if batch >= calls.first else timeline(batch)), most
 
 
 def _once_a_form(make: Callable[[CDGraph], Scheduled]) -> Way:

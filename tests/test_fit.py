@@ -398,6 +398,35 @@ def test_a_single_sample_that_goes_another_way_has_a_plan_of_its_own() -> None:
     )
 
 
+class Scaled(torch.nn.Module):
+    """Without a product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).exp().sum()
+
+
+def test_heads_in_parts_fit_more() -> None:
+    """Logits of a large vocabulary are most of the memory; a model without a head has no such
+    row."""
+    case = models.llama(layers=1, width=16, batch=2, length=32, vocabulary=5000)
+    options = replace(QUICK, only_loss=True, tile=True)
+    sizes = {0: (2, 512)}
+    found = rockplan.fit(case.model, dict(case.kwargs), "700MiB", sizes=sizes, options=options)
+    assert [row.way for row in found.rows][-2:] == ["rockplan", "rockplan, head in 32 parts"]
+    whole, in_parts = found.rows[-2:]
+    assert 2 < whole.batch < in_parts.batch
+    assert whole.allocated_bytes < found.usable_bytes >= in_parts.reserved_bytes
+    x = torch.zeros(2, 8, 64)
+    rows = rockplan.fit(Scaled(), x, "700MiB", options=options).rows
+    assert [row.way for row in rows] == ["kept whole", "rockplan"]
+    with pytest.raises(InvalidInput, match=r"options=Options\(compile=True\)"):
+        rockplan.fit(Switched(64), x, "700MiB", options=replace(QUICK, compile=True))
+
+
 def test_the_optimizer_steps_as_on_a_gpu() -> None:
     """With temporaries of all parameters at once, whatever device the model is on; an optimizer of
     the caller's may be of parameters without memory."""

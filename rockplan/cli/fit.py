@@ -11,7 +11,7 @@ import typer
 
 import rockplan
 from rockplan.cli import display
-from rockplan.cli.arguments import Autocast, Json, NoCache, OnlyLoss, TimeLimit, under_autocast
+from rockplan.cli.arguments import Autocast, Json, NoCache, OnlyLoss, Tile, TimeLimit, under_autocast
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
@@ -64,6 +64,7 @@ def fit(
     ] = False,
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
+    tile: Tile = False,
     autocast: Autocast = None,
     html: Annotated[
         str | None,
@@ -79,7 +80,7 @@ def fit(
 
             text = listing()
         else:
-            options = Options(only_loss=only_loss, cache=not no_cache)
+            options = Options(only_loss=only_loss, tile=tile, cache=not no_cache)
             if time_limit is not None:
                 options = replace(options, time_limit_s=time_limit)
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
