@@ -11,7 +11,15 @@ import typer
 
 import rockplan
 from rockplan.cli import display
-from rockplan.cli.arguments import Autocast, Json, NoCache, OnlyLoss, Tile, TimeLimit, under_autocast
+from rockplan.cli.arguments import (
+    Autocast,
+    Json,
+    NoCache,
+    OnlyLoss,
+    Tile,
+    TimeLimit,
+    under_autocast,
+)
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
