@@ -66,8 +66,8 @@ class Options:
     what is compared bit for bit is a plan of the same kernels where nothing runs again; results,
     gradients and buffers are compared with eager's, too, and CheckFailed is raised where they are
     further than 1e-3 of their norm, 0.1 where anything is of 16 bits, or generators end elsewhere.
-    cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
-    platform's cache folder), so that planning again measures and solves nothing.
+    cache: keep profiles, options of blocks, plans and answers of `fit` on disk (ROCKPLAN_CACHE_DIR,
+    else the platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: how long integer programs may raise the lower bound that the certificate
     states, within time_limit_s, after the search; not where the relaxation is enough. The plan does
     not depend on it.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import rockplan
+from rockplan.fitting.answer import Fit
 from rockplan.store import documents
 from rockplan.store.cache import KINDS, Cache
 from rockplan.store.documents import dump_family, dump_profile, parse_family, parse_profile
@@ -58,7 +59,7 @@ def rewrite(path: Path, change: dict[str, Any]) -> None:
 
 def test_the_second_plan_measures_and_solves_nothing(folder: Path) -> None:
     first = make_plan()
-    assert {p.parent.name for p in entries(folder)} == set(KINDS)
+    assert {p.parent.name for p in entries(folder)} == {*KINDS} - {"answer"}
     with hearing() as stages:
         assert make_plan() == first
     assert stages <= WITHOUT_SEARCH
@@ -463,12 +464,22 @@ def test_several_processes_plan_at_once(folder: Path) -> None:
     assert not list(folder.rglob("*.part"))
 
 
+def test_an_answer_that_says_something_else_is_set_aside(folder: Path) -> None:
+    cache, key = Cache(folder), {"device": "t4"}
+    cache.put_answer(key, "17")
+    assert cache.answer(key, int) == 17 and cache.answer({"device": "l4"}, int) is None
+    with pytest.warns(UserWarning, match="set aside"):
+        assert cache.answer(key, Fit.from_json) is None
+    assert cache.answer(key, int) is None
+
+
 # Looking after it
 
 
 def test_entries_say_what_they_depend_on_and_what_is_wrong(folder: Path) -> None:
     make_plan()
     cache = Cache(folder)
+    cache.put_answer({"device": "t4"}, "said")
     assert {e.kind for e in cache.entries()} == set(KINDS)
     assert not any(e.problem for e in cache.entries())
     (plan,) = (e for e in cache.entries() if e.kind == "plan")

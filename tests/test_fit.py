@@ -483,6 +483,7 @@ def padded(case: models.Case) -> models.Case:
 def test_lengths_between_captures_are_those_of_captures(name: str) -> None:
     """Three lengths and a check by the greatest: 8 captures, and one that is small, for five."""
     calls, capture = sized_calls(ATTENTION[name](), 2, 16, (8, 12, 16, 32, 64, 128))
+    assert calls.line(64)
     assert {length for _, length in calls.captured} == {8, 16, 32, 128}
     for size in ((5, 64), (9, 128), (16, 16)):
         assert calls.at(*size).numbers == capture(size).numbers

@@ -84,7 +84,8 @@ class Fit:
 
     @classmethod
     def from_json(cls, text: str) -> Fit:
-        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_json`. Raises AttributeError, KeyError, TypeError or ValueError for
+        anything else."""
         facts = json.loads(text)
         rows = [{**row, "owners": tuple(map(tuple, row["owners"]))} for row in facts.pop("rows")]
         notes = tuple(facts.pop("notes"))

@@ -121,7 +121,7 @@ class Cache:
             answer = documents.parse_answer(text, key)
             try:
                 return read(answer)
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise PlanFormatError(f"an answer that says something else: {error!r}") from error
 
         return self._read(self._path("answer", key), parse, key)
