@@ -75,13 +75,15 @@ TASKS: tuple[tuple[Task, ...], ...] = (
         *(_task("warm", name, 90) for name in ("llama", "resnet-50", "gpt2-large")),
         *(_task("fault", name, 60) for name in ("eager", "compiled")),
     ),
+    # Paging to the host: the link, then times and peaks beside other ways to offload.
+    (_task("host", "llama", 120),),
     # Peaks and times beside torch.compile.
     (_task("compiled", "llama", 140),),
     (_task("compiled", "resnet-50", 60),),
     (_task("compiled", "gpt2-large", 90),),
     tuple(
         _task("tests", name, 240)
-        for name in ("test_cuda", "test_cuda_compiled", "test_cuda_kernels")
+        for name in ("test_cuda", "test_cuda_compiled", "test_cuda_kernels", "test_cuda_paging")
     ),
     *((_task("stack", name, 60),) for name in STACK),
     # Bytes of whole steps, side by side: nothing is timed here, either.

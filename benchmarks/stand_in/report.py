@@ -31,7 +31,13 @@ from benchmarks.gpu_worker import lines_of
 from benchmarks.stand_in.run import environment
 
 REPORT = Path(__file__).parent.parent / "results" / "cuda.md"
-TESTS = ("test_stand_in", "test_cuda", "test_cuda_kernels", "test_cuda_compiled")
+TESTS = (
+    "test_stand_in",
+    "test_cuda",
+    "test_cuda_kernels",
+    "test_cuda_compiled",
+    "test_cuda_paging",
+)
 TEST_S, MODEL_S = 3600.0, 900.0
 FAR_16_BITS, FAR = 2e-2, 1e-5
 """From eager's operators, at most: those round to 16 bits where a kernel does not."""
