@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
@@ -134,11 +134,12 @@ class HostWays(Ways):
 @contextlib.contextmanager
 def late_copies() -> Iterator[None]:
     """Copies begin late."""
-    with pytest.MonkeyPatch.context() as patch:
-        for number, name in enumerate(("begin_out", "begin_in")):
-            patch.setattr(PinnedArena, name, _late(getattr(PinnedArena, name), number))
-        submit = files.submit
-        patch.setattr(files, "submit", lambda way, work: submit(way, lambda: _slowly(work)))
+    submit = files.submit
+    with (
+        mock.patch.object(PinnedArena, "begin_out", _late(PinnedArena.begin_out, 0)),
+        mock.patch.object(PinnedArena, "begin_in", _late(PinnedArena.begin_in, 1)),
+        mock.patch.object(files, "submit", lambda way, work: submit(way, partial(_slowly, work))),
+    ):
         yield
 
 
@@ -159,7 +160,7 @@ def _slowly(work: Callable[[], None]) -> None:
 def link(device: torch.device) -> Row:
     """GB/s: one way, both at once, and both beside products, and how much these take longer."""
     name = "cuda:0" if device.type == "cuda" else "cpu"
-    size_bytes = (256 if device.type == "cuda" else 16) << 20
+    size_bytes = (512 if device.type == "cuda" else 16) << 20
     lease = pool_of(name).take(2 * size_bytes)
     storages = [new_storage(size_bytes, name) for _ in range(2)]
     # Pages exist when they were written once.
