@@ -50,11 +50,14 @@ class HostModel:
     wanted_mib: tuple[int, ...]
 
 
+SMALL = partial(language, models.llama, layers=4, width=256, batch=8, length=256)
+"""Whose storages are worth a copy."""
+
 MODELS = {
-    "llama": HostModel(partial(language, LLAMA), partial(language, models.llama), (2117,)),
+    "llama": HostModel(partial(language, LLAMA), SMALL, (2117,)),
     "wide": HostModel(
         partial(language, LLAMA, layers=4, width=4096, key_value_heads=8, batch=1, length=8192),
-        partial(language, models.llama),
+        SMALL,
         (3446,),
     ),
 }
