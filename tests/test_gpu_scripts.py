@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_fit, gpu_stack
+from benchmarks import gpu, gpu_fit, gpu_host, gpu_stack
 from benchmarks.gpu import Report, Task
 from benchmarks.gpu_table import line, table
 from benchmarks.gpu_worker import Row, TimeLimit, TimeUp, tried
 from testing.gpu_cases import case_of
+from tests.paging import page
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,6 +123,26 @@ def test_blocks_under_fully_shard_on_one_device() -> None:
     assert said["plain"]["equal"] == said["planned"]["equal"] == "equal"
     assert said["planned"]["peak_bytes"] < said["plain"]["peak_bytes"]
     assert said["planned"]["ms"] > 0
+
+
+def test_the_link_and_what_pages_beside_it_on_cpu() -> None:
+    device = torch.device("cpu")
+    row = gpu_host.link(device)
+    assert min(row[f"{way}_gb_a_second"] for way in ("out", "in", "both")) > 0
+    case = gpu_host.language(gpu_host.models.llama)
+    ways = gpu_host.HostWays(case, ())
+    (stage,) = ways.stages()
+    said: Row = {}
+    within = "rockplan, peak of checkpoint"
+    rows = {
+        way: ways.measured(way, stage[way], device, lambda way, row: said.update(row))
+        for way in (gpu_host.EAGER, gpu_host.CHECKPOINT, "save_on_cpu", within)
+    }
+    assert {row["difference"] for row in rows.values()} == {0.0}
+    planned = page(ways.made[within])
+    with gpu_host.late_copies():
+        late = gpu_host.gradients(case, planned)
+    assert gpu_host.distance(late, ways.exact) == 0
 
 
 # -- one process -----------------------------------------------------------------------------------
