@@ -10,23 +10,26 @@ from typing import Any
 
 from torch import nn
 
+from rockplan.agreement import Agreement, agreement
 from rockplan.budget import Budget, parse_budget
 from rockplan.captured_calls import (
     arguments,
     calls_of,
     captured_call,
+    group_of,
     largest_call,
     prepared,
     problems_of,
 )
 from rockplan.errors import InfeasibleBudget, RockplanError
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.free_memory import in_bytes
+from rockplan.free_memory import agreed_budget, in_bytes
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.parts import named_in_refusals
 from rockplan.programs import (
     advise,
     advised,
+    agreed_plan,
     best_plan,
     least_bytes,
     new_or_known_program,
@@ -73,15 +76,29 @@ def solve(
     what it executes. A module that is planned already is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
-    wanted = in_bytes(parse_budget(budget), model, optimizer)
-    model = unplanned(model)
+    with agreement(group_of(options), model) as agreed:
+        args, kwargs = arguments(model, sample_input, sample_kwargs)
+        wanted = agreed_budget(budget, model, optimizer, agreed)
+        return _solve(unplanned(model), args, kwargs, wanted, replace(options, group=None), agreed)
+
+
+def _solve(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: Budget,
+    options: Options,
+    agreed: Agreement,
+) -> nn.Module:
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program = new_or_known_program(first.of(model), budget=wanted, options=options)
+            program = new_or_known_program(
+                first.of(model), budget=wanted, options=options, agreed=agreed
+            )
         advise(program, options)
         later = replace(wanted, least_bytes=program.plan.budget_bytes)
+        # What training meets, one process may meet alone.
         make = functools.partial(new_or_known_program, budget=later, options=options)
         planned = planned_modules.planned_module(
             model,
@@ -93,7 +110,7 @@ def solve(
             on_infeasible=options.on_infeasible,
             outputs_chosen=options.differentiated is not None,
         )
-        _plan_ahead(planned, others, make)
+        _plan_ahead(planned, others, functools.partial(make, agreed=agreed))
         return planned
 
 
@@ -114,15 +131,22 @@ def plan(
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
-    wanted = in_bytes(parse_budget(budget), model, optimizer)
-    call = largest_call(model, args, kwargs, options)
-    with named_in_refusals(model), call.named_in_errors():
-        with outside_of_initialization():
-            source = captured_call(call.of(model), options)
-            problems = problems_of(source, options)
-        with advised(call.of(model), source, options):
-            return plan_as_asked(problems, wanted, options)
+    with agreement(group_of(options), model) as agreed:
+        args, kwargs = arguments(model, sample_input, sample_kwargs)
+        wanted = agreed_budget(budget, model, optimizer, agreed)
+        options = replace(options, group=None)
+        call = largest_call(model, args, kwargs, options)
+        with named_in_refusals(model), call.named_in_errors():
+            with outside_of_initialization():
+                source = captured_call(call.of(model), options)
+
+            def make() -> Plan:
+                with outside_of_initialization():
+                    problems = problems_of(source, options)
+                with advised(call.of(model), source, options):
+                    return plan_as_asked(problems, wanted, options)
+
+            return agreed_plan(source, wanted, options, agreed, make)
 
 
 def plan_each(

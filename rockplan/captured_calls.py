@@ -134,6 +134,13 @@ def check_options(options: object) -> None:
         )
 
 
+def group_of(options: object) -> Any:
+    """With which processes to plan. Raises InvalidInput for what are no options."""
+    check_options(options)
+    assert isinstance(options, Options)
+    return options.group
+
+
 def calls_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:

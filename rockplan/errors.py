@@ -39,6 +39,10 @@ class MissingLibrary(RockplanError, ImportError):
     """Something that was asked for needs an optional library that is not installed."""
 
 
+class OtherRankFailed(RockplanError, RuntimeError):
+    """Another process, which plans with this one, has failed, or does not answer."""
+
+
 class CaptureError(RockplanError, RuntimeError):
     """The model cannot be captured as one static graph.
 

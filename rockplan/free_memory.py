@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rockplan.budget import Budget
+from rockplan.agreement import Agreement
+from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget
 from rockplan.fitting.allocator import rounded
 from rockplan.fitting.changes import left_alive, peak_of
@@ -62,6 +63,19 @@ def in_bytes(budget: Budget, model: nn.Module, optimizer: OptimizerLike = None) 
             f"shall be left: {left}. Free memory on the device, or plan a smaller model"
         )
     return replace(budget, is_auto=False, reserve_bytes=0, size_bytes=left_bytes)
+
+
+def agreed_budget(
+    budget: object, model: nn.Module, optimizer: OptimizerLike, agreed: Agreement
+) -> Budget:
+    """The budget, where it is 'auto' the least bytes of all processes that plan together. Errors
+    are those of `in_bytes` and `parse_budget`."""
+    parsed = parse_budget(budget)
+    wanted = in_bytes(parsed, model, optimizer)
+    if not parsed.is_auto:
+        return wanted
+    sizes = agreed.gathered(str(parsed), wanted.size_bytes or 0)
+    return replace(wanted, size_bytes=min(sizes.values()))
 
 
 def _device(model: nn.Module) -> torch.device:

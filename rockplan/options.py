@@ -91,6 +91,11 @@ class Options:
     solver: of the integer programs of blocks, by its name in PuLP, such as 'GUROBI'; where it is
     not installed, InvalidInput names those at hand. The relaxation of the whole graph and bounds
     stay with HiGHS.
+    group: processes that plan together (torch.distributed.group.WORLD): one of those with the same
+    graph measures and solves for all, and its plan or its error goes to all, so that every process
+    of the group has to call the same function. None: the processes among which `fully_shard` has
+    shared the parameters of a model plan its blocks together, and others each for itself. What a
+    call in training plans, it plans by itself.
     tile: plan the head of the model (its largest matrix product, with the loss of it) in parts of
     its rows as well, and take which plan is better: logits of all tokens are never there at once
     then. True: parts by size; a number of at least 2: so many. What is summed over rows, the loss
@@ -114,6 +119,7 @@ class Options:
     sizes: Sizes = ()
     tile: bool | int = False
     solver: str = "HiGHS"
+    group: Any = None
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):

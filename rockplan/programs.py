@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Literal
@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
 from rockplan.captured_calls import CapturedCall, captured_call, problems_of
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
@@ -153,7 +154,10 @@ def plan_as_asked(
     return made
 
 
-def new_or_known_program(call: ModuleCall, *, budget: Budget, options: Options) -> PlannedProgram:
+def new_or_known_program(
+    call: ModuleCall, *, budget: Budget, options: Options, agreed: Agreement = ALONE
+) -> PlannedProgram:
+    """agreed: with other processes that plan the same."""
     source = captured_call(call, options)
     for way in source.ways:
         known = _known(call.module, way)
@@ -163,17 +167,44 @@ def new_or_known_program(call: ModuleCall, *, budget: Budget, options: Options) 
             program = built_program(call, replayed.plan, way, options)
             digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
             return replace(program, adapted_from=digest)
-    return _new_program(call, source, budget, options)
+    return _new_program(call, source, budget, options, agreed)
 
 
 def _new_program(
-    call: ModuleCall, source: CapturedCall, budget: Budget, options: Options
+    call: ModuleCall,
+    source: CapturedCall,
+    budget: Budget,
+    options: Options,
+    agreed: Agreement = ALONE,
 ) -> PlannedProgram:
-    with advised(call, source, options):
-        problems = problems_of(source, options)
-        made = plan_as_asked(problems, budget, options, _is_of_backward(call))
+    def make() -> Plan:
+        with advised(call, source, options):
+            problems = problems_of(source, options)
+            return plan_as_asked(problems, budget, options, _is_of_backward(call))
+
+    made = agreed_plan(source, budget, options, agreed, make)
     way = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles)
     return built_program(call, made, way, options)
+
+
+def agreed_plan(
+    source: CapturedCall,
+    budget: Budget,
+    options: Options,
+    agreed: Agreement,
+    make: Callable[[], Plan],
+) -> Plan:
+    """The plan that `make` makes here, or in another process for the same graphs."""
+    if agreed is ALONE:
+        return make()
+    graphs = [graph_digest(way.lowered.graph, on_any_device=True) for way in source.ways]
+    made = agreed.decided(lambda: (graphs, str(budget), repr(options)), make)
+    graph = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles).lowered.graph
+    digest = graph_digest(graph)
+    outlined = replace(made, graph=outline(made.graph), graph_digest=digest)
+    fitted = fit([outlined], graph, digest, made.torch_version)
+    verify(fitted.graph, fitted.schedule)
+    return replace(fitted, origin=made.origin)
 
 
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:

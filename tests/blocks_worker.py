@@ -171,7 +171,7 @@ def check_peaks(mesh: DeviceMesh) -> None:
     moment in each step; the least of some is what a step needs.)"""
     x = batch(256) + dist.get_rank()
     for mode, (how, then) in MODES.items():
-        model = sharded(Stack(width=64).train(), mesh, **how)
+        model = sharded(Stack(3, 64).train(), mesh, **how)
         model = model if then is None else then(model)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -183,7 +183,7 @@ def check_peaks(mesh: DeviceMesh) -> None:
                     model.set_requires_gradient_sync(exchanges)
                     model(x)["loss"].backward()
 
-            measured = [rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(3)]
+            measured = [rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(2)]
         assert min(measured) <= plan.peak_bytes <= 1.3 * min(measured), (mode, measured, plan)
         assert plan.eager_peak_bytes > 1.4 * plan.peak_bytes, f"{mode}: what blocks keep"
         assert not [w for w in said if "fully_shard" in str(w.message)], mode

@@ -17,9 +17,11 @@ from rockplan.blocks.kinds import CapturedBlock
 from rockplan.budget import MOST_BYTES, Budget
 from rockplan.dp.block_sequence import fastest_options, least_budget
 from rockplan.errors import InfeasibleBudget
+from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.search.boundary import option_within, peak_of
 from rockplan.search.problem import Problem
+from rockplan.store.plan_file import onto
 from rockplan.values.block_sequence import (
     BoundedOption,
     StepMoment,
@@ -27,6 +29,7 @@ from rockplan.values.block_sequence import (
     step_peak_bytes,
     useful_options,
 )
+from rockplan.values.graph import CDGraph
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
 
@@ -40,6 +43,16 @@ class BlockKind:
     eager: BoundedOption
     family: tuple[BoundedOption, ...]
     incoming_bytes: int
+
+    def of(self, graph: CDGraph) -> BlockKind:
+        """For a graph that is the same but for the device that it is on."""
+        if graph.values == self.problem.graph.values:
+            return self
+        priced = onto(graph, self.problem.graph)
+        assert priced is not None, "the digests are equal"
+        digest = graph_digest(priced)
+        problem = replace(self.problem, graph=priced, constrained=priced, graph_digest=digest)
+        return replace(self, problem=problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ class CapturedBlock:
         """Equal for blocks that are planned as one."""
         return self.digest, self.source.hooked
 
+    @property
+    def common_digest(self) -> str:
+        """Equal in all processes that plan the same block, each on a device of its own."""
+        return graph_digest(self.source.lowered.graph, on_any_device=True)
+
 
 def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
     source = captured_call(call, options)

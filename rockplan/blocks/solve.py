@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rockplan.agreement import Agreement, agreement
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
 from rockplan.blocks.inputs import (
@@ -43,8 +44,8 @@ from rockplan.blocks.kinds import (
 from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
-from rockplan.budget import Budget, parse_budget
-from rockplan.captured_calls import arguments, check_options, largest_call
+from rockplan.budget import Budget
+from rockplan.captured_calls import arguments, check_options, group_of, largest_call
 from rockplan.comparison import Loss, device_of, step_of
 from rockplan.errors import (
     CaptureError,
@@ -52,13 +53,13 @@ from rockplan.errors import (
     InvalidInput,
     NothingToDifferentiate,
 )
-from rockplan.free_memory import in_bytes
+from rockplan.free_memory import agreed_budget
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
-from rockplan.python_state.sharding import is_sharded
+from rockplan.python_state.sharding import is_sharded, sharded_modules
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import plan_in_place, take_out
@@ -103,13 +104,32 @@ def solve_blocks(
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
     """
-    given = arguments(model, sample_input, sample_kwargs, says_cache=False)
-    refuse_without_memory(model)
-    _check_options(options)
-    call = largest_call(model, *without_history(*given), options)
-    wanted = in_bytes(parse_budget(budget), model)
-    named = named_blocks(model, blocks)
-    restore_blocks(model)
+    with agreement(group_of(options), model) as agreed:
+        given = arguments(model, sample_input, sample_kwargs, says_cache=False)
+        refuse_without_memory(model)
+        _check_options(options)
+        wanted = agreed_budget(budget, model, None, agreed)
+        options = replace(options, group=None)
+        call = largest_call(model, *without_history(*given), options)
+        named = named_blocks(model, blocks)
+        if sharded_modules(model):
+            _refuse_others(agreed, model, named)
+        restore_blocks(model)
+        _plan_blocks(model, named, call, wanted, loss, options, agreed, are_found=blocks is None)
+    return model
+
+
+def _plan_blocks(
+    model: nn.Module,
+    named: dict[str, nn.Module],
+    call: SizedCall,
+    wanted: Budget,
+    loss: Loss | None,
+    options: Options,
+    agreed: Agreement,
+    *,
+    are_found: bool,
+) -> None:
     programs = BlockPrograms(options)
     if is_sharded(model):
         programs.told.add(SHARDING)
@@ -119,9 +139,10 @@ def solve_blocks(
         call.named_in_errors(),
     ):
         report("looking for the inputs of blocks")
-        are_found = blocks is None
         named, run, left = _blocks_called(model, named, call, loss, are_found)
-        job = _Job(model, call.args, call.kwargs, loss, options, programs, run.written, are_found)
+        job = _Job(
+            model, call.args, call.kwargs, loss, options, programs, run.written, are_found, agreed
+        )
         try:
             job.plan({path: named[path] for path in run.calls}, run.calls, wanted, left)
         except InfeasibleBudget as error:
@@ -130,7 +151,25 @@ def solve_blocks(
             raise
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
-    return model
+
+
+def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
+    """Raise InvalidInput where other processes have other parameters, or other blocks: what is
+    gathered for planning would not fit together."""
+    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    others = agreed.gathered("model", (own, [*named]))
+    different = [rank for rank, (theirs, _) in others.items() if theirs != own]
+    if different:
+        raise InvalidInput(
+            f"ranks {', '.join(map(str, different))} have other parameters than this one, and "
+            "fully_shard gathers them from all; shard and plan the same model on each"
+        )
+    different = [rank for rank, (_, theirs) in others.items() if theirs != [*named]]
+    if different:
+        raise InvalidInput(
+            f"ranks {', '.join(map(str, different))} name other blocks than this one, whose "
+            "parameters fully_shard gathers from all; name the same ones on each"
+        )
 
 
 def _as_a_whole(
@@ -220,7 +259,8 @@ class _MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call of `solve_blocks`. are_found: nobody has named the blocks."""
+    """One call of `solve_blocks`. are_found: nobody has named the blocks; agreed: with other
+    processes."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -230,6 +270,7 @@ class _Job:
     programs: BlockPrograms
     written: tuple[torch.Tensor, ...]
     are_found: bool
+    agreed: Agreement
 
     def plan(
         self,
@@ -309,8 +350,12 @@ class _Job:
         """The blocks by path; and (path, why) of those that are left."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
+        failure: CaptureError | None = None
         for number, (path, block) in enumerate(named.items()):
             report("capturing blocks", number, len(named))
+            if failure is not None:  # other processes gather all blocks
+                with gathered(block):
+                    continue
             try:
                 captured[path] = self._capture(block, calls[path])
             except NothingToDifferentiate:
@@ -318,9 +363,12 @@ class _Job:
             except CaptureError as error:
                 if self.options.on_refused == "error":
                     say_block(error, path)
-                    raise
+                    failure = error
+                    continue
                 left.append((path, str(error)))
                 _LOGGER.warning("block '%s' is left as it is: %s", path, error)
+        if failure is not None:
+            raise failure
         return captured, tuple(left)
 
     def _capture(
@@ -383,7 +431,17 @@ class _Job:
             device_of(self.model),
         )
         _refuse_unreached([*captured], moments)
-        return moments
+        return self._most_of_all(moments)
+
+    def _most_of_all(self, moments: tuple[StepMoment, ...]) -> tuple[StepMoment, ...]:
+        """With the most that is alive in any process whose step does the same."""
+        courses = [(m.keeping, m.running, m.is_backward) for m in moments]
+        outside = [m.outside_bytes for m in moments]
+        every = self.agreed.gathered(("moments", courses), outside).values()
+        return tuple(
+            replace(moment, outside_bytes=max(same))
+            for moment, same in zip(moments, zip(*every, strict=True), strict=True)
+        )
 
     def _step(self, incoming: dict[int, torch.Tensor]) -> None:
         """One step of the sample. incoming: the gradients that its results get, if they are there.
@@ -393,20 +451,37 @@ class _Job:
             incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
-        kinds: dict[Any, BlockKind] = {}
-        for block in captured:
-            if block.kind not in kinds:
-                problem = block_problem(block, self.options)
-                graph = problem.graph
-                incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
-                family = first_options(problem, self.options)
-                measured = thrifty(family)
-                family = tuple(held_like(option, measured) for option in family)
-                kinds[block.kind] = BlockKind(problem, eager_option(graph), family, sum(incoming))
-        return kinds
+        blocks = {block.kind: block for block in captured}
+
+        def key() -> object:
+            keys = [(block.common_digest, sorted(block.source.hooked)) for block in blocks.values()]
+            return "kinds", keys, repr(self.options)
+
+        made = self.agreed.decided(key, lambda: [*map(self._kind, blocks.values())])
+        rows = zip(blocks.items(), made, strict=True)
+        return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
+
+    def _kind(self, block: CapturedBlock) -> BlockKind:
+        problem = block_problem(block, self.options)
+        graph = problem.graph
+        incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
+        family = first_options(problem, self.options)
+        measured = thrifty(family)
+        family = tuple(held_like(option, measured) for option in family)
+        return BlockKind(problem, eager_option(graph), family, sum(incoming))
 
     def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
         """Options of all blocks, from those that are known and those for just this budget."""
+
+        def key() -> object:
+            kinds = [*sequence.kinds]
+            blocks = [kinds.index(block.kind) for block in sequence.blocks]
+            digests = [block.common_digest for block in sequence.blocks]
+            return "options", blocks, digests, budget_bytes, repr(self.options)
+
+        return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes))
+
+    def _chosen_here(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
         if chosen is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 
 from rockplan.values.graph import (
@@ -28,9 +29,12 @@ _NAMED_LITERALS = frozenset({"dtype", "device", "layout", "memory_format"})
 _AS_THEY_ARE = frozenset({type(None), bool, int, str})
 
 
-def digest(content: object) -> str:
-    """sha256 of `content` (nested lists of strings, numbers and None) as canonical JSON."""
+def digest(content: object, on_any_device: bool = False) -> str:
+    """sha256 of `content` (nested lists of strings, numbers and None) as canonical JSON.
+    on_any_device: without the numbers of devices."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    if on_any_device:
+        text = re.sub(r"\b(cuda|xpu|hpu|npu):\d+", r"\1", text)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -78,8 +82,9 @@ def _takeover(takeover: Takeover, local: Mapping[int, int]) -> list[list[int]]:
     return [[local[d] for d in data] for data in (takeover.operands, takeover.results)]
 
 
-def graph_digest(graph: CDGraph) -> str:
+def graph_digest(graph: CDGraph, *, on_any_device: bool = False) -> str:
     """Digest of the captured program: storages, nodes, calls, literals, specs of values, names.
+    on_any_device: equal for what processes run on devices of theirs (cuda:0, cuda:1).
 
     Left out: prices (sizes, times, workspaces), which the digest of the profile covers, source
     lines, which name files, and what may be taken over (`takes_digest`).
@@ -91,7 +96,8 @@ def graph_digest(graph: CDGraph) -> str:
             [_value(v) for v in graph.values],
             [list(graph.outputs), list(graph.held), list(graph.handed), list(graph.dropped)],
             list(graph.eager_order),
-        ]
+        ],
+        on_any_device,
     )
 
 

@@ -144,7 +144,7 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     """
     plans = tuple(plans)
     plan = next((p for p in plans if p.graph_digest == graph_digest), None)
-    fitted = None if plan is None else _onto(graph, plan.graph)
+    fitted = None if plan is None else onto(graph, plan.graph)
     if (
         plan is None
         or fitted is None
@@ -194,7 +194,7 @@ def _deciding(graph: CDGraph) -> CDGraph:
     )
 
 
-def _onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
+def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
     """`graph` with the sizes, times and workspaces of `prices`; None if it is not as large."""
     if len(graph.data) != len(prices.data) or len(graph.nodes) != len(prices.nodes):
         return None

@@ -1,0 +1,247 @@
+"""Agreement: processes that plan the same thing, for all of which one decides.
+
+takes: the ranks that plan together; what each would decide. returns: what one of them has decided.
+guarantees: an error of one is raised on all, with its rank; nobody waits for one that does not
+answer longer than its process group allows, and then it is said who has.
+
+Messages go through the store by which the processes met: that needs no memory of a device, and
+tells who has answered. Processes that have another graph decide among themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from rockplan.errors import InvalidInput, OtherRankFailed, RockplanError
+from rockplan.python_state.sharding import is_distributed
+
+_LOGGER = logging.getLogger("rockplan")
+T = TypeVar("T")
+
+_DONE = "done"
+"""What a process says in place of a key when it has planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error, in words that other processes understand. kind: its class, where it is ours."""
+
+    rank: int
+    kind: type[RockplanError]
+    text: str
+    facts: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> _Failure:
+        text = f"rank {rank} could not plan: "
+        if not isinstance(error, RockplanError):
+            return cls(rank, OtherRankFailed, f"{text}{type(error).__name__}: {error}", {})
+        facts = {k: v for k, v in vars(error).items() if not k.startswith("__")}
+        return cls(rank, type(error), f"{text}{error}", facts)
+
+    def error(self) -> RockplanError:
+        error = self.kind.__new__(self.kind)
+        error.args = (self.text,)
+        vars(error).update(self.facts)
+        return error
+
+
+class Agreement:
+    """Of `ranks`, this one among them, for one call of the public interface. store: None where
+    there is nobody to agree with."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...] = (), store: Any = None):
+        self._rank = rank
+        self._ranks = ranks
+        self._store = store
+        self._step = 0
+        self._done: set[int] = set()
+        self._posted: list[str] = []
+        self._failure: _Failure | None = None
+        self._is_split = False
+
+    def decided(self, key: Callable[[], object], make: Callable[[], T]) -> T:
+        """What `make` gives on the lowest rank with an equal key, or the error that it raises
+        there. key: can be pickled, and so can what is decided."""
+        if self._store is None:
+            return make()
+        alike = [*self.gathered(key(), None)]
+        leader = min(alike)
+        place = f"{self._step} of {leader}"
+        if leader != self._rank:
+            found: T = self._awaited({leader: place})[leader]
+            return found
+        try:
+            made = make()
+        except Exception as error:
+            self._failure = _Failure.of(error, self._rank)
+            self._post(place, self._failure)
+            raise self._failure.error() from error
+        self._post(place, made)
+        return made
+
+    def gathered(self, key: object, value: T) -> dict[int, T]:
+        """The values of all ranks with an equal key, by rank."""
+        if self._store is None:
+            return {self._rank: value}
+        self._step += 1
+        self._post(self._place(self._rank), (key, value))
+        others = [r for r in self._ranks if r != self._rank and r not in self._done]
+        found = self._awaited({r: self._place(r) for r in others})
+        self._done |= {r for r, message in found.items() if message == _DONE}
+        answers = {r: message for r, message in found.items() if message != _DONE}
+        alike = {r: v for r, (other, v) in answers.items() if other == key}
+        if len(alike) < len(answers) and not self._is_split:
+            self._is_split = True
+            _LOGGER.warning(
+                "rank %d plans another model, batch size or budget than ranks %s: ranks that plan "
+                "the same have a plan of their own",
+                self._rank,
+                ", ".join(str(r) for r in answers if r not in alike),
+            )
+        return {self._rank: value, **alike}
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all others; nobody waits for this process any more."""
+        if self._store is not None:
+            self._step += 1
+            failure = self._failure or _Failure.of(error, self._rank)
+            with contextlib.suppress(Exception):  # what the user is to see is `error`
+                self._post(self._place(self._rank), failure)
+                self._post(f"left by {self._rank}", _DONE)
+                # The process may end, and take the store with it.
+                until = time.monotonic() + _LEAVING_S
+                for rank in (r for r in self._ranks if r not in self._done):
+                    while not self._has(f"left by {rank}") and time.monotonic() < until:
+                        time.sleep(_LONGEST_PAUSE_S)
+
+    def end(self) -> None:
+        """Wait until all have planned: one that fails late is an error of all."""
+        if self._store is None:
+            return
+        self._step += 1
+        self._post(self._place(self._rank), _DONE)
+        while others := [r for r in self._ranks if r != self._rank and r not in self._done]:
+            found = self._awaited({r: self._place(r) for r in others})
+            self._done |= {r for r, message in found.items() if message == _DONE}
+            self._step += 1
+        for place in self._posted[:-1]:  # they have been read
+            with contextlib.suppress(Exception):  # not every store can
+                self._store.delete_key(place)
+
+    def _place(self, rank: int) -> str:
+        return f"{self._step} by {rank}"
+
+    def _post(self, place: str, message: object) -> None:
+        with _store_is_there():
+            self._store.set(place, pickle.dumps(message))
+        self._posted.append(place)
+
+    def _has(self, place: str) -> bool:
+        with _store_is_there():
+            return bool(self._store.check([place]))
+
+    def _awaited(self, places: Mapping[int, str]) -> dict[int, Any]:
+        """What the ranks have posted. Raises what one of them has raised; OtherRankFailed where
+        one does not answer."""
+        found: dict[int, Any] = {}
+        allowed: datetime.timedelta = self._store.timeout
+        began, pause_s = time.monotonic(), 0.001
+        while missing := {r: place for r, place in places.items() if r not in found}:
+            # Asked for one by one: a store that waits lets nobody else use its connection.
+            for rank, place in missing.items():
+                if self._has(place):
+                    with _store_is_there():
+                        found[rank] = pickle.loads(self._store.get(place))
+                    if isinstance(found[rank], _Failure):
+                        self._failure = found[rank]
+                        raise self._failure.error()
+            if time.monotonic() - began > allowed.total_seconds():
+                self._done |= {*missing}  # nobody waits for them again
+                raise OtherRankFailed(self._silent([*missing], allowed))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return found
+
+    def _silent(self, missing: list[int], allowed: datetime.timedelta) -> str:
+        answered = [r for r in self._ranks if r not in missing]
+        return (
+            f"ranks {_listed(missing)} did not answer within {allowed.total_seconds():.0f} s while "
+            f"all planned together; ranks {_listed(answered)} did. Look for errors of the former, "
+            "have all of the group call the same function, equally often, or allow more time "
+            "(init_process_group(timeout=...))"
+        )
+
+
+_LONGEST_PAUSE_S = 0.05
+_LEAVING_S = 5.0
+"""How long a process that fails waits for others to notice."""
+
+
+@contextlib.contextmanager
+def _store_is_there() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise OtherRankFailed(
+            "the store by which processes plan together is gone, with the process that keeps it "
+            f"(rank 0, unless torchrun does): {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+ALONE = Agreement(0)
+"""Nobody else is asked."""
+
+_calls: Counter[tuple[int, ...]] = Counter()
+"""Of each set of ranks, how often it has planned together."""
+
+
+@contextlib.contextmanager
+def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agreement]:
+    """That of a process group; without one, of the processes among which parameters of `model` are
+    shared, since these plan together anyway. Raises InvalidInput for what is no group."""
+    ranks = _ranks_of(group, model)
+    if len(ranks) < 2:
+        yield ALONE
+        return
+    _calls[ranks] += 1
+    name = f"rockplan {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {ranks} {_calls[ranks]}"
+    distributed: Any = dist
+    store = distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store())
+    made = Agreement(dist.get_rank(), ranks, store)
+    try:
+        yield made
+    except BaseException as error:
+        made.fail(error)
+        raise
+    made.end()
+
+
+def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, ...]:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidInput(
+            f"Options(group=...) is {group!r}; pass a process group that this process is in, such "
+            "as torch.distributed.group.WORLD once init_process_group has been called"
+        )
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return ()
+    if group is not None:
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    shared: Any = next(filter(is_distributed, model.parameters()), None)
+    return () if shared is None else tuple(sorted(shared.device_mesh.mesh.flatten().tolist()))
