@@ -229,7 +229,7 @@ def beginnings(text: str) -> set[str]:
 
 
 PLAN = ROOT / "docs" / "plan.md"
-SAVE = ["-b", "min", "--save", "plan.json"]
+SAVE = ["-b", "50%", "--save", "plan.json"]
 
 
 def test_the_schema_describes_the_example_and_real_plans() -> None:

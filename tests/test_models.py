@@ -10,7 +10,7 @@ from torch import nn
 
 import rockplan
 from rockplan.values.graph import caller_bytes
-from testing.models import CASES, Case, gpt2, mlp, resnet
+from testing.models import CASES, Case, mlp, resnet
 from testing.training import QUICK, solve_case, train_side_by_side, twin
 
 
@@ -91,7 +91,6 @@ def test_parameters_that_share_a_storage() -> None:
 
 
 SMALL: dict[str, Callable[[], Case]] = {
-    "gpt2": lambda: gpt2(1, width=16, heads=1, vocabulary=16, batch=1, length=8),
     "resnet": lambda: resnet((1,), batch=2, size=16),
     "mlp": lambda: mlp(depth=3),
 }

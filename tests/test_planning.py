@@ -47,7 +47,7 @@ def problem() -> Problem:
 
 @pytest.fixture(scope="module")
 def dense() -> Problem:
-    return prepared("densenet", NO_CACHE)
+    return prepared_case(models.densenet(3, 2, 8, 4, 16), NO_CACHE)
 
 
 @pytest.fixture(scope="module")
