@@ -386,12 +386,12 @@ def _data(frozen: Any) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Is it data that does not change, or a tuple of such?"""
+    """True for immutable data and tuples of such data."""
     return _is_value(value) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 def copied(value: Any) -> Any:
-    """Collections of its own with the same in them."""
+    """Copy a collection, and the collections in it."""
     if isinstance(value, dict):
         return type(value)((k, copied(v)) for k, v in value.items())
     if isinstance(value, list | deque | set):

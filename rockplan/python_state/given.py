@@ -67,8 +67,8 @@ class GivenCall:
         return cls(positions, numbers, tuple(holders), (leaves, objects))
 
     def with_contents(self, result: Any) -> Any:
-        """`result`, if that is all; or with what the forward has left in the caller's objects,
-        which hold again what they held."""
+        """Return `result` with what the forward has put into the caller's containers, which hold
+        their former content after this. Just `result` if there is nothing."""
         contents: dict[Number, Any] = {}
         added: dict[Number, dict[Any, Any]] = {}
         changed: list[_GivenHolder] = []
@@ -105,15 +105,17 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def has_contents(spec: trees.TreeSpec) -> bool:
-    """Is it the structure of a result with what is in containers of the caller's?"""
+    """True if a result of this structure carries the contents of the caller's containers."""
     return spec.type is WithContents or spec.context is WithContents
 
 
 def returned(
     leaves: Sequence[Any], spec: trees.TreeSpec, call: tuple[Any, ...], given: Sequence[Any]
 ) -> Any:
-    """What a planned call returns, after it has left the rest in containers of the caller's. call:
-    its (args, kwargs); given: the leaves of that."""
+    """Return the result of a planned call, and write the other leaves into the caller's containers.
+
+    call: (args, kwargs); given: the leaves of `call`.
+    """
     objects = [*_objects(call)] if has_contents(spec) else []
 
     def real(leaf: Any) -> Any:
@@ -135,8 +137,8 @@ def returned(
 
 
 def as_given(call: tuple[Any, ...], leaves: Sequence[Any], spec: trees.TreeSpec) -> list[Any]:
-    """The leaves of a call, with copies of the objects that a planned call with a result of `spec`
-    writes into: they hold what they held."""
+    """Copy the objects of a call that a planned call with a result of `spec` writes into. Returns
+    the leaves."""
     objects = [*_objects(call)]
     added = trees.tree_unflatten([None] * spec.num_leaves, spec).added
     written = {id(objects[number]) for number, _ in added}
@@ -180,7 +182,7 @@ class _GivenHolder:
 
 
 def _can_be_copied(value: Any) -> bool:
-    """As `as_given` does. (A class may forbid it.)"""
+    """True if `copy.copy` returns an object of the same class. (A class may forbid it.)"""
     try:
         return type(copy.copy(value)) is type(value)
     except Exception:
@@ -188,7 +190,7 @@ def _can_be_copied(value: Any) -> bool:
 
 
 def _holders(number: int, value: Any, is_wrapped: bool) -> Iterator[_GivenHolder]:
-    """Attributes are those of objects that are no containers."""
+    """Yield the holders of one object: items of a container, attributes of another object."""
     if isinstance(value, nn.Module | types.FunctionType | types.ModuleType):
         return
     is_container = isinstance(value, dict | list)

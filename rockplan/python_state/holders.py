@@ -73,7 +73,7 @@ class Holder:
         self.kind.write(self.owner, elements)
 
     def put(self, key: Any, value: object) -> None:
-        """`value` beside what else there is; none for `ABSENT`."""
+        """Set one element; `ABSENT` removes it. Other elements stay."""
         others = {**dict(self.elements), key: value}
         self.write([(k, v) for k, v in others.items() if v is not ABSENT])
 
@@ -110,7 +110,7 @@ class Place:
         return self.module is not None or self.is_callers or self.is_guarded
 
     def inside(self, text: str, step: str | None, key: Any) -> Place:
-        """Where one of its elements is."""
+        """Return the place of an element of this place."""
         address = self.address
         if address is not None:
             kind, root, steps = address
@@ -132,7 +132,7 @@ Identity = tuple[int, int]
 
 
 def identity_of(owner: Any, kind: Kind) -> Identity:
-    """Of a holder, whenever it is reached."""
+    """Return a key that stays the same whenever the holder is reached."""
     known = owner.variables if isinstance(owner, Namespace) else owner
     return id(known), id(kind)
 
@@ -151,7 +151,7 @@ class Held(Holder):
         return identity_of(self.owner, self.kind)
 
     def element(self, key: Any) -> Place:
-        """Where its element is."""
+        """Return the place of an element."""
         step = self.kind.step
         if step == "all":
             step = None if self.kind is SET else "item"
@@ -159,7 +159,7 @@ class Held(Holder):
 
 
 def holder_at(owner: Any, step: str, key: Any) -> Holder:
-    """What holds the element of `owner` at this step of an address. Raises LookupError."""
+    """Find the holder of the element that this step of an address names. Raises LookupError."""
     if isinstance(owner, types.ModuleType):
         return Holder(vars(owner), ITEMS)
     if isinstance(owner, type):
@@ -181,9 +181,10 @@ _KEEPERS = (
 
 
 def kinds_of(value: object) -> list[tuple[Any, Kind]]:
-    """(owner, kind) of what `value` holds and can hold others of; none for what never changes.
+    """List (owner, kind) for each way in which `value` holds elements that can be replaced.
 
-    Of an object with attributes that is no class, function or module of Python's."""
+    Immutable values have none. An object with attributes lists its dictionary as the owner.
+    """
     plain = _PLAIN.get(id(type(value)))
     if plain is not None:
         return [(value, plain)]
@@ -226,7 +227,7 @@ _ALONE = (CELL, CONTEXT, WAITING, TEXT, GENERATOR)
 
 @once_for_each_class
 def _own_kinds(kind: type) -> tuple[Kind, ...]:
-    """How objects of a class hold what is not in attributes."""
+    """List how objects of a class hold elements beside attributes."""
     rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
         (types.CellType, CELL),
         (contextvars.ContextVar, CONTEXT),
@@ -250,7 +251,7 @@ def is_function_cache(value: object) -> bool:
 
 
 def cached_in(cache: Any) -> Iterator[Any]:
-    """What a functools.lru_cache keeps, also in tuples, lists and dictionaries."""
+    """Yield what a functools.lru_cache keeps, also inside of tuples, lists and dictionaries."""
     waiting: list[Any] = gc.get_referents(cache) if cache.cache_info().currsize else []
     seen: set[int] = set()
     while waiting:
@@ -262,7 +263,7 @@ def cached_in(cache: Any) -> Iterator[Any]:
 
 
 def is_keeper(value: object) -> bool:
-    """Is it of a class of a library whose objects are the user's state?"""
+    """True for library classes whose objects are the user's state."""
     return _is_of_keepers(type(value))
 
 
@@ -273,20 +274,20 @@ def _is_of_keepers(kind: type) -> bool:
 
 
 def is_opaque_keeper(value: object) -> bool:
-    """Is it one that comparisons of attributes do not look into?"""
+    """True for keepers that comparisons of attributes do not look into."""
     seen = (*_ARRAYS, *RANDOM, types.CellType, types.SimpleNamespace, argparse.Namespace)
     return is_keeper(value) and not isinstance(value, seen)
 
 
 def is_small(value: Any) -> bool:
-    """May what is in a buffer be copied?"""
+    """True if a buffer is small enough to copy at each recording and compare at each call."""
     if isinstance(value, numpy.ndarray):
         return not value.dtype.hasobject and value.nbytes <= _MAXIMUM_ARRAY_BYTES
     return memoryview(value).nbytes <= _MAXIMUM_ARRAY_BYTES
 
 
 def same_elements(one: list[Element], other: list[Element]) -> bool:
-    """Are they the very same objects, in this order?"""
+    """True if both lists have the same objects in the same order."""
     return len(one) == len(other) and all(map(_is_same, one, other))
 
 

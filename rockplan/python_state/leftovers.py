@@ -39,7 +39,7 @@ class Leftovers:
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
     def note(self, objects: Iterable[object]) -> None:
-        """Tensors among `objects` are not to outlive the recording."""
+        """Remember tensors among `objects`: none of them may outlive the recording."""
         self.made += [weakref.ref(o) for o in objects if isinstance(o, torch.Tensor)]
 
     def alive(self) -> list[torch.Tensor]:
@@ -47,7 +47,8 @@ class Leftovers:
 
     @contextlib.contextmanager
     def forgotten_by_errors(self) -> Iterator[None]:
-        """An exception that leaves keeps nothing that was made in the frames that it has left."""
+        """Clear the frames that an error has left, so that the error keeps no tensor of the
+        recording alive."""
         try:
             yield
         except BaseException as error:
@@ -67,8 +68,11 @@ class Leftovers:
                     del cell.cell_contents
 
     def remove(self) -> str | None:
-        """Where some were still held, which do not hold them any more: the first such place. Caches
-        of functions are emptied, and not named: they fill again."""
+        """Remove tensors of the recording from whatever still holds them. Returns the first holder,
+        None if there was none.
+
+        Function caches are emptied and not named: they fill themselves.
+        """
         # What is young first: nothing has aged while collections were paused, and all that was made
         # when libraries were imported takes longer to look through than a small forward to record.
         for generation in (_YOUNG, _ALL):
@@ -102,7 +106,7 @@ class Leftovers:
 
 
 def _frames_of(error: BaseException | None, seen: set[int]) -> Iterator[types.FrameType]:
-    """Of an error, and of those that it comes from."""
+    """Yield the frames of an error, of its causes and of its contexts."""
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield from (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -111,7 +115,7 @@ def _frames_of(error: BaseException | None, seen: set[int]) -> Iterator[types.Fr
 
 
 def _is_cleared(frame: types.FrameType) -> bool:
-    """Lets it keep no variables; False where it runs."""
+    """Clear the variables of a frame. False if the frame still runs."""
     try:
         frame.clear()
     except RuntimeError:
@@ -123,7 +127,7 @@ def _is_cleared(frame: types.FrameType) -> bool:
 
 
 def _held_once(things: list[Any]) -> list[Any]:
-    """Of `things` those that one other holds, and no more."""
+    """Keep the objects that exactly one other object refers to."""
     example = [object()]
     one_other = [*example]
     (most,) = map(sys.getrefcount, example)
@@ -176,8 +180,8 @@ def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
 
 
 def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, Any]]:
-    """Take these objects out of what refers to them: (what it is, how it holds them, the key of the
-    first) where that can be done."""
+    """Remove these objects from the holders of `referrer`. Returns (referrer, kind, key of the
+    first object) for each holder that was changed."""
     if isinstance(referrer, torch.Tensor | tuple | frozenset):
         return []
     dropped = []
@@ -192,12 +196,12 @@ def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, An
 
 
 def _is_one(element: Element, identities: frozenset[int]) -> bool:
-    """Is the element one of these, or its key?"""
+    """True if the element, or its key, is one of these objects."""
     return not identities.isdisjoint(map(id, element))
 
 
 def _described(owner: Any) -> str:
-    """A dictionary by what it is the attributes, or the global variables, of."""
+    """Describe a dictionary by the object or the file whose variables it holds."""
     if isinstance(owner, dict) and isinstance(owner.get("__name__"), str) and "__spec__" in owner:
         return f"the module {owner['__name__']}"
     for referrer in gc.get_referrers(owner):

@@ -181,7 +181,7 @@ def _cell(owner: types.CellType) -> Any:
 
 
 def slots_held(owner: Any) -> list[Element]:
-    """What is in the slots of an object."""
+    """List the slots of an object that are filled, with their values."""
     held = ((key, _slot(slot, owner)) for key, slot in slots(type(owner)).items())
     return [(key, value) for key, value in held if value is not _NOTHING]
 
@@ -259,7 +259,7 @@ EVERYBODYS = {name: method.__self__ for name, method in _METHODS.items()}
 
 
 def _state(owner: Any) -> Any:
-    """As bytes, which compare; none of random.SystemRandom."""
+    """Return the state of a generator as bytes, which compare; `_NOTHING` for random.SystemRandom."""
     if isinstance(owner, random.SystemRandom):
         return _NOTHING
     if isinstance(owner, random.Random):
@@ -285,7 +285,7 @@ def _rewrite(owner: Any, text: Any) -> None:
 
 
 def _shorten(owner: queue.SimpleQueue[Any], length: int) -> None:
-    """What came last goes."""
+    """Drop the items that came last."""
     items = [owner.get_nowait() for _ in range(owner.qsize())]
     for value in items[:length]:
         owner.put(value)

@@ -84,8 +84,11 @@ def reached(
     kwargs: Mapping[str, Any] | None = None,
     real: Mapping[int, torch.Tensor] | None = None,
 ) -> Reached:
-    """What `forward(*args, **kwargs)` can come to, a forward of `module`. real: identity of a
-    stand-in -> the tensor whose attributes it has."""
+    """Collect everything that `forward(*args, **kwargs)`, a forward of `module`, can reach by
+    names.
+
+    real: identity of a stand-in -> the tensor whose attributes it has.
+    """
     walk = _Walk(real or {}, frozenset(map(id, module.modules())))
     for name, generator in EVERYBODYS.items():
         walk.meet(generator, Place(name, is_guarded=True))
@@ -196,7 +199,8 @@ class _Walk:
             self.meet(value, place.inside(place.text, None, ""))
 
     def _is_old(self, value: Any) -> bool:
-        """Is there nothing to note of it? Names of places take longer to make than all else."""
+        """True if nothing about the object is new. (Building the names of places is what takes
+        time.)"""
         return id(type(value)) in PLAIN or (id(value) in self.seen and not self._is_shared(value))
 
     def _is_shared(self, value: Any) -> bool:
@@ -315,7 +319,7 @@ class _Walk:
 
 
 def _file(variables: dict[str, Any]) -> Place:
-    """Of an imported file the address, by which it can be found again."""
+    """Return the place of a file; an imported file has an address."""
     name = str(variables.get("__name__", "?"))
     is_imported = vars(sys.modules.get(name, object)) is variables if name in sys.modules else False
     address: Address | None = ("file", name, ()) if is_imported else None
@@ -366,7 +370,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def _wrapped(function: Any) -> Iterable[Any]:
-    """What a function, or a member of a class, calls, and passes on."""
+    """List what a function, or a member of a class, calls and passes on."""
     if isinstance(function, types.MethodType):
         return function.__func__, function.__self__
     if isinstance(function, functools.partial | functools.partialmethod):

@@ -64,7 +64,7 @@ class Snapshot:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Snapshot:
-        """Of what `forward(*args, **kwargs)` can come to."""
+        """Take a snapshot of everything that `forward(*args, **kwargs)` can reach."""
         state = reached(module, forward, args, kwargs)
         before = [held.elements for held in state.holders]
         caches = [value for _, value in state.objects if is_function_cache(value)]
@@ -75,7 +75,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Everything is as it was on exit, also after an exception."""
+        """Restore the snapshot on exit, also after an exception."""
         try:
             yield
         finally:
@@ -101,24 +101,24 @@ class Snapshot:
                 tensor.requires_grad_(requires_grad)
 
     def switched_tensor(self) -> Place | None:
-        """Where a tensor is that requires a gradient now and did not, or the other way round."""
+        """Return the place of a tensor whose `requires_grad` has changed, else None."""
         changed = (p for p, t, requires_grad in self.flags if t.requires_grad != requires_grad)
         return next(changed, None)
 
     def add(self, holders: list[Held]) -> None:
-        """Holders that were made for the call."""
+        """Add holders that were made for the call."""
         self.holders += holders
         self.before += [held.elements for held in holders]
 
     def exchange(self, of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Every holder has `of(tensor)` in place of a tensor for which there is one."""
+        """Replace each tensor in every holder by `of(tensor)`, where that is not None."""
         for held, elements in zip(self.holders, self.before, strict=True):
             exchanged = [(replaced(key, of), replaced(value, of)) for key, value in elements]
             if not same_elements(exchanged, elements):
                 held.write(exchanged)
 
     def begin(self) -> None:
-        """The forward begins: changes count from here."""
+        """Start counting changes: the forward begins."""
         self.start = [held.elements for held in self.holders]
 
     def changed(self) -> Iterator[tuple[Held, dict[Any, Any], dict[Any, Any]]]:
@@ -130,7 +130,8 @@ class Snapshot:
                 yield held, _by_key(start), _by_key(now)
 
     def is_as_begun(self) -> bool:
-        """Does every holder hold what it held at the start? Then nothing has come in reach."""
+        """True if every holder holds the objects that it held at the start. Then nothing new can be
+        reached either."""
         return next(self.changed(), None) is None
 
     def changes(self) -> Changes:
@@ -154,20 +155,20 @@ class Snapshot:
         return changes
 
     def grown_cache(self) -> str | None:
-        """The name of a function of the user's whose cache has got results since."""
+        """Return the name of a function of the user's whose cache has grown, else None."""
         for cache, size in self.caches:
             if cache.cache_info().currsize != size and not is_library(cache.__module__):
                 return str(cache.__qualname__)
         return None
 
     def place_of(self, change: tuple[Identity, Any]) -> Place:
-        """Where that is."""
+        """Return the place of a change."""
         owner, key = change
         held = next(held for held in self.holders if held.identity == owner)
         return held.element(key)
 
     def callers_changes(self) -> Iterator[Place]:
-        """Where an argument, or what it holds, is not what it was."""
+        """Yield the places at which an argument, or its content, was changed."""
         for held, start, now in self.changed():
             if held.place.is_callers:
                 keys = [k for k in {**start, **now} if start.get(k, ABSENT) is not now.get(k)]
@@ -179,7 +180,7 @@ def _by_key(elements: list[Element]) -> dict[Any, Any]:
 
 
 def _hashable(key: Any) -> Any:
-    """A key that is equal to itself."""
+    """Return a dictionary key that equals itself: tensors compare by identity."""
     return ("tensor", id(key)) if isinstance(key, torch.Tensor) else key
 
 
@@ -225,7 +226,7 @@ class Found:
 
 
 def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
-    """The elements of holders that are, or are tuples with, tensors that are wanted."""
+    """Find the elements that are wanted tensors, or tuples with such tensors."""
     return [
         Found(held, key, value)
         for held in state.holders
@@ -261,7 +262,7 @@ class Surroundings:
         return cls(elements, state.names, _holds(state.holders, registered))
 
     def changed(self) -> Place | None:
-        """Where there is something else now; None: nowhere."""
+        """Return a place that holds something else now, None if there is none."""
         for held, elements in self.held:
             now = _named(held, self.names)
             if not same_elements(now, elements):

@@ -59,13 +59,13 @@ def objects(node: Any) -> Iterator[Any]:
 
 
 def children(node: Any) -> list[Any] | None:
-    """What a node of a tree holds; None of a leaf."""
+    """Return what a node of a tree holds, None for a leaf."""
     opened = _opened(node)
     return None if opened is None else opened[0]
 
 
 def with_children(node: Any, others: list[Any]) -> Any:
-    """A node like `node` that holds `others`."""
+    """Return a node like `node` that holds `others`."""
     opened = _opened(node)
     assert opened is not None
     return opened[1](others)

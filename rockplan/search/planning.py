@@ -187,8 +187,10 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
 
 
 def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | None:
-    """`schedule` as a plan; None where it is none that is legal and within the budget. Nothing is
-    proven of it but that no plan takes less time than running everything once."""
+    """Make a plan of `schedule`. Returns None if the schedule is illegal or exceeds the budget.
+
+    The plan proves no more than that no plan is faster than running each operation once.
+    """
     graph = problem.constrained
     try:
         verify(graph, schedule)

@@ -38,8 +38,8 @@ def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
 
 
 def best_of(curves: Sequence[Curve]) -> Curve:
-    """Of several ways to plan one call: at each peak the fastest. What is not planned is that of
-    the first."""
+    """Join curves of one call: the fastest plan at each peak. Unplanned peak and digests are those
+    of the first curve."""
     return replace(curves[0], points=useful(p for curve in curves for p in curve.points))
 
 

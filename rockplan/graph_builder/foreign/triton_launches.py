@@ -265,9 +265,11 @@ def _sizes(blocks: Any) -> Grid:
 
 
 def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
-    """The function that says the grid, for configurations that an autotuner of the caller's may
-    take beside its own; what it refers to stays what it is now. None: there is no such function, or
-    it refers to more than numbers and shapes."""
+    """Return the grid function with its closure frozen, for autotuner configurations that appear
+    later.
+
+    Returns None if there is no such function, or if it refers to more than numbers and shapes.
+    """
     if not isinstance(grid, types.FunctionType) or not _configurations(kernel):
         return None
     leaves, structure = pytree.tree_flatten(_referred(grid))

@@ -59,8 +59,8 @@ def device_type_of(capture: Capture) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A run, and what is to be compiled of it. fused: the kernels in the order in which they run;
-    alone: those of them that one recorded operator computes, which runs as it is."""
+    """A run with the kernels to compile. fused: the kernels in the order in which they run; alone:
+    kernels that equal one recorded operator, which is called unfused."""
 
     capture: Capture
     flow: Dataflow
@@ -171,7 +171,7 @@ class _KernelRun:
         )
 
     def _derive(self, value: int) -> None:
-        """The views by which `value` is made of what is there."""
+        """Emit the view calls that derive `value` from a tensor that exists."""
         position = self._flow.views.get(value)
         if position is None or value in self._derived:
             return

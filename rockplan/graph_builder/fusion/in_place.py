@@ -215,9 +215,9 @@ class KnownKernel:
                 and self._fits(value, operand)
                 and sum(value in _read(call) for call in self.kernel.calls) > 1
             ]
-            several = [value for value in several if self._is_all(value, operand)]
+            several = [value for value in several if self._covers(value, operand)]
             early |= dict.fromkeys(sorted(several, key=at.__getitem__)[-1:], operand)
-            early |= {written: operand} if self._is_all(written, operand) else {}
+            early |= {written: operand} if self._covers(written, operand) else {}
         steps = self._steps(early)
         is_right = bool(early) and self._reads_before(steps)
         return _Writing(self.kernel, over, self._looks()).kernel(steps) if is_right else None
@@ -233,7 +233,7 @@ class KnownKernel:
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
-        """Is nothing of an operand read after it is written, but what was written?"""
+        """True if no step reads an operand after it was written, except for what was written there."""
         gone: set[int] = set()
         for calls, written in steps:
             if any(not gone.isdisjoint(_read(call)) for call in calls):
@@ -242,16 +242,16 @@ class KnownKernel:
                 gone |= (self._aligned(operand) or frozenset()) - self._derived(value)
         return True
 
-    def _is_all(self, value: int, operand: int) -> bool:
-        """Does what is made of the value read no other that is made of the operand element by
-        element?"""
+    def _covers(self, value: int, operand: int) -> bool:
+        """True if nothing computed from the value reads another value that is aligned with the
+        operand element by element."""
         derived = self._derived(value)
         others = (self._aligned(operand) or frozenset()) - derived
         reads = map(_read, self.kernel.calls)
         return not any(derived & read and others & read for read in reads)
 
     def _derived(self, value: int) -> frozenset[int]:
-        """It, and all that is made of it."""
+        """Return the value and everything computed from it."""
         derived = {value}
         for call in self.kernel.calls:
             if not derived.isdisjoint(_read(call)):

@@ -8,9 +8,9 @@ The operator serves those that measure calls or look at schemas. On another devi
 (indices are looked at on the CPU) it computes by the operators that were fused. Generated code
 calls the function itself (`codegen.load`), in a third of the time.
 
-A kernel that writes over operands is tried beside the one that does not: it has to compute the same
-bits, and to need no more memory, or slightly more. Else there is none, which says nothing of the
-other.
+A kernel that writes over operands is tried beside the plain one: it has to compute the same bits,
+and to need no more memory, or slightly more. If the check fails the in-place variant is dropped;
+the plain kernel stays.
 
 On CPU the function looks at indices first, and raises IndexError as eager does: where several
 threads run the kernel of an index out of range, Inductor's own check ends the process.

@@ -40,8 +40,10 @@ Frames = Iterator[Frame]
 
 
 def of_address(frames: Frames) -> str:
-    """What a message says where Python or C++ asks for the address of a tensor. frames: those that
-    are running then, or were."""
+    """Return the message for Python or C++ that asks a tensor for its address.
+
+    frames: the stack at that moment, innermost first.
+    """
     users = _users(frames)
     kernel = next(filter(None, (_kernel(frame) for frame, _ in _up_to_caller(users))), _FOREIGN)
     asking = [(frame, line) for frame, line in users if not _is_launcher(frame)]
@@ -84,7 +86,7 @@ def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
 
 
 def _users(frames: Frames) -> list[Frame]:
-    """Those outside of PyTorch and rockplan."""
+    """Keep the frames outside of PyTorch and rockplan."""
     named = ((f, line, f.f_code.co_filename) for f, line in frames)
     return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
 
@@ -92,7 +94,8 @@ def _users(frames: Frames) -> list[Frame]:
 def _up_to_caller(
     users: Sequence[Frame],
 ) -> Frames:
-    """Those frames in which a kernel may be launched: inside of the autograd.Function or module."""
+    """Keep the frames inside of the innermost autograd.Function or module: a kernel may be launched
+    there."""
     for entry in users:
         if isinstance(_first(entry[0]), FunctionCtx | nn.Module):
             return
@@ -130,7 +133,7 @@ def _function(frame: types.FrameType) -> str:
 
 
 def _called_by(outer: Sequence[Frame]) -> str:
-    """The autograd.Function or the module that calls who asks."""
+    """Name the autograd.Function or the module that calls the function that asks."""
     for frame, line in outer:
         if isinstance(_first(frame), FunctionCtx | nn.Module):
             return f", called by {_function(frame)} at {_source(frame, line)}"
@@ -158,7 +161,7 @@ def maker() -> str:
 
 
 def refusal(error: BaseException, module: nn.Module) -> UnsupportedModel | None:
-    """Where C++ has asked for the memory of a fake tensor, an error that says who did."""
+    """Return the error to raise where C++ has asked for the memory of a fake tensor, else None."""
     if NO_ADDRESS not in str(error):
         return None
     place = _place(_users(_raised(error)), module)

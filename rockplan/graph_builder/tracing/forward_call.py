@@ -82,8 +82,8 @@ class ForwardCall:
 
     @contextlib.contextmanager
     def as_in_eager(self, recorder: Recorder) -> Iterator[None]:
-        """Gradient mode on, autocast as the caller has it but with a weight cache of its own, and
-        libraries led to take the path that they take in eager execution."""
+        """Set up what eager execution has: gradient mode on, the caller's autocast with a weight
+        cache of its own, libraries on the paths that they take outside of a recording."""
 
         def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
             return self.reader.read_all(recorder, tensor) if recorder.is_active() else None
@@ -125,13 +125,13 @@ class ForwardCall:
         return ForwardRun.of(recorder, outputs, spec, self.snapshot.changes(), drawn)
 
     def reached(self) -> Reached:
-        """What can be reached now."""
+        """Return what the forward can reach now."""
         args, kwargs = self.arguments.args, self.arguments.kwargs
         return reached(self.module, self.forward, args, kwargs, self.stand_ins.real)
 
 
 def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the forward; what it raises becomes an error of ours."""
+    """Call the forward and return its result. What it raises becomes an error of rockplan."""
     results_of_others = call.results_of_others
     try:
         return call.forward(*args, **kwargs)
@@ -155,7 +155,7 @@ def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def named_error(error: Exception) -> str:
-    """Its type and message, without the full stop."""
+    """Return type and message of an error, without the full stop."""
     return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 

@@ -62,7 +62,7 @@ def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[lis
 
 
 def refusal(drawn: Held) -> RockplanError:
-    """Of a forward that draws from it."""
+    """Return the error for a forward that draws from this generator."""
     place = drawn.place
     return NAMED["generator of Python"].error(
         module_path=place.module or "",
@@ -74,7 +74,7 @@ def refusal(drawn: Held) -> RockplanError:
 
 @contextlib.contextmanager
 def restored(reached: Reached) -> Iterator[None]:
-    """Generators are on exit where they were."""
+    """Put the generators back on exit."""
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]
     try:
         yield
@@ -83,7 +83,7 @@ def restored(reached: Reached) -> Iterator[None]:
 
 
 def _moved(generators: Iterable[tuple[Held, list[Element]]]) -> list[tuple[Held, list[Element]]]:
-    """Those that are not in these states any more."""
+    """Return the generators whose state has changed, each with its former state."""
     return [(h, state) for h, state in generators if not same_elements(h.elements, state)]
 
 
@@ -100,7 +100,7 @@ def _refuse_given(reached: Reached) -> None:
 
 
 def _iterators(reached: Reached) -> Iterator[tuple[Held, list[Element]]]:
-    """Holders of iterators of Python's own, with their elements."""
+    """Find holders of built-in iterators, each with its elements."""
     for held in reached.holders:
         elements = held.elements
         if any(_is_iterator(value) for _, value in elements):

@@ -28,8 +28,8 @@ _COMPILED = (
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """What `torch.compile` was applied to, in whatever way, runs as it is written: the compiler
-    cannot run below dispatch modes, where it ends the process."""
+    """Run what was given to `torch.compile` uncompiled: below a dispatch mode the compiler would
+    end the process."""
     try:
         eager = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:

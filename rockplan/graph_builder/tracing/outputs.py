@@ -30,7 +30,8 @@ WITHOUT_FLAT_PARAMETERS = (
 
 
 def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
-    """A leaf of the result; a real tensor that no call has read (a cached table) is a constant."""
+    """Return a leaf of the result as the recorder knows it. A real tensor that no call has read (a
+    cached table) becomes a constant."""
     if not isinstance(leaf, torch.Tensor):
         _refuse_opaque(leaf, position)
         return leaf
@@ -214,7 +215,7 @@ def _loss_of(result: Any) -> Any:
 
 
 def first_places(outputs: Sequence[Any]) -> tuple[int, ...]:
-    """For each leaf of the result, the first that is the same object."""
+    """Return for each leaf of the result the position of the first leaf that is the same object."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(output), i) for i, output in enumerate(outputs))
 
@@ -264,14 +265,14 @@ def output_leaves(
 
 
 def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
-    """An output that shares storage with a tensor of the caller could be changed through it."""
+    """Raise where an output shares storage with a tensor of the caller, which a write would change."""
     storage = recorder.values[recorder.value(output)].storage
     if output.requires_grad and storage in recorder.leaf_storages:
         raise NAMED["result that is an argument"].error(position=position)
 
 
 def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """What the backward pass from there reaches."""
+    """Find the leaves that a backward pass from `outputs` reaches."""
     roots = list(outputs)
     nodes = backward_nodes(roots)
     accumulating = (n for n in nodes if node_name(n) == "torch::autograd::AccumulateGrad")
@@ -280,7 +281,7 @@ def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
 
 
 def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
-    """Of the backward pass from there."""
+    """Find the autograd nodes that a backward pass from `roots` runs."""
     waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
     seen = set(waiting)
     while waiting:

@@ -31,7 +31,7 @@ class AutogradState:
 
 
 def kept(named: Mapping[str, torch.Tensor]) -> tuple[AutogradState, ...]:
-    """Of tensors by name, before a run."""
+    """Note what autograd keeps of named tensors, before a run."""
     return tuple(_kept(name, tensor) for name, tensor in named.items())
 
 

@@ -82,7 +82,7 @@ PatchSource = Callable[[], Iterable[Patch]]
 
 @contextlib.contextmanager
 def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) -> Iterator[None]:
-    """The rows hold meanwhile, in this thread: functions that others call are what they were."""
+    """Install the rows in this thread; other threads call the former functions."""
     with contextlib.ExitStack() as stack:
         for patch in patches:
             for owner in patch.owners():
@@ -117,7 +117,7 @@ def _told_apart(replacement: Any, elsewhere: Any) -> Any:
 
 
 def in_this_thread(function: Any, elsewhere: Any) -> Callable[..., Any]:
-    """`function` in this thread, `elsewhere` in others."""
+    """Return a function that calls `function` in this thread and `elsewhere` in others."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -48,7 +48,8 @@ def _asked_by(recorded: RecordedCall) -> Iterator[str]:
 
 
 def without_places(recorder: Recorder, questions: Questions) -> tuple[RecordedValue, ...]:
-    """The values."""
+    """Return the recorded values with offsets relative to the first tensor on each storage, except
+    where the forward has asked for a place."""
     values, begins = recorder.values, dict[int, int]()
     for value in (*values[: recorder.given_values], *(values[v] for v, _ in recorder.constants)):
         begin_bytes = value.spec.offset * dtype_of(value.spec).itemsize

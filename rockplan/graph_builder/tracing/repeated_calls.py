@@ -39,7 +39,7 @@ def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRu
 
 
 def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
-    """Raise where data may be changed by a function that runs in the first call alone."""
+    """Raise where a cached function may be what changes data: it runs in the first call alone."""
     name = snapshot.grown_cache()
     if name is not None:
         place = snapshot.place_of(next(iter(changes)))
@@ -58,8 +58,7 @@ def refuse_fresh_constants(
 
 
 def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
-    """Constants, or what they are views of, that the forward or the backward writes to, and the
-    first call that does."""
+    """Find constants whose storage a recorded call writes to, each with the first such call."""
     written: dict[int, RecordedCall] = {}
     for call in recorder.calls:
         for value in call.writes:

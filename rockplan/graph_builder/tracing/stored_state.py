@@ -66,8 +66,11 @@ def refuse_stored(
     made: RunTensors,
     another: Callable[[], Reached | None],
 ) -> None:
-    """Raise where the run has stored a tensor. reached: after it; another: what can be reached
-    after one more run, None where that fails."""
+    """Raise where the run has stored a tensor that the caller would find after the call.
+
+    reached: what the forward can reach after the run; another: the same after one more run, None
+    where that run fails.
+    """
     before = {held.identity: start for held, _, start in _known(snapshot)}
     computed = _computed(reached)
     for one in holding(reached, made.is_ours):
@@ -79,8 +82,8 @@ def refuse_stored(
 
 
 def refuse_cached(reached: Reached, made: RunTensors) -> None:
-    """Raise where a cache of a function has a tensor of the run that depends on more than
-    constants: eager would find it at the next call, a plan would make it anew."""
+    """Raise where a function cache holds a tensor of the run that depends on more than constants:
+    eager finds it at the next call, a plan computes it anew."""
     for place, value in reached.objects:
         kept = cached_in(value) if is_function_cache(value) else ()
         for tensor in kept:
@@ -90,8 +93,8 @@ def refuse_cached(reached: Reached, made: RunTensors) -> None:
 
 
 def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
-    """What each call leaves outside of tensors. Raises UnsupportedModel where a planned call could
-    not leave it there."""
+    """Return the data that each call leaves outside of tensors. Raises UnsupportedModel where a
+    planned call could not leave it there."""
     assignments: list[Assignment] = []
     owners = {owner for owner, _ in changes}
     for held, before, start in _known(snapshot):
@@ -145,8 +148,8 @@ def _is_opaque(value: Any, former: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Is it data, or a collection of data, of which a call can leave a copy, or a tensor that was
-    there before?"""
+    """True for immutable data, collections of such data (a call leaves a copy), and tensors that
+    existed before the call."""
     if type(value) in (dict, list, set, deque):
         inner = value.values() if isinstance(value, dict) else value
         return all(map(_is_plain, inner))
@@ -155,7 +158,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _computed(reached: Reached) -> set[tuple[Identity, Any]]:
-    """Where hooks of PyTorch leave weights that they compute before each call, for nobody."""
+    """Find the attributes that PyTorch's own hooks compute before each call; nobody else reads
+    them."""
     places: set[tuple[Identity, Any]] = set()
     for _, value in reached.objects:
         if isinstance(value, nn.Module):
@@ -176,13 +180,13 @@ class RunTensors:
     stand_ins: Mapping[int, torch.Tensor]
 
     def is_ours(self, value: Any) -> bool:
-        """Is it a tensor of the run, or what autograd has made in it?"""
+        """True for tensors, and nodes of autograd, that the run has made."""
         if isinstance(value, FakeTensor):
             return value.fake_mode is self.recorder.fake_mode
         return not isinstance(value, torch.Tensor)
 
     def is_of_constants(self, tensor: torch.Tensor) -> bool:
-        """Do constants, parameters and buffers alone decide it?"""
+        """True if constants, parameters and buffers alone decide the tensor."""
         if id(tensor) in self.stand_ins:
             return self.recorder.value(tensor) not in self.reader.inputs
         return not tensor.requires_grad and self.reader.is_of_constants(self.recorder, tensor)
@@ -195,8 +199,8 @@ def _who(place: Place) -> str:
 
 
 def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | None]) -> bool:
-    """Does one more call find what this one has stored, and store nothing? (What has a gradient
-    would take the first call's graph along.)"""
+    """True if one more call finds the stored tensor and stores nothing. (A tensor with a gradient
+    would keep the graph of the first call.)"""
     if entry.place.is_callers or any(t.requires_grad for t in tensors_in(entry.value)):
         return False
     reached = another()

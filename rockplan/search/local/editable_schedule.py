@@ -235,7 +235,7 @@ class Draft:
         del self._changes[changes:]
 
     def settle(self) -> None:
-        """What was done is not undone any more."""
+        """Commit: clear the undo log."""
         self._changes.clear()
 
     def leave_out(self, position: int) -> None:
@@ -455,7 +455,7 @@ class Draft:
         return node in self.movable or self._is_rerun(position)
 
     def _is_idle(self, position: int, left_out: set[int] | frozenset[int] = frozenset()) -> bool:
-        """Is nothing read of what runs again there, but at positions that are left out?"""
+        """True if every reader of the results of this re-execution is in `left_out`."""
         for d in self.graph.nodes[self.nodes[position]].writes:
             if d not in self._held and not left_out.issuperset(self._reads_of(d, position)):
                 return False

@@ -343,7 +343,7 @@ class _Run:
         return known
 
     def _forget_costs(self, d: int) -> None:
-        """Invalidate costs of everything made of `d`, which comes or goes."""
+        """Invalidate the cached costs of everything computed from `d`, which was made or freed."""
         costs, alive, made_of = self.costs, self.alive, self.made_of
         changed = [d]
         while changed:
