@@ -25,11 +25,11 @@ from rockplan.captured_sizes import resized
 from rockplan.checkpointing.wrap import per_block, repeated_blocks, sharing_copy
 from rockplan.fitting import ways
 from rockplan.fitting.allocator import Request, replay
-from rockplan.fitting.changes import peak_of
+from rockplan.fitting.changes import MemoryChange, peak_of
 from rockplan.fitting.gpus import CONTEXT_BYTES, gpu
 from rockplan.fitting.optimizer import optimizer_steps
-from rockplan.fitting.scheduled import first_gradients, scheduled_changes
-from rockplan.fitting.timeline import Passes, timeline_of
+from rockplan.fitting.scheduled import first_gradients
+from rockplan.fitting.timeline import passes_of, timeline_of
 from rockplan.runtime.planned_state import programs_of
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule
@@ -100,19 +100,27 @@ class Steps:
             return ways.kept_whole(plan.graph)
         return ways.per_block(plan.graph, repeated_blocks(self.case.model))
 
-    def predicted(self, way: str, optimizer: str) -> Row:
+    def changes(self, way: str, optimizer: str) -> tuple[MemoryChange, ...]:
         graph, schedule = self.scheduled(way)
-        gradients = first_gradients(graph, programs_of(self.planned)[0].interface)
+        interface = programs_of(self.planned)[0].interface
         named = dict(self.case.model.named_parameters(remove_duplicate=False))
-        trained = {name: named[name] for name in gradients.values()}
-        changes = scheduled_changes(graph, schedule, gradients)
+        trained = {name: named[name] for name in first_gradients(graph, interface).values()}
         steps = optimizer_steps(optimizer, trained)
-        first, later = timeline_of({}, Passes(changes, changes), steps).steps
-        asked = (*first, *later * (STEPS - 1))
-        if self.device.type != "cuda":
-            return {"allocated_predicted_bytes": peak_of(asked).size_bytes}
+        passes = passes_of(graph, schedule, interface, steps)
+        first, later = timeline_of({}, passes, steps).steps
+        return (*first, *later * (STEPS - 1))
+
+    def requests(self, way: str, optimizer: str) -> tuple[list[Request], list[Request]]:
+        """For what is there before a step, and for what steps ask."""
         held = [Request(("held", n), size) for n, size in enumerate(self.held_bytes())]
-        usage = replay([*held, *(change.request for change in asked)], self.is_expandable)
+        return held, [change.request for change in self.changes(way, optimizer)]
+
+    def predicted(self, way: str, optimizer: str) -> Row:
+        if self.device.type != "cuda":
+            changes = self.changes(way, optimizer)
+            return {"allocated_predicted_bytes": peak_of(changes).size_bytes}
+        held, asked = self.requests(way, optimizer)
+        usage = replay([*held, *asked], self.is_expandable)
         return {
             "allocated_predicted_bytes": usage.allocated_peak_bytes,
             "reserved_predicted_bytes": usage.reserved_peak_bytes,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from rockplan.agreement import Agreement, agreement
+from rockplan.agreement import ALONE, Agreement, agreement
 from rockplan.budget import Budget, parse_budget
 from rockplan.captured_calls import (
+    CapturedCall,
     arguments,
     calls_of,
     captured_call,
@@ -23,7 +24,8 @@ from rockplan.captured_calls import (
 )
 from rockplan.errors import InfeasibleBudget, RockplanError
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.free_memory import agreed_budget, in_bytes
+from rockplan.fitting.training_step import USUAL, TrainingStep
+from rockplan.free_memory import Room, room_of
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.parts import named_in_refusals
 from rockplan.programs import (
@@ -40,13 +42,14 @@ from rockplan.programs import (
 from rockplan.remedies import needed_with
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.planned_state import unplanned
-from rockplan.runtime.program import MakeProgram, ModuleCall
+from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.budget_curve import curve_of
 from rockplan.sizes import SizedCall
 from rockplan.store.plan_file import read_plans
 from rockplan.values.curve import Curve, best_of
+from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 
 
@@ -56,6 +59,7 @@ def solve(
     budget: int | float | str | Budget,
     *,
     optimizer: OptimizerLike = None,
+    step: TrainingStep = USUAL,
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
@@ -71,35 +75,34 @@ def solve(
     larger than the sample, a share means theirs. options.sizes says how large they get: then the
     largest is planned first, and a share means its.
     optimizer: for 'auto', also before it has any state: an optimizer, a function that makes one of
-    a list of parameters, or a name ('adamw') as for `fit`. Other budgets do not ask for it.
+    a list of parameters, or a name ('adamw') as for `fit`. Other budgets do not ask for it. Then
+    gradients take room as they come: step says how the loop trains, such as that gradients add up.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
     what it executes. A module that is planned already is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
-        wanted = agreed_budget(budget, model, optimizer, agreed)
-        return _solve(unplanned(model), args, kwargs, wanted, replace(options, group=None), agreed)
+        room = room_of(budget, model, optimizer, step, agreed)
+        return _solve(unplanned(model), args, kwargs, room, replace(options, group=None), agreed)
 
 
 def _solve(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wanted: Budget,
+    room: Room,
     options: Options,
     agreed: Agreement,
 ) -> nn.Module:
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program = new_or_known_program(
-                first.of(model), budget=wanted, options=options, agreed=agreed
-            )
+            program = _program_in(room, first.of(model), options, agreed=agreed)
         advise(program, options)
-        later = replace(wanted, least_bytes=program.plan.budget_bytes)
+        least_bytes = program.plan.budget_bytes
         # What training meets, one process may meet alone.
-        make = functools.partial(new_or_known_program, budget=later, options=options)
+        make = functools.partial(_program_in, room, options=options, least_bytes=least_bytes)
         planned = planned_modules.planned_module(
             model,
             program,
@@ -112,6 +115,15 @@ def _solve(
         )
         _plan_ahead(planned, others, functools.partial(make, agreed=agreed))
         return planned
+
+
+def _program_in(
+    room: Room, call: ModuleCall, options: Options, least_bytes: int = 0, agreed: Agreement = ALONE
+) -> PlannedProgram:
+    def make(budget: Budget) -> PlannedProgram:
+        return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
+
+    return room.filled(make, lambda p: (p.plan, p.interface), least_bytes, agreed)
 
 
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:
@@ -127,26 +139,37 @@ def plan(
     budget: int | float | str | Budget,
     *,
     optimizer: OptimizerLike = None,
+    step: TrainingStep = USUAL,
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
     """The plan that `solve` would execute, with the same arguments and errors."""
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
-        wanted = agreed_budget(budget, model, optimizer, agreed)
+        room = room_of(budget, model, optimizer, step, agreed)
         options = replace(options, group=None)
         call = largest_call(model, args, kwargs, options)
         with named_in_refusals(model), call.named_in_errors():
             with outside_of_initialization():
                 source = captured_call(call.of(model), options)
 
-            def make() -> Plan:
+            def make(wanted: Budget) -> Plan:
                 with outside_of_initialization():
                     problems = problems_of(source, options)
                 with advised(call.of(model), source, options):
                     return plan_as_asked(problems, wanted, options)
 
-            return agreed_plan(source, wanted, options, agreed, make)
+            def made(wanted: Budget) -> Plan:
+                own = functools.partial(make, wanted)
+                return agreed_plan(source, wanted, options, agreed, own)
+
+            return room.filled(made, _interface_of(source), agreed=agreed)
+
+
+def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:
+    """Of the way that a plan is of."""
+    interfaces = {way.run.tiles.parts: way.lowered.interface for way in source.ways}
+    return lambda made: (made, interfaces[made.graph.tiles])
 
 
 def plan_each(
@@ -154,6 +177,8 @@ def plan_each(
     sample_input: object,
     budgets: Sequence[int | float | str | Budget],
     *,
+    optimizer: OptimizerLike = None,
+    step: TrainingStep = USUAL,
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> tuple[Plan | InfeasibleBudget, ...]:
@@ -161,15 +186,19 @@ def plan_each(
     the error that `plan` would raise. Arguments and other errors are those of `plan`."""
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    wanted = [in_bytes(budget, model) for budget in parsed]
+    rooms = [room_of(budget, model, optimizer, step, ALONE) for budget in parsed]
     call = largest_call(model, args, kwargs, options)
     source, problems = prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]
     solved: list[Plan | InfeasibleBudget] = []
-    for budget in wanted:
+    for room in rooms:
+
+        def make(budget: Budget) -> Plan:
+            return best_plan(problems, budget, options, least)
+
         try:
             with call.named_in_errors(), advised(call.of(model), source, options):
-                solved.append(best_plan(problems, budget, options, least))
+                solved.append(room.filled(make, _interface_of(source)))
         except InfeasibleBudget as error:
             solved.append(error)
     return tuple(solved)

@@ -1,30 +1,36 @@
 """Available: the budget 'auto' -> the bytes that a step may use on the device of a module.
 
-takes: a Budget, the module that is planned, its optimizer. returns: a Budget that is not 'auto'.
-guarantees: what is allocated already (parameters, buffers, optimizer state, other models and
-processes) is left alone, and there is room for the parameters' gradients that do not exist yet, and
-with an optimizer for its state and its step. Without one what only a later step allocates is not
-known: leave room ('auto-4GB').
+takes: a Budget, the module that is planned, its optimizer. returns: a Budget that is not 'auto'; a
+Room, in which plans are made. guarantees: what is allocated already (parameters, buffers, optimizer
+state, other models and processes) is left alone, and there is room for the parameters' gradients
+that do not exist yet, and with an optimizer for its state and its step. Without one what only a
+later step allocates is not known: leave room ('auto-4GB'). With one gradients take no room before
+they come: the timeline of a step with the plan stays within what there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from rockplan.agreement import Agreement
+from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget
 from rockplan.fitting.allocator import rounded
-from rockplan.fitting.changes import left_alive, peak_of
+from rockplan.fitting.changes import MemoryChange, left_alive, peak_of
 from rockplan.fitting.gpus import gpu
-from rockplan.fitting.optimizer import OptimizerLike, optimizer_steps
+from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
+from rockplan.fitting.timeline import passes_of, timeline_of
+from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.machine import available_bytes
 from rockplan.python_state import trees
+from rockplan.values.interface import Interface
+from rockplan.values.plan import Plan
 
 MARGIN = 0.1
 """Share of what is free that stays free, for fragmentation of the caching allocator and for what
@@ -76,6 +82,90 @@ def agreed_budget(
         return wanted
     sizes = agreed.gathered(str(parsed), wanted.size_bytes or 0)
     return replace(wanted, size_bytes=min(sizes.values()))
+
+
+Made = TypeVar("Made")
+PLANS = 3
+"""That are made before the one that has room for all gradients at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """budget: in which there is room for all that comes, together. usable_bytes: for all of a step,
+    beyond what stays as it is, where an optimizer is given, whose steps these are; else None."""
+
+    budget: Budget
+    usable_bytes: int | None = None
+    steps: OptimizerSteps = OptimizerSteps("none")
+    step: TrainingStep = USUAL
+
+    def filled(
+        self,
+        make: Callable[[Budget], Made],
+        plan_of: Callable[[Made], tuple[Plan, Interface]],
+        least_bytes: int = 0,
+        agreed: Agreement = ALONE,
+    ) -> Made:
+        """What `make` makes of the largest budget with which a step stays within what is usable, of
+        those that are tried: without any room for gradients, with less where they need some.
+        least_bytes: of a share. Raises InfeasibleBudget."""
+        careful = replace(self.budget, least_bytes=least_bytes)
+        if self.usable_bytes is None or careful.size_bytes is None:
+            return make(careful)
+        size_bytes = max(self.usable_bytes - self._state_bytes, careful.size_bytes)
+        for _ in range(PLANS):
+            made = make(replace(careful, size_bytes=size_bytes))
+            plan, interface = plan_of(made)
+            own_bytes = self._step_bytes(plan, interface) - self.usable_bytes
+            excess_bytes = max(agreed.gathered(("step", size_bytes), own_bytes).values())
+            if excess_bytes <= 0 or size_bytes <= careful.size_bytes:
+                return made
+            size_bytes = max(min(plan.peak_bytes, size_bytes) - excess_bytes, careful.size_bytes)
+        return make(careful)
+
+    @property
+    def _state_bytes(self) -> int:
+        return _blocks(change.size_bytes for change in left_alive(self._state).values())
+
+    @property
+    def _state(self) -> Iterable[MemoryChange]:
+        each = (change for steps in self.steps.each.values() for change in steps.first)
+        return (*self.steps.before, *self.steps.first, *each)
+
+    def _step_bytes(self, plan: Plan, interface: Interface) -> int:
+        """At most, of a first step and a later one, in blocks."""
+        passes = passes_of(plan.graph, plan.schedule, interface, self.steps)
+        steps = timeline_of(
+            {},
+            passes,
+            self.steps,
+            accumulate=self.step.accumulate,
+            set_to_none=self.step.set_to_none,
+        )
+        blocks = (replace(c, size_bytes=rounded(c.size_bytes)) for c in steps.changes)
+        return peak_of(blocks).size_bytes
+
+
+def room_of(
+    budget: object,
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    step: TrainingStep,
+    agreed: Agreement,
+) -> Room:
+    """For plans of `model`: what the budget says, in bytes where it is 'auto'. Raises as
+    `agreed_budget`."""
+    careful = agreed_budget(budget, model, optimizer, agreed)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parse_budget(budget).is_auto or optimizer is None or not trained:
+        return Room(careful)
+    assert careful.size_bytes is not None
+    steps = optimizer_steps(optimizer, trained, step=step)
+    room = Room(careful, 0, steps, step)
+    # Gradients and state that are there are part of the timeline, too.
+    gradients_bytes = _blocks(p.nbytes for p in trained.values())
+    usable_bytes = careful.size_bytes + gradients_bytes + room._state_bytes
+    return replace(room, usable_bytes=usable_bytes)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -26,6 +26,7 @@ from rockplan.captured_calls import CapturedCall, captured_call, problems_of
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
+from rockplan.fitting.reserved import with_reserved
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
@@ -123,7 +124,7 @@ def best_plan(
         best = min(plans, key=lambda p: p.time_ns)
     if len(problems) > 1 and not best.graph.tiles:
         _LOGGER.info("the head stays whole: no plan with its rows in parts is better")
-    return best
+    return with_reserved(best)
 
 
 def plan_as_asked(
@@ -335,6 +336,7 @@ def built_program(
     call: ModuleCall, made: Plan, source: CapturedCall, options: Options
 ) -> PlannedProgram:
     report("writing the code")
+    made = with_reserved(made)
     constants = tuple(t for _, t in source.run.constants)
     program = build_program(
         made,

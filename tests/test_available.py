@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import rockplan
 from rockplan.budget import Budget, parse_budget
+from rockplan.cli.main import app
 from rockplan.fitting.allocator import rounded
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import NAMES
 from rockplan.free_memory import MARGIN, in_bytes, machine_bytes
 from testing import models
+from testing.training import QUICK, solve_case
 
 FREE, RESERVED, ALLOCATED = 10_000_000, 700_000, 500_000
 CUDA = torch.device("cuda:0")
@@ -244,7 +249,70 @@ def test_the_largest_size_is_planned_under_what_is_left() -> None:
     fast = rockplan.solve(model, x, "auto", optimizer="adamw", options=options)
     left = in_bytes(parse_budget("auto"), model, "adamw").size_bytes
     planned = rockplan.plan(model, x, "auto", optimizer="adamw", options=options)
-    assert fast.plan.budget_bytes == planned.budget_bytes == left
+    assert left is not None
+    gradients_bytes = sum(rounded(p.nbytes) for p in model.parameters())
+    assert fast.plan.budget_bytes == planned.budget_bytes == left + gradients_bytes
+    step = rockplan.TrainingStep(accumulate=2)
+    adding = rockplan.plan(model, x, "auto", optimizer="adamw", step=step, options=options)
+    assert adding.peak_bytes + gradients_bytes <= left + gradients_bytes
+
+
+WIDE = {
+    "mlp": lambda: models.mlp(8, 256, batch=256),
+    "llama": lambda: models.llama(3, width=128, batch=1, length=64),
+    "vit": lambda: models.vit(3, width=128, batch=4),
+}
+
+
+@pytest.mark.parametrize("name", [*WIDE])
+def test_gradients_take_room_as_they_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is kept than with room for all of them at once, and steps stay within what there is."""
+    case, make = WIDE[name](), MAKERS["adamw"]
+    state_bytes = 3 * sum(p.nbytes for p in case.model.parameters())
+    kept_bytes = rockplan.plan(
+        case.model, case.args, "100%", sample_kwargs=case.kwargs, options=QUICK
+    ).peak_bytes
+    usable_bytes = state_bytes + int(0.7 * kept_bytes)
+    free_bytes = int(usable_bytes / (1 - MARGIN))
+    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: free_bytes)
+    fast = solve_case(case, "auto", optimizer=make, options=QUICK)
+    careful = in_bytes(parse_budget("auto"), case.model, make).size_bytes
+    assert careful is not None and fast.plan.peak_bytes > careful
+    case.step(fast)  # what operators keep from their first run is no part of a step
+    for accumulate in (1, 2):
+        step = rockplan.TrainingStep(accumulate)
+        fast.zero_grad()
+        fast = solve_case(case, "auto", optimizer=make, step=step, options=QUICK)
+        steps = functools.partial(train, case, fast, make(fast.parameters()), accumulate)
+        assert rockplan.peak_live_bytes(steps, warmup=0).peak_bytes <= usable_bytes
+
+
+def train(
+    case: models.Case, module: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int
+) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            case.step(module)
+        optimizer.step()
+
+
+def test_blocks_and_commands_leave_room_for_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = models.encoder(3, width=32)
+    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: 1 << 30)
+    for optimizer in (None, "adamw"):
+        left = in_bytes(parse_budget("auto"), case.model, optimizer).size_bytes
+        model = rockplan.solve_blocks(
+            case.model, case.args, "auto", optimizer=optimizer, options=QUICK
+        )
+        assert rockplan.blocks_of(model).budget_bytes == left
+    words = ["rockplan.examples:mlp", "-b", "auto", "--json", "--no-cache", "--time-limit", "2"]
+    found = []
+    for more in ([], ["--optimizer", "adamw"], ["--optimizer", "adamw", "--accumulate", "2"]):
+        result = CliRunner().invoke(app, ["solve", *words, *more])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout)["plans"][0]["budget_bytes"])
+    assert found[1] < found[0] and found[2] <= found[1]
 
 
 def test_solve_plans_under_the_bytes_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

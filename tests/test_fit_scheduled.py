@@ -11,6 +11,7 @@ from torch import nn
 import rockplan
 from rockplan.fitting.allocator import replay
 from rockplan.fitting.changes import MemoryChange
+from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.oracles.lifetimes import taken_over
 from rockplan.oracles.simulate import simulate
@@ -22,6 +23,7 @@ from testing.graphs import (
     varied_graph,
     with_random_takes,
 )
+from testing.training import QUICK
 
 
 def graph_and_schedule(seed: int) -> tuple[CDGraph, Schedule]:
@@ -99,3 +101,22 @@ def test_reserved_is_at_least_the_promised_peak(expandable: bool) -> None:
         assert usage.reserved_peak_bytes >= usage.allocated_peak_bytes
         assert usage.allocated_peak_bytes >= simulate(graph, schedule).peak_bytes
         assert usage.allocated_bytes == 0
+
+
+def test_plans_of_a_device_say_what_its_allocator_reserves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of no other; the device is replaced."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)], nn.GELU())
+    x, options = torch.randn(4096, 256), QUICK
+    assert rockplan.plan(model, x, "min", options=options).reserved_bytes is None
+    monkeypatch.setattr("rockplan.fitting.reserved._device", lambda graph: torch.device("cuda"))
+    monkeypatch.setattr("rockplan.fitting.reserved.gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
+    plan = rockplan.plan(model, x, "min", options=options)
+    assert plan.reserved_bytes is not None
+    workspaces_bytes = 2 * Gpu("own", 1 << 34, (8, 0)).cublas_bytes
+    reserved_bytes = plan.reserved_bytes - workspaces_bytes
+    assert plan.peak_bytes <= reserved_bytes < 3 * plan.peak_bytes
+    assert "by PyTorch's allocator" in str(plan)
+    fast = rockplan.solve(model, x, "min", options=options)
+    assert rockplan.plan_of(fast).reserved_bytes == plan.reserved_bytes

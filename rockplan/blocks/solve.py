@@ -53,6 +53,7 @@ from rockplan.errors import (
     InvalidInput,
     NothingToDifferentiate,
 )
+from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.free_memory import agreed_budget
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.libraries import key_value_cache
@@ -83,6 +84,7 @@ def solve_blocks(
     budget: int | float | str | Budget,
     *,
     blocks: Blocks = None,
+    optimizer: OptimizerLike = None,
     sample_kwargs: Mapping[str, Any] | None = None,
     loss: Loss | None = None,
     options: Options = DEFAULT_OPTIONS,
@@ -94,7 +96,8 @@ def solve_blocks(
 
     sample_input, sample_kwargs: one batch, as for `solve`. budget: peak bytes of a whole step, as
     for `solve`; what runs beside the blocks is measured in two steps of the sample, and `blocks_of`
-    says what it needs. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
+    says what it needs. optimizer: for 'auto', as for `solve`; there is room for all gradients at
+    once. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
     blocks that `compare` finds. loss: of the result of the model, for the measured steps; None: the
     model returns its loss, or what the caller's needs is left out.
     Calls of other shapes are planned when they come, under what their block has of the budget;
@@ -108,7 +111,7 @@ def solve_blocks(
         given = arguments(model, sample_input, sample_kwargs, says_cache=False)
         refuse_without_memory(model)
         _check_options(options)
-        wanted = agreed_budget(budget, model, None, agreed)
+        wanted = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
         call = largest_call(model, *without_history(*given), options)
         named = named_blocks(model, blocks)

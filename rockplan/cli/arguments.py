@@ -73,6 +73,12 @@ Solver = Annotated[
         metavar="NAME", help="Of the integer programs of blocks: HiGHS, or what PuLP finds."
     ),
 ]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Of torch.optim, such as adamw: what auto leaves room for beside."
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
 TimeLimit = Annotated[
     float | None,

@@ -19,6 +19,7 @@ from rockplan.cli.arguments import (
     Model,
     Near,
     NoCache,
+    Optimizer,
     Sizes,
     TimeLimit,
     planning_options,
@@ -54,6 +55,7 @@ def blocks(
     compiled: Compiled = False,
     near: Near = False,
     size: Sizes = None,
+    optimizer: Optimizer = None,
 ) -> None:
     """Plan the repeated blocks of MODEL one by one, and measure what the rest of a step needs."""
     with ending(as_json), waiting():
@@ -62,7 +64,7 @@ def blocks(
         subject = make_subject(model)
         options = planning_options(no_cache, time_limit, compiled=compiled, near=near, sizes=size)
         with under_autocast(subject, autocast):
-            solved = _solve_each(subject, budget, pattern, options)
+            solved = _solve_each(subject, budget, pattern, optimizer, options)
     if as_json:
         rows = [
             one.row if isinstance(one, SolvedBlocks) else display.infeasible_row(asked, one)
@@ -126,14 +128,18 @@ def _placed_row(block: PlacedBlock) -> display.Row:
 
 
 def _solve_each(
-    subject: Subject, budgets: Sequence[str], patterns: Sequence[str] | None, options: Options
+    subject: Subject,
+    budgets: Sequence[str],
+    patterns: Sequence[str] | None,
+    optimizer: str | None,
+    options: Options,
 ) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
     """For a budget that is too small the error that `rockplan.solve_blocks` raises. The model is
     left as it was."""
     solved: list[SolvedBlocks | InfeasibleBudget] = []
     for asked in budgets:
         try:
-            solved.append(_solved(subject, asked, patterns, options))
+            solved.append(_solved(subject, asked, patterns, optimizer, options))
         except InfeasibleBudget as error:
             solved.append(error)
         finally:
@@ -142,13 +148,18 @@ def _solve_each(
 
 
 def _solved(
-    subject: Subject, asked: str, patterns: Sequence[str] | None, options: Options
+    subject: Subject,
+    asked: str,
+    patterns: Sequence[str] | None,
+    optimizer: str | None,
+    options: Options,
 ) -> SolvedBlocks:
     model = rockplan.solve_blocks(
         subject.model,
         subject.sample_input,
         asked,
         blocks=patterns or None,
+        optimizer=optimizer,
         sample_kwargs=subject.sample_kwargs,
         options=options,
     )

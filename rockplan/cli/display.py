@@ -79,6 +79,7 @@ def plan_row(asked: str, plan: Plan) -> Row:
         "feasible": True,
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
+        **({} if plan.reserved_bytes is None else {"reserved_bytes": plan.reserved_bytes}),
         "saved_bytes": plan.saved_bytes,
         "time_ns": plan.time_ns,
         "overhead": plan.overhead,

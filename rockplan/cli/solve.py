@@ -18,6 +18,7 @@ from rockplan.cli.arguments import (
     Near,
     NoCache,
     OnlyLoss,
+    Optimizer,
     Sizes,
     Solver,
     Tile,
@@ -90,6 +91,11 @@ def solve(
     size: Sizes = None,
     tile: Tile = False,
     only_loss: OnlyLoss = False,
+    optimizer: Optimizer = None,
+    accumulate: Annotated[
+        int,
+        typer.Option(metavar="N", help="With --optimizer: passes before each step of it."),
+    ] = 1,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
@@ -105,7 +111,8 @@ def solve(
             if size:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
             curve = None if budget else _curve(subject, options)
-            plans = _plans(subject, budget, options) if budget else ()
+            step = rockplan.TrainingStep(accumulate)
+            plans = _plans(subject, budget, optimizer, step, options) if budget else ()
         pairs = tuple(zip(budget or (), plans, strict=True))
         files = [_save(save, asked, plan) for asked, plan in pairs]
         exported = [_export(export, asked, plan, subject) for asked, plan in pairs]
@@ -136,28 +143,41 @@ def _largest(subject: Subject, options: Options) -> SizedCall:
 
 
 def _plans(
-    subject: Subject, budgets: list[str], options: Options
+    subject: Subject,
+    budgets: list[str],
+    optimizer: str | None,
+    step: rockplan.TrainingStep,
+    options: Options,
 ) -> tuple[Plan | InfeasibleBudget, ...]:
     from rockplan.api import plan_each
 
-    sample, kwargs = subject.sample_input, subject.sample_kwargs
-    plans = plan_each(subject.model, sample, budgets, sample_kwargs=kwargs, options=options)
-    return tuple(
-        _checked(subject, asked, options) if options.check and isinstance(plan, Plan) else plan
-        for asked, plan in zip(budgets, plans, strict=True)
-    )
-
-
-def _checked(subject: Subject, budget: str, options: Options) -> Plan:
-    """The plan with the record of its check."""
-    planned = rockplan.solve(
+    plans = plan_each(
         subject.model,
         subject.sample_input,
-        budget,
+        budgets,
+        optimizer=optimizer,
+        step=step,
         sample_kwargs=subject.sample_kwargs,
         options=options,
     )
-    return rockplan.plan_of(planned)
+
+    def checked(asked: str) -> Plan:
+        """The plan with the record of its check."""
+        planned = rockplan.solve(
+            subject.model,
+            subject.sample_input,
+            asked,
+            optimizer=optimizer,
+            step=step,
+            sample_kwargs=subject.sample_kwargs,
+            options=options,
+        )
+        return rockplan.plan_of(planned)
+
+    return tuple(
+        checked(asked) if options.check and isinstance(plan, Plan) else plan
+        for asked, plan in zip(budgets, plans, strict=True)
+    )
 
 
 def _check_save(option: str, name: str | None, budgets: list[str]) -> None:

@@ -107,11 +107,10 @@ def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
     """Under a FakeTensorMode: a parameter of the same shape, strides and dtype, with a gradient.
-    What is on the meta device is taken to be on CPU."""
-    device = torch.device("cpu") if parameter.is_meta else parameter.device
-    made = torch.empty_strided(
-        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device
-    )
+    What is on the meta device is taken to be on CPU; of what is sharded it is this rank's part."""
+    own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    device = torch.device("cpu") if own.is_meta else own.device
+    made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
     fake = torch.nn.Parameter(made)
     fake.grad = torch.empty_like(made)
     return fake

@@ -93,6 +93,8 @@ class Plan:
     compiled: '' for a plan of the operators of eager execution; 'yes' for one of compiled kernels,
     'near' where these round as eager does.
     origin: where a plan that was read from a file was made, '' for one that was made here.
+    reserved_bytes: what PyTorch's caching allocator takes from a CUDA device for the peak, by a
+    model of it (`rockplan.fitting.reserved`); None where that is not known, and on CPU.
     trace: of the stages of the search, none where the plan comes from the cache or a file, or was
     replayed. passes: those that made the graph, none where the plan comes from a file.
     """
@@ -114,6 +116,7 @@ class Plan:
     checked: str = ""
     compiled: str = ""
     origin: str = ""
+    reserved_bytes: int | None = field(default=None, compare=False)
     trace: tuple[StageTrace, ...] = field(default=(), compare=False, repr=False)
     passes: tuple[PassTrace, ...] = field(default=(), compare=False, repr=False)
 
@@ -175,6 +178,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"budget          {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes)",
         f"predicted peak  {format_bytes(plan.peak_bytes)} ({share:.0%} of "
         f"{format_bytes(plan.eager_peak_bytes)} with everything kept)",
+        *_reserved_lines(plan),
         f"saved           {format_bytes(plan.saved_bytes)} between forward and backward",
         f"overhead        {plan.overhead:+.1%} predicted time "
         f"({len(again)} of {len(plan.graph.forward)} forward operations run again)",
@@ -189,6 +193,16 @@ def _summary_lines(plan: Plan) -> list[str]:
         *_held_lines(plan),
         f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",
         "bytes count what is alive beyond parameters, buffers, inputs and .grad",
+    ]
+
+
+def _reserved_lines(plan: Plan) -> list[str]:
+    if plan.reserved_bytes is None:
+        return []
+    more = plan.reserved_bytes / max(plan.peak_bytes, 1) - 1
+    return [
+        f"reserved        {format_bytes(plan.reserved_bytes)} ({more:+.0%}) by PyTorch's "
+        "allocator, as a model of it says"
     ]
 
 
