@@ -1,0 +1,145 @@
+"""What fits of real configurations on the meta device, by the command line, and what asking costs.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.fit_real [NAME ...]
+
+Each command runs twice, in processes of their own and with a cache that is empty at first. Writes
+benchmarks/results/fit_real.{jsonl,md}; rows of configurations that are not named stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import testing  # noqa: F401 (lets transformers be imported beside a CPU build of torch)
+from benchmarks.timing import where
+
+RESULTS = Path(__file__).parent / "results"
+Made = tuple[torch.nn.Module, tuple[()], dict[str, torch.Tensor]]
+
+
+def _decoder(kind: str, **config: Any) -> Made:
+    import transformers
+
+    made = getattr(transformers, f"{kind}Config")(use_cache=False, **config)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(made).to(torch.bfloat16).train()
+        ids = torch.zeros(1, 512, dtype=torch.long)
+    return model, (), {"input_ids": ids, "labels": ids}
+
+
+def llama_8b() -> Made:
+    """Llama 3 8B."""
+    return _decoder(
+        "Llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        max_position_embeddings=16384,
+    )  # fmt: skip
+
+
+def llama_70b() -> Made:
+    """Llama 3 70B."""
+    return _decoder(
+        "Llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, vocab_size=128256,
+        max_position_embeddings=16384,
+    )  # fmt: skip
+
+
+def qwen_05b() -> Made:
+    """Qwen2.5 0.5B, whose head is its embedding."""
+    return _decoder(
+        "Qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
+        max_position_embeddings=32768, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def vit_h() -> Made:
+    """ViT-H/14 in bfloat16, images of 224 x 224."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16,
+        image_size=224, patch_size=14, num_labels=1000,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(config).to(torch.bfloat16).train()
+        images = torch.zeros(2, 3, 224, 224, dtype=torch.bfloat16)
+        labels = torch.zeros(2, dtype=torch.long)
+    return model, (), {"pixel_values": images, "labels": labels}
+
+
+_LENGTHS = "--batch 1:64 --length 512:16384 --only-loss"
+COMMANDS = {
+    "llama_8b": f"--gpu h200 --optimizer adamw {_LENGTHS}",
+    "qwen_05b": f"--gpu rtx-4090 --optimizer adamw {_LENGTHS} --tile",
+    "vit_h": "--gpu a100-80 --optimizer adamw --batch 1:1024 --only-loss",
+    "llama_70b": f"--gpu 800GiB --optimizer adamw {_LENGTHS}",
+}
+
+Row = dict[str, Any]
+
+
+def row_of(name: str) -> Row:
+    words = f"rockplan fit benchmarks.fit_real:{name} {COMMANDS[name]} --time-limit 300"
+    row: Row = {"name": name, "command": words, "where": where()}
+    with tempfile.TemporaryDirectory() as folder:
+        for which in ("cold", "warm"):
+            row |= _asked(words, folder, which)
+    return row
+
+
+def _asked(words: str, folder: str, which: str) -> Row:
+    arguments = [sys.executable, "-m", *shlex.split(words)]
+    environment = {**os.environ, "ROCKPLAN_CACHE_DIR": folder}
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as asked:
+        assert asked.stdout is not None
+        said = asked.stdout.read()
+        _, status, usage = os.wait4(asked.pid, 0)
+        asked.returncode = os.waitstatus_to_exitcode(status)
+    assert asked.returncode == 0, said
+    seconds = round(usage.ru_utime + usage.ru_stime, 1)
+    print(f"{which}: {seconds} s, {usage.ru_maxrss / 2**20:.1f} GiB\n{said}", flush=True)
+    return {"said": said, f"{which}_s": seconds, f"{which}_gib": round(usage.ru_maxrss / 2**20, 2)}
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "CPU time of the whole command, imports and the model among it, and the most memory that "
+        "it had: at first, and with the answer on disk.",
+        "",
+        "| model | cold | memory | warm | where |",
+        "|---|---|---|---|---|",
+    ]
+    lines += (
+        f"| {row['name']} | {row['cold_s']} s | {row['cold_gib']} GiB | {row['warm_s']} s | "
+        f"{row['where']} |"
+        for row in rows
+    )
+    for row in rows:
+        lines += ["", f"`{row['command']}`", "", "```text", row["said"].rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def main(names: list[str]) -> None:
+    file = RESULTS / "fit_real.jsonl"
+    for name in names or COMMANDS:
+        made = row_of(name)
+        before = file.read_text().splitlines() if file.exists() else []
+        rows = {row["name"]: row for row in (*map(json.loads, before), made)}
+        ordered = [rows[known] for known in COMMANDS if known in rows]
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in ordered))
+        (RESULTS / "fit_real.md").write_text(table(ordered))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
