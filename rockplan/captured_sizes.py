@@ -22,6 +22,7 @@ from rockplan.captured_calls import captured_call
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.graph_builder.costs.call_key import call_keys
 from rockplan.graph_builder.costs.estimate import Work, roofline, work_of
+from rockplan.graph_builder.costs.index_ranges import check_index_ranges
 from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.operators.layouts import SEEN, SeenLayouts
 from rockplan.options import Options
@@ -107,6 +108,7 @@ def priced_call(
         source = captured_call(ModuleCall(module, *arguments), options)
     lowered = (source.in_parts or source).lowered
     graph = lowered.graph
+    check_index_ranges(graph, lowered.samples)
     keys = call_keys(graph)
     profile = roofline(graph, *rates, keys)
     input_bytes = _bytes_of(trees.tree_leaves(arguments))

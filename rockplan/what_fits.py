@@ -9,7 +9,7 @@ finds memory for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +60,8 @@ NOTES = (
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
 _USUAL_RATES = (1e12, 5e13)
+TRIES = 5
+"""Of plans for what is left of a device."""
 
 KEPT = "kept whole"
 
@@ -149,7 +151,7 @@ class _Fitting:
     optimizer: OptimizerLike
     step: TrainingStep
     options: Options
-    _steps: OptimizerSteps | None = None
+    _steps: dict[tuple[str, ...], OptimizerSteps] = field(default_factory=dict)
     _smallest: dict[int, Schedule] = field(default_factory=dict)
 
     @property
@@ -178,9 +180,20 @@ class _Fitting:
 
     def known_without_capture(self) -> int:
         trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
-        steps = optimizer_steps(self.optimizer, trained, step=self.step, as_on_cuda=True)
+        steps = self.steps(trained)
         held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
         return held + _bytes_of(trained.values()) + steps.state_bytes
+
+    def steps(self, trained: Iterable[str]) -> OptimizerSteps:
+        """Of the optimizer, of these parameters."""
+        names = tuple(trained)
+        if names not in self._steps:
+            named = dict(self.given.named_parameters(remove_duplicate=False))
+            parameters = {name: named[name] for name in names}
+            self._steps[names] = optimizer_steps(
+                self.optimizer, parameters, step=self.step, as_on_cuda=True
+            )
+        return self._steps[names]
 
     def key(self, calls: SizedCalls) -> dict[str, str]:
         """What the answer depends on."""
@@ -196,6 +209,8 @@ class _Fitting:
         )
 
     def answer(self, calls: SizedCalls) -> Fit:
+        # First of all, since it may be refused.
+        optimizer = self.steps(n for n, p in self.given.named_parameters() if p.requires_grad)
         ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
         if blocks := repeated_blocks(self.model):
             ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
@@ -205,8 +220,8 @@ class _Fitting:
             for length in calls.lengths
             for row in _Length(self, calls, ways, planned, length).rows()
         ]
-        on, name = self.on, self._steps.name if self._steps else ""
-        return Fit(on.name, on.memory_bytes, on.usable_bytes, name, tuple(rows), NOTES)
+        on = self.on
+        return Fit(on.name, on.memory_bytes, on.usable_bytes, optimizer.name, tuple(rows), NOTES)
 
     def _planned_calls(self, calls: SizedCalls) -> dict[str, SizedCalls]:
         """By names of rows. With the head in parts, where that is asked for, as many at all sizes;
@@ -231,8 +246,8 @@ class _Fitting:
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
             error.args = (
-                f"{where}: {error} Known without it: parameters, gradients and optimizer take "
-                f"{format_bytes(self.known_without_capture())}.",
+                f"{where}: {str(error).rstrip('.')}. Known without it: parameters, gradients and "
+                f"optimizer take {format_bytes(self.known_without_capture())}",
             )
             raise
 
@@ -283,16 +298,13 @@ class _Fitting:
 
     def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
         gradients = first_gradients(graph, call.interface)
-        if self._steps is None:
-            named = dict(self.given.named_parameters(remove_duplicate=False))
-            trained = {name: named[name] for name in gradients.values()}
-            self._steps = optimizer_steps(self.optimizer, trained, step=self.step, as_on_cuda=True)
-        passes = passes_of(graph, schedule, call.interface, self._steps)
+        steps = self.steps(gradients.values())
+        passes = passes_of(graph, schedule, call.interface, steps)
         resident = {**self.resident, Holding.INPUTS: call.input_bytes}
         return timeline_of(
             resident,
             passes,
-            self._steps,
+            steps,
             accumulate=self.step.accumulate,
             set_to_none=self.step.set_to_none,
         )
@@ -304,16 +316,24 @@ class _Fitting:
         return _usage(timeline, usable_bytes).failed_at is None
 
     def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
-        """A plan for what is left of the device, where that fits."""
+        """A plan for what is left of the device; where that does not fit, by what the allocator has
+        between blocks, for less."""
+        usable_bytes = self.on.usable_bytes
         gradients = first_gradients(call.graph, call.interface)
         alive = sum(self.resident.values()) + call.input_bytes
         alive += sum(call.graph.data[d].size_bytes for d in gradients)
-        alive += self._steps.state_bytes if self._steps else 0
-        try:
-            faster = self._plan(call, Budget(size_bytes=max(self.on.usable_bytes - alive, 1)))
-        except InfeasibleBudget:
-            return schedule
-        return faster if self.fits(self.timeline(call, call.graph, faster)) else schedule
+        left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
+        for _ in range(TRIES):
+            try:
+                faster = self._plan(call, Budget(size_bytes=max(left_bytes, 1)))
+            except InfeasibleBudget:
+                break
+            timeline = self.timeline(call, call.graph, faster)
+            if self.fits(timeline):
+                return faster
+            over_bytes = _usage(timeline, None).reserved_peak_bytes - usable_bytes
+            left_bytes -= max(over_bytes, left_bytes // 50)
+        return schedule
 
 
 @dataclass(frozen=True, slots=True)

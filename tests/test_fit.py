@@ -27,7 +27,7 @@ from rockplan.checkpointing import wrap
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
-from rockplan.errors import InvalidInput
+from rockplan.errors import ForwardRaises, InvalidInput
 from rockplan.examples import mlp
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
@@ -535,16 +535,52 @@ def test_what_does_not_fit_is_refused_with_what_is_known() -> None:
         with pytest.raises(InvalidInput, match=said):
             rockplan.fit(model, x, device, **(more[0] if more else {}))
 
-    class Short(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = torch.nn.Parameter(torch.zeros(16, 8))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x + self.places[: x.shape[1]]).exp().sum()
+class Placed(torch.nn.Module):
+    """Has 16 places in a sequence. How they are looked up is the kind."""
 
-    with pytest.raises(rockplan.RockplanError, match=r"batch 2 of length 32: .*optimizer take"):
-        rockplan.fit(Short(), torch.zeros(2, 16, 8), "t4", sizes={1: (16, 32)}, options=QUICK)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.places = torch.nn.Embedding(16, 8)
+        self.register_buffer("numbers", torch.arange(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table, length = self.places.weight, x.shape[1]
+        at = torch.arange(length, device=x.device)
+        if self.kind == "cut off":
+            places = table[:length]
+        elif self.kind == "embedding":
+            places = self.places(at.unsqueeze(0))
+        elif self.kind == "buffer":
+            places = self.places(self.get_buffer("numbers")[:length])
+        elif self.kind == "index":
+            places = table[at + 1 - 1]
+        elif self.kind == "index_select":
+            places = table.index_select(0, at)
+        else:
+            places = table.gather(0, at[:, None].expand(length, 8))
+        return (x + places).exp().sum()
+
+
+PLACED = ("cut off", "embedding", "buffer", "index", "index_select", "gather")
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_a_length_that_the_model_has_no_place_for_is_refused_by_its_size(kind: str) -> None:
+    model, x = Placed(kind), torch.zeros(2, 16, 8)
+    found = rockplan.fit(model, x, "t4", sizes={1: (8, 16)}, options=QUICK)
+    assert all(row.batch for row in found.rows)
+    with pytest.raises(ForwardRaises, match=r"batch 2 of length 32: .*optimizer take"):
+        rockplan.fit(model, x, "t4", sizes={1: (16, 32)}, options=QUICK)
+
+
+def test_positions_of_a_decoder_end_where_they_end() -> None:
+    case = models.gpt2(layers=1, width=32, batch=2, length=32, attention_dropout=0.0)
+    with pytest.raises(ForwardRaises, match=r"of length 64: .*wpe.*index 63 .*among 32"):
+        rockplan.fit(
+            case.model, dict(case.kwargs), "t4", sizes={0: (2, 8), 1: (8, 64)}, options=QUICK
+        )
 
 
 def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
