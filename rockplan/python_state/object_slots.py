@@ -259,7 +259,7 @@ EVERYBODYS = {name: method.__self__ for name, method in _METHODS.items()}
 
 
 def _state(owner: Any) -> Any:
-    """Return the state of a generator as bytes, which compare; `_NOTHING` for random.SystemRandom."""
+    """Return the state of a generator as bytes; `_NOTHING` for random.SystemRandom."""
     if isinstance(owner, random.SystemRandom):
         return _NOTHING
     if isinstance(owner, random.Random):

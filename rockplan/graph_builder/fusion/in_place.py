@@ -233,7 +233,7 @@ class KnownKernel:
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
-        """True if no step reads an operand after it was written, except for what was written there."""
+        """True if no step reads an operand after a write, except for what was written there."""
         gone: set[int] = set()
         for calls, written in steps:
             if any(not gone.isdisjoint(_read(call)) for call in calls):

@@ -265,7 +265,7 @@ def output_leaves(
 
 
 def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
-    """Raise where an output shares storage with a tensor of the caller, which a write would change."""
+    """Raise where an output shares storage with a tensor of the caller: a write would change it."""
     storage = recorder.values[recorder.value(output)].storage
     if output.requires_grad and storage in recorder.leaf_storages:
         raise NAMED["result that is an argument"].error(position=position)
