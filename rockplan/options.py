@@ -96,6 +96,8 @@ class Options:
     of the group has to call the same function. None: the processes among which `fully_shard` has
     shared the parameters of a model plan its blocks together, and others each for itself. What a
     call in training plans, it plans by itself.
+    in_flight: how many calls are between forward and backward at once at most, as microbatches of a
+    pipeline are: the budget is that of all of them, the peak of one and what the others keep.
     tile: plan the head of the model (its largest matrix product, with the loss of it) in parts of
     its rows as well, and take which plan is better: logits of all tokens are never there at once
     then. True: parts by size; a number of at least 2: so many. What is summed over rows, the loss
@@ -120,6 +122,7 @@ class Options:
     tile: bool | int = False
     solver: str = "HiGHS"
     group: Any = None
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -139,6 +142,11 @@ class Options:
         if type(self.tile) is not bool and not (type(self.tile) is int and self.tile >= 2):
             raise InvalidInput(
                 f"tile is {self.tile!r}; choose False, True or a number of parts, at least 2"
+            )
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise InvalidInput(
+                f"in_flight is {self.in_flight!r}; pass how many calls are between forward and "
+                "backward at once, at least 1"
             )
         for name in ("keep", "recompute", "without"):
             patterns = getattr(self, name)

@@ -41,6 +41,7 @@ from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, bu
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
+from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
@@ -105,7 +106,9 @@ def best_plan(
 ) -> Plan:
     """Of the plans of all problems the fastest within the budget, the first where others are no
     faster; for the smallest budget that which needs least. Raises InfeasibleBudget."""
-    size_bytes = budget.within(problems[0].unplanned.peak_bytes)
+    count = options.in_flight
+    size_bytes = budget.within(needed_bytes(problems[0].unplanned, count))
+    plan_within = planning.plan_within if count == 1 else plan_in_flight
     # A share is one of what the call needs as the model writes it.
     as_bytes = budget if size_bytes is None else Budget(size_bytes=size_bytes)
     plans: list[Plan] = []
@@ -113,13 +116,13 @@ def best_plan(
     for problem, own in zip(problems, least, strict=True):
         asked = budget if problem is problems[0] else as_bytes
         try:
-            plans.append(planning.plan_within(problem, asked, options, own))
+            plans.append(plan_within(problem, asked, options, own))
         except InfeasibleBudget as error:
             errors.append(error)
     if not plans:
         raise min(errors, key=lambda e: e.minimum_bytes)
     if budget.is_minimum:
-        best = min(plans, key=lambda p: (p.peak_bytes, p.time_ns))
+        best = min(plans, key=lambda p: (needed_bytes(p, count), p.time_ns))
     else:
         best = min(plans, key=lambda p: p.time_ns)
     if len(problems) > 1 and not best.graph.tiles:
@@ -142,11 +145,12 @@ def plan_as_asked(
             raise
         error = failure
     made = best_plan(problems, Budget(is_minimum=True), options, least)
-    excess_bytes = made.peak_bytes - error.budget_bytes
+    made_bytes = needed_bytes(made, options.in_flight)
+    excess_bytes = made_bytes - error.budget_bytes
     if excess_bytes > 0:
         warnings.warn(
             f"no plan fits the budget of {error.budget_bytes} bytes; the smallest that was found "
-            f"needs {made.peak_bytes} bytes, {excess_bytes} more "
+            f"needs {made_bytes} bytes, {excess_bytes} more "
             f"({excess_bytes / error.budget_bytes:.1%}), and runs all the same "
             f"(Options(on_infeasible='{options.on_infeasible}')). Its peak is at "
             f"{error.operation}",
@@ -218,6 +222,8 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Adapted | None:
+    if options.in_flight > 1:  # how much several calls keep is not what plans are adapted by
+        return None
     with PLANNING:
         return adapted(known, source.lowered, source.waits, budget, options)
 

@@ -17,3 +17,7 @@ def test_forwards_that_exchange_data(tmp_path: Path) -> None:
 
 def test_processes_that_plan_together(tmp_path: Path) -> None:
     on_processes("tests.agreement_worker", 4, tmp_path)
+
+
+def test_stages_of_pipelines(tmp_path: Path) -> None:
+    on_processes("tests.pipeline_worker", 2, tmp_path)

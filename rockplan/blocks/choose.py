@@ -15,7 +15,7 @@ from typing import Any
 
 from rockplan.blocks.kinds import CapturedBlock
 from rockplan.budget import MOST_BYTES, Budget
-from rockplan.dp.block_sequence import fastest_options, least_budget
+from rockplan.dp.block_sequence import NO_OTHERS, Others, fastest_options, least_budget
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
@@ -57,11 +57,13 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True)
 class BlockSequence:
-    """The blocks of a step, what is known of their options, and the step beside them."""
+    """The blocks of a step, what is known of their options, and the step beside them. others: calls
+    that are in flight meanwhile."""
 
     blocks: tuple[CapturedBlock, ...]
     kinds: dict[Any, BlockKind]
     moments: tuple[StepMoment, ...]
+    others: Others = NO_OTHERS
 
     @property
     def families(self) -> list[tuple[BoundedOption, ...]]:
@@ -69,18 +71,27 @@ class BlockSequence:
 
     @property
     def eager_peak_bytes(self) -> int:
-        return step_peak_bytes(self.moments, [self.kinds[b.kind].eager for b in self.blocks])
+        return self.needed_bytes([self.kinds[b.kind].eager for b in self.blocks])
+
+    def needed_bytes(self, options: Sequence[BoundedOption]) -> int:
+        return step_peak_bytes(self.moments, options) + self.others.needed_bytes(options)
 
     def budget_bytes(self, wanted: Budget) -> int:
-        least_bytes = least_budget(self.families, self.moments)
+        least_bytes = least_budget(self.families, self.moments, self.others)
         return wanted.within(self.eager_peak_bytes) or least_bytes
 
     def fastest(self, budget_bytes: int) -> tuple[BoundedOption, ...] | None:
-        return fastest_options(self.families, self.moments, budget_bytes)
+        return fastest_options(self.families, self.moments, budget_bytes, self.others)
+
+    def left_bytes(self, budget_bytes: int) -> int:
+        """For the call that runs, where others keep what they do in the fastest choice; without
+        any choice, where they keep least."""
+        chosen = self.fastest(budget_bytes) or [thrifty(family) for family in self.families]
+        return budget_bytes - self.others.needed_bytes(chosen)
 
     def least(self) -> tuple[BoundedOption, ...]:
         """The fastest within the least budget that there is a choice for."""
-        chosen = self.fastest(least_budget(self.families, self.moments))
+        chosen = self.fastest(least_budget(self.families, self.moments, self.others))
         assert chosen is not None
         return chosen
 
@@ -91,13 +102,13 @@ class BlockSequence:
         if self.fastest(budget_bytes) == self.fastest(MOST_BYTES):
             return self
         limits = {key: _kept(kind.family) for key, kind in self.kinds.items()}
-        extended = self._extended(limits, budget_bytes, options)
+        extended = self._extended(limits, self.left_bytes(budget_bytes), options)
         chosen = extended.fastest(budget_bytes)
         if chosen is None or extended.overhead(chosen) <= WORTH_A_SECOND_LOOK:
             return extended
         used = {option.saved_bytes for option in chosen}
         limits = {key: _half_way(_kept(kind.family), used) for key, kind in extended.kinds.items()}
-        return extended._extended(limits, budget_bytes, options)
+        return extended._extended(limits, extended.left_bytes(budget_bytes), options)
 
     def overhead(self, chosen: Sequence[BoundedOption]) -> float:
         """Of the time of all blocks."""
@@ -146,7 +157,8 @@ class BlockSequence:
         )
 
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
-        least_bytes, chosen = least_budget(self.families, self.moments), self.least()
+        least_bytes = least_budget(self.families, self.moments, self.others)
+        chosen = self.least()
         most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
         own_bytes = most.own_bytes(chosen)
         kept_bytes = most.peak_bytes(chosen) - most.outside_bytes - own_bytes
@@ -158,9 +170,16 @@ class BlockSequence:
             budget_bytes,
             least_bytes,
             f"{inside} ({format_bytes(most.outside_bytes)} is alive beside the blocks, measured, "
-            f"and {format_bytes(kept_bytes)} is kept by blocks)",
+            f"and {format_bytes(kept_bytes)} is kept by blocks"
+            f"{self._by_others(chosen)})",
             unplanned_bytes=self.eager_peak_bytes,
         )
+
+    def _by_others(self, chosen: Sequence[BoundedOption]) -> str:
+        if not self.others.count:
+            return ""
+        held = format_bytes(self.others.needed_bytes(chosen))
+        return f", {held} by {self.others.count} more calls in flight"
 
 
 WORTH_A_SECOND_LOOK = 0.05

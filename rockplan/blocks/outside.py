@@ -44,7 +44,7 @@ def measured_step(
     call: tuple[tuple[Any, ...], dict[str, Any], Loss | None],
     written: Collection[torch.Tensor],
     device: torch.device,
-) -> tuple[StepMoment, ...]:
+) -> MeasuredStep:
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
     its result; written: what a step writes to beside buffers. Where gradients wait to be exchanged
@@ -63,9 +63,24 @@ def measured_step(
             if waits:
                 run(step, exchanges=False)
             waiting = waiting_bytes(model)
-            seen = run(lambda: stretches(functools.partial(_marked, blocks, step), device))
+            marked = functools.partial(_marked, model, blocks, step)
+            seen = run(lambda: stretches(marked, device))  # noqa: B023
             courses.append(tuple(_with_more(stretch, waiting) for stretch in seen))
-    return tuple(moments_of(_most(courses), options, incoming_bytes))
+    most = _most(courses)
+    returned = next((s.start_bytes for s in most if s.mark == RETURNED), 0)
+    kept_bytes = sum(option.saved_bytes for option in options)
+    return MeasuredStep(tuple(moments_of(most, options, incoming_bytes)), returned - kept_bytes)
+
+
+class MeasuredStep(NamedTuple):
+    """returned_bytes: alive when the model has returned, beside what its blocks keep."""
+
+    moments: tuple[StepMoment, ...]
+    returned_bytes: int
+
+
+RETURNED = "returned"
+"""Where the forward of the model ends."""
 
 
 STEPS_OF_SEVERAL = 3
@@ -89,10 +104,11 @@ def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
     ]
 
 
-def _marked(blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
+def _marked(model: nn.Module, blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
     """`step`, with marks where blocks begin and end. Other hooks see what a block returns after its
     end, since one may replace it."""
-    handles: list[RemovableHandle] = []
+    returned = functools.partial(_returned, mark)
+    handles: list[RemovableHandle] = [model.register_forward_hook(returned)]
     for number, block in enumerate(blocks):
         before = functools.partial(_before, mark, number)
         after = functools.partial(_after, mark, number)
@@ -111,6 +127,11 @@ class Border(NamedTuple):
     number: int
     is_backward: bool
     begins: bool
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _returned(mark: Mark, module: nn.Module, args: object, result: object) -> None:
+    mark(RETURNED)
 
 
 # What is compiled around a block leaves marks out.
@@ -141,7 +162,7 @@ def moments_of(
     """What of each stretch is not accounted for by the blocks."""
     keep: set[int] = set()
     for stretch in seen:
-        border: Border | None = stretch.mark
+        border: Border | None = None if stretch.mark == RETURNED else stretch.mark
         running = border.number if border is not None and border.begins else None
         if border is not None and not border.begins:
             (keep.discard if border.is_backward else keep.add)(border.number)

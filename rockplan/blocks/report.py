@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rockplan.dp.block_sequence import NO_OTHERS, Others
 from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
 from rockplan.values.plan import format_bytes
 
@@ -44,13 +45,14 @@ class BlocksPlan:
     """What `solve_blocks` planned.
 
     blocks: in the order of their forwards; moments: of the step that was measured; left: (path,
-    why) of blocks that are left as they are.
+    why) of blocks that are left as they are; others: calls that are in flight meanwhile.
     """
 
     budget_bytes: int
     blocks: tuple[PlacedBlock, ...]
     moments: tuple[StepMoment, ...]
     left: tuple[tuple[str, str], ...] = ()
+    others: Others = NO_OTHERS
 
     @property
     def options(self) -> tuple[BoundedOption, ...]:
@@ -58,13 +60,14 @@ class BlocksPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted, of a whole step."""
-        return step_peak_bytes(self.moments, self.options)
+        """Predicted, of a whole step, with what other calls in flight hold."""
+        return step_peak_bytes(self.moments, self.options) + self.others.needed_bytes(self.options)
 
     @property
     def eager_peak_bytes(self) -> int:
         """The same where every block runs unplanned."""
-        return step_peak_bytes(self.moments, [block.eager for block in self.blocks])
+        eager = [block.eager for block in self.blocks]
+        return step_peak_bytes(self.moments, eager) + self.others.needed_bytes(eager)
 
     @property
     def saved_bytes(self) -> int:
@@ -103,10 +106,17 @@ class BlocksPlan:
             f"beside blocks   {format_bytes(self.first_bytes)} alive before the first block, "
             f"{format_bytes(beside.outside_bytes)} at most between blocks (measured)",
             f"blocks          {format_bytes(self.saved_bytes)} kept between forward and backward",
+            *self._others(),
             f"overhead        {self.overhead:+.1%} predicted time of the blocks",
             "bytes count what is alive beyond parameters, buffers, inputs and .grad",
         ]
         return "\n".join([*lines, *self._rows(), *(f"{p}  left: {why}" for p, why in self.left)])
+
+    def _others(self) -> list[str]:
+        if not self.others.count:
+            return []
+        held = format_bytes(self.others.needed_bytes(self.options))
+        return [f"others          {held} held by {self.others.count} more calls in flight"]
 
     def _rows(self) -> list[str]:
         """A line for blocks that differ in numbers of layers alone."""

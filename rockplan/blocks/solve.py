@@ -41,12 +41,13 @@ from rockplan.blocks.kinds import (
     captured_block,
     say_block,
 )
-from rockplan.blocks.outside import measured_step
+from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget
 from rockplan.captured_calls import arguments, check_options, group_of, largest_call
 from rockplan.comparison import Loss, device_of, step_of
+from rockplan.dp.block_sequence import Others
 from rockplan.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -69,7 +70,7 @@ from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options, peak_of
 from rockplan.sizes import SizedCall
-from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like, step_peak_bytes
+from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming
 from rockplan.values.plan import format_bytes
@@ -251,11 +252,11 @@ def restore_blocks(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _MeasuredStep:
+class _Measured:
     """others: by path what ran of blocks whose backward started from other results than was
     thought."""
 
-    moments: tuple[StepMoment, ...]
+    step: MeasuredStep
     kinds: dict[Any, BlockKind]
     others: dict[str, PlannedProgram]
 
@@ -316,11 +317,13 @@ class _Job:
         left: Left,
     ) -> None:
         try:
-            moments, captured, kinds = self._measured(captured, calls)
-            sequence = BlockSequence(tuple(captured.values()), kinds, moments)
+            step, captured, kinds = self._measured(captured, calls)
+            moments = step.moments
+            others = Others(self.options.in_flight - 1, step.returned_bytes)
+            sequence = BlockSequence(tuple(captured.values()), kinds, moments, others)
             budget_bytes = sequence.budget_bytes(wanted)
             chosen = self._chosen(sequence, budget_bytes)
-            budget_bytes = step_peak_bytes(moments, chosen) if wanted.is_minimum else budget_bytes
+            budget_bytes = sequence.needed_bytes(chosen) if wanted.is_minimum else budget_bytes
             numbers = {kind: i for i, kind in enumerate(kinds)}
             placed = tuple(
                 PlacedBlock(path, numbers[block.kind], option, kinds[block.kind].eager)
@@ -332,7 +335,7 @@ class _Job:
                 for b, o in zip(captured.values(), chosen, strict=True)
             ]
             self._install(captured, calls, kinds, chosen, allowances)
-            self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left)
+            self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left, others)
         except BaseException:
             restore_blocks(self.model)
             raise
@@ -383,25 +386,25 @@ class _Job:
 
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
-    ) -> tuple[tuple[StepMoment, ...], dict[str, CapturedBlock], dict[Any, BlockKind]]:
+    ) -> tuple[MeasuredStep, dict[str, CapturedBlock], dict[Any, BlockKind]]:
         """The moments of a step. Where backward starts from other results of a block than was
         thought, the blocks as it does, and once again."""
         first = self._measured_once(captured, calls)
         if not first.others:
-            return first.moments, captured, first.kinds
+            return first.step, captured, first.kinds
         again = {
             path: self._capture(captured[path].call.module, calls[path], program.incoming)
             for path, program in first.others.items()
         }
         captured = {**captured, **again}
         second = self._measured_once(captured, calls)
-        return second.moments, captured, second.kinds
+        return second.step, captured, second.kinds
 
     def _measured_once(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
-    ) -> _MeasuredStep:
+    ) -> _Measured:
         kinds = self._kinds(captured.values())
-        moments = self._moments(captured, calls, kinds)
+        step = self._step_of(captured, calls, kinds)
         latest = {path: latest_of(block.call.module) for path, block in captured.items()}
         others = {
             path: program
@@ -409,21 +412,21 @@ class _Job:
             if program.plan.graph_digest != captured[path].digest
         }
         restore_blocks(self.model)
-        return _MeasuredStep(moments, kinds, others)
+        return _Measured(step, kinds, others)
 
-    def _moments(
+    def _step_of(
         self,
         captured: dict[str, CapturedBlock],
         calls: dict[str, SampleCall],
         kinds: dict[Any, BlockKind],
-    ) -> tuple[StepMoment, ...]:
-        """Of a step in which each block keeps as little as it can. What it calls in another way
+    ) -> MeasuredStep:
+        """A step in which each block keeps as little as it can. What it calls in another way
         than was thought is under no limit: it is measured once again."""
         options = [thrifty(kinds[block.kind].family) for block in captured.values()]
         allowances = [UNLIMITED] * len(options)
         self._install(captured, calls, kinds, options, allowances)
         report("measuring a step")
-        moments = measured_step(
+        step = measured_step(
             self.model,
             [block.call.module for block in captured.values()],
             options,
@@ -433,18 +436,17 @@ class _Job:
             self.written,
             device_of(self.model),
         )
-        _refuse_unreached([*captured], moments)
-        return self._most_of_all(moments)
+        _refuse_unreached([*captured], step.moments)
+        return self._most_of_all(step)
 
-    def _most_of_all(self, moments: tuple[StepMoment, ...]) -> tuple[StepMoment, ...]:
+    def _most_of_all(self, step: MeasuredStep) -> MeasuredStep:
         """With the most that is alive in any process whose step does the same."""
-        courses = [(m.keeping, m.running, m.is_backward) for m in moments]
-        outside = [m.outside_bytes for m in moments]
-        every = self.agreed.gathered(("moments", courses), outside).values()
-        return tuple(
-            replace(moment, outside_bytes=max(same))
-            for moment, same in zip(moments, zip(*every, strict=True), strict=True)
-        )
+        courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
+        own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
+        every = self.agreed.gathered(("moments", courses), own).values()
+        returned, *outside = map(max, zip(*every, strict=True))
+        rows = zip(step.moments, outside, strict=True)
+        return MeasuredStep(tuple(replace(m, outside_bytes=b) for m, b in rows), returned)
 
     def _step(self, incoming: dict[int, torch.Tensor]) -> None:
         """One step of the sample. incoming: the gradients that its results get, if they are there.

@@ -11,7 +11,7 @@ one that keeps no more and takes no longer is as good for all that follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
@@ -20,6 +20,39 @@ LABELS = 4000
 """Sums of kept bytes that are looked at further; of more, every so many-th goes on."""
 
 Families = Sequence[Sequence[BoundedOption]]
+
+LIMITS = 24
+"""Of what the blocks of a call keep, that are looked at where several calls are in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Further calls that are between forward and backward while one runs. returned_bytes: what each
+    holds beside what its blocks keep."""
+
+    count: int = 0
+    returned_bytes: int = 0
+
+    def needed_bytes(self, options: Sequence[BoundedOption]) -> int:
+        """By all of them."""
+        return self.count * (self.returned_bytes + sum(o.saved_bytes for o in options))
+
+
+NO_OTHERS = Others()
+
+
+def cases(
+    families: Families, moments: Sequence[StepMoment], budget_bytes: int, others: Others
+) -> Iterator[tuple[Sequence[StepMoment], int]]:
+    """What is left to the call that runs, for some limits of what each call keeps: the moments of a
+    step, one of which is that limit, and their budget."""
+    if not others.count:
+        yield moments, budget_bytes
+        return
+    least, most = (sum(f(o.saved_bytes for o in family) for family in families) for f in (min, max))
+    for limit in sorted({least + (most - least) * i // (LIMITS - 1) for i in range(LIMITS)}):
+        left_bytes = budget_bytes - others.count * (others.returned_bytes + limit)
+        yield (*moments, StepMoment(left_bytes - limit, len(families))), left_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +76,20 @@ class _BytesLeft:
 
 
 def fastest_options(
-    families: Families, moments: Sequence[StepMoment], budget_bytes: int
+    families: Families,
+    moments: Sequence[StepMoment],
+    budget_bytes: int,
+    others: Others = NO_OTHERS,
 ) -> tuple[BoundedOption, ...] | None:
     """The choice that takes least time within the budget; None where there is none."""
+    found = (_fastest(families, *case) for case in cases(families, moments, budget_bytes, others))
+    choices = (choice for choice in found if choice is not None)
+    return min(choices, key=lambda choice: sum(o.time_ns for o in choice), default=None)
+
+
+def _fastest(
+    families: Families, moments: Sequence[StepMoment], budget_bytes: int
+) -> tuple[BoundedOption, ...] | None:
     limits = _limits(families, moments, budget_bytes)
     labels = [_Label(0, 0)] if _begins(moments, budget_bytes) else []
     for position, family in enumerate(families):
@@ -61,17 +105,25 @@ def fastest_options(
     return _options(min(labels, key=lambda label: label.time_ns))
 
 
-def least_budget(families: Families, moments: Sequence[StepMoment]) -> int:
+def least_budget(
+    families: Families, moments: Sequence[StepMoment], others: Others = NO_OTHERS
+) -> int:
     """The least bytes within which there is a choice."""
+
+    def has_choice(budget_bytes: int) -> bool:
+        several = cases(families, moments, budget_bytes, others)
+        return any(_has_choice(families, *case) for case in several)
+
     # One that keeps as little as possible so far leaves most to what follows.
     thrifty = [min(f, key=lambda o: (o.saved_bytes, o.backward_peak_bytes)) for f in families]
-    low, high = 0, max(step_peak_bytes(moments, thrifty), 1)
+    low = 0
+    high = max(step_peak_bytes(moments, thrifty) + others.needed_bytes(thrifty), 1)
     # Where blocks run backward in another order, what is needed may be less than what is counted.
-    while not _has_choice(families, moments, high):
+    while not has_choice(high):
         low, high = high + 1, 2 * high
     while low < high:
         middle = (low + high) // 2
-        if _has_choice(families, moments, middle):
+        if has_choice(middle):
             high = middle
         else:
             low = middle + 1

@@ -1,0 +1,100 @@
+"""In flight: the plan of a call of which several are between forward and backward at once, as in
+the schedules of a pipeline.
+
+takes: a Problem, a Budget, Options whose `in_flight` is k. returns: Plan. guarantees: its peak, and
+k - 1 times what it keeps between the phases, are within the budget together, as `simulate` finds
+them. Raises InfeasibleBudget where nothing that is found is.
+
+What a call keeps is paid for k times and its peak once, which a budget of one call cannot say. For
+some limits of what is kept, the fastest schedule within what is left for the peak is looked for, as
+for a block of a step (`search.boundary`), and once again near the best of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rockplan.budget import MOST_BYTES, Budget
+from rockplan.errors import InfeasibleBudget
+from rockplan.options import Options
+from rockplan.oracles.simulate import Simulation
+from rockplan.search import planning
+from rockplan.search.boundary import SHARES, bounded_option, option_within, peak_of, thriftiest
+from rockplan.search.minimum_peak import LeastPeak
+from rockplan.search.problem import Problem
+from rockplan.values.plan import Plan
+from rockplan.values.progress import report
+from rockplan.values.schedule import keep_all
+
+FINE = 0.25
+"""Of the distance to the next limit: where limits beside the best one are."""
+
+
+def needed_bytes(one: Plan | Simulation, in_flight: int) -> int:
+    """Of so many calls like this one at once, one of which runs."""
+    return one.peak_bytes + (in_flight - 1) * one.saved_bytes
+
+
+def plan_in_flight(
+    problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
+) -> Plan:
+    """The fastest that is found. A share of the budget is one of what calls that keep everything
+    need together; the smallest budget is the least that a plan is found for."""
+    count = options.in_flight
+    candidates = [plan for plan in _ends(problem, options, least) if plan is not None]
+    smallest = min(candidates, key=lambda plan: needed_bytes(plan, count))
+    size_bytes = budget.within(needed_bytes(problem.unplanned, count))
+    if size_bytes is None:
+        size_bytes = needed_bytes(smallest, count)
+    fitting = [plan for plan in candidates if needed_bytes(plan, count) <= size_bytes]
+    most = max(candidates, key=lambda plan: plan.saved_bytes)
+    if most not in fitting:
+        shares = [*SHARES, 1.0]
+        found = [*_within(problem, most.saved_bytes, shares, size_bytes, options)]
+        if found:
+            best = min(found, key=lambda pair: pair[1].time_ns)[0]
+            i = shares.index(best)
+            beside = (shares[j] for j in (i - 1, i + 1) if 0 <= j < len(shares))
+            fine = [best + FINE * way * (other - best) for other in beside for way in (1, 2, 3)]
+            found += _within(problem, most.saved_bytes, fine, size_bytes, options)
+        fitting += [plan for _, plan in found]
+    if not fitting:
+        raise InfeasibleBudget(
+            size_bytes,
+            needed_bytes(smallest, count),
+            f"that of one call, while {count - 1} more keep {smallest.saved_bytes} bytes each "
+            f"(Options(in_flight={count}))",
+            unplanned_bytes=needed_bytes(problem.unplanned, count),
+        )
+    made = min(fitting, key=lambda plan: plan.time_ns)
+    return replace(made, budget_bytes=size_bytes)
+
+
+def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan | None]:
+    """Everything kept; nothing kept; the least peak."""
+    graph = problem.constrained
+    for schedule in (keep_all(graph), thriftiest(graph, options)):
+        yield planning.plan_of(problem, schedule, MOST_BYTES)
+    yield planning.plan_within(problem, Budget(is_minimum=True), options, least)
+
+
+def _within(
+    problem: Problem, saved_bytes: int, shares: list[float], size_bytes: int, options: Options
+) -> Iterator[tuple[float, Plan]]:
+    """For limits of what is kept, as shares of saved_bytes, the fastest that fits."""
+    constrained = replace(problem, graph=problem.constrained)
+    graph = constrained.graph
+    # What a plan keeps has its results in it, which a limit is beside.
+    kept = bounded_option(graph, keep_all(graph))
+    returned_bytes = saved_bytes - kept.saved_bytes
+    for number, share in enumerate(shares):
+        report("solving for several calls in flight", number, len(shares))
+        limit_bytes = int(share * kept.saved_bytes)
+        left_bytes = size_bytes - (options.in_flight - 1) * (limit_bytes + returned_bytes)
+        if left_bytes <= 0:
+            continue
+        option = option_within(constrained, limit_bytes, min(left_bytes, peak_of(kept)), options)
+        made = None if option is None else planning.plan_of(problem, option.schedule, MOST_BYTES)
+        if made is not None and needed_bytes(made, options.in_flight) <= size_bytes:
+            yield share, made

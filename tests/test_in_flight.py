@@ -1,0 +1,113 @@
+"""Several calls between forward and backward at once, as in a pipeline, within one budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rockplan
+from rockplan.api import plan_each
+from rockplan.search.in_flight import needed_bytes
+from tests.blocks import QUICK, Mixer
+
+OPTIONS = rockplan.Options(**QUICK)
+X = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
+
+
+def stage(has_head: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    head = [nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)] if has_head else []
+    return nn.Sequential(*[Mixer(32) for _ in range(3)], *head).train()
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    return y.pow(2).mean()
+
+
+def step(module: Any, count: int) -> list[torch.Tensor]:
+    """As a stage under GPipe: all forwards, then all backwards."""
+    torch.manual_seed(3)
+    inputs = [(X + i).requires_grad_() for i in range(count)]
+    results = [module(x) for x in inputs]
+    for result in results:
+        result.backward(torch.ones_like(result))
+    return [t for x in inputs if (t := x.grad) is not None]
+
+
+def measured_bytes(module: nn.Module, count: int) -> int:
+    """Of such a step, beyond the inputs and their gradients."""
+    inputs = [(X + i).requires_grad_() for i in range(count)]
+    ones = torch.ones_like(X)
+
+    def run() -> None:
+        results = [module(x) for x in inputs]
+        while results:
+            results.pop(0).backward(ones)
+
+    return rockplan.peak_live_bytes(run).peak_bytes
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_plan_for_calls_in_flight_is_within_the_budget(count: int, has_head: bool) -> None:
+    eager, sample = stage(has_head), X.clone().requires_grad_()
+    options = replace(OPTIONS, in_flight=count)
+    for budget in ("min", "35%", "100%"):
+        planned = rockplan.solve(stage(has_head), sample, budget, options=options)
+        plan = rockplan.plan_of(planned)
+        assert needed_bytes(plan, count) <= plan.budget_bytes, budget
+        assert measured_bytes(planned, count) <= plan.budget_bytes, budget
+        for ours, theirs in zip(step(planned, count), step(eager, count), strict=True):
+            assert torch.equal(ours, theirs), budget
+        assert len(planned.plans) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_blocks_of_calls_in_flight_are_within_the_budget(count: int, has_head: bool) -> None:
+    eager, sample = stage(has_head), X.clone().requires_grad_()
+    options = replace(OPTIONS, in_flight=count)
+    for budget in ("min", "50%", "100%"):
+        planned = stage(has_head)
+        blocks = [*planned][:3]
+        rockplan.solve_blocks(planned, sample, budget, blocks=blocks, loss=loss_of, options=options)
+        plan = rockplan.blocks_of(planned)
+        assert plan.peak_bytes <= plan.budget_bytes, budget
+        assert measured_bytes(planned, count) <= plan.peak_bytes, budget
+        assert f"{count - 1} more calls in flight" in str(plan)
+        for ours, theirs in zip(step(planned, count), step(eager, count), strict=True):
+            assert torch.equal(ours, theirs), budget
+
+
+def test_calls_in_flight_take_less_time_than_the_best_plan_of_one_call() -> None:
+    sample, options = X.clone().requires_grad_(), replace(OPTIONS, without=())
+    ours = rockplan.plan(stage(), sample, "30%", options=replace(options, in_flight=4))
+    budgets = [f"{percent}%" for percent in range(100, 20, -10)]
+    each = plan_each(stage(), sample, budgets, options=options)
+    plans = (plan for plan in each if isinstance(plan, rockplan.Plan))
+    fitting = [plan for plan in plans if needed_bytes(plan, 4) <= ours.budget_bytes]
+    assert ours.overhead > 0 and all(ours.time_ns <= plan.time_ns for plan in fitting)
+
+
+def test_too_little_for_calls_in_flight_says_how_much_is_needed() -> None:
+    sample, options = X.clone().requires_grad_(), replace(OPTIONS, in_flight=3)
+    with pytest.raises(rockplan.InfeasibleBudget, match=r"in_flight=3") as found:
+        rockplan.solve(stage(), sample, 20_000, options=options)
+    needed = found.value.minimum_bytes
+    plan = rockplan.plan(stage(), sample, needed, options=options)
+    assert needed_bytes(plan, 3) <= needed
+    with pytest.raises(rockplan.InfeasibleBudget, match="2 more calls in flight") as found:
+        rockplan.solve_blocks(stage(), sample, 20_000, loss=loss_of, options=options)
+    needed = found.value.minimum_bytes
+    model = rockplan.solve_blocks(stage(), sample, needed, loss=loss_of, options=options)
+    assert rockplan.blocks_of(model).peak_bytes <= needed
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, "2", None])
+def test_how_many_calls_are_in_flight_is_a_number(count: Any) -> None:
+    with pytest.raises(rockplan.InvalidInput, match="in_flight is .*at least 1"):
+        rockplan.Options(in_flight=count)
