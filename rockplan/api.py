@@ -24,8 +24,10 @@ from rockplan.captured_calls import (
 )
 from rockplan.errors import InfeasibleBudget, RockplanError
 from rockplan.fitting.optimizer import OptimizerLike
+from rockplan.fitting.reserved import block_bytes, device_of, is_expandable, take
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.free_memory import Room, room_of
+from rockplan.graph_builder.operators.facts import tensors
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.parts import named_in_refusals
 from rockplan.programs import (
@@ -83,7 +85,7 @@ def solve(
     """
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
-        room = room_of(budget, model, optimizer, step, agreed)
+        room = room_of(budget, model, optimizer, step, agreed, with_steps=options.reserve)
         return _solve(unplanned(model), args, kwargs, room, replace(options, group=None), agreed)
 
 
@@ -100,6 +102,8 @@ def _solve(
         with first.named_in_errors():
             program = _program_in(room, first.of(model), options, agreed=agreed)
         advise(program, options)
+        if options.reserve:
+            _reserve(room, program, first.of(model))
         least_bytes = program.plan.budget_bytes
         # What training meets, one process may meet alone.
         make = functools.partial(_program_in, room, options=options, least_bytes=least_bytes)
@@ -124,6 +128,18 @@ def _program_in(
         return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
 
     return room.filled(make, lambda p: (p.plan, p.interface), least_bytes, agreed)
+
+
+def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
+    device = device_of(program.plan.graph)
+    if device is None or is_expandable():
+        return
+    module = call.module
+    held = tensors((call.args, call.kwargs, [*module.parameters(), *module.buffers()]))
+    first, later = room.timeline(program.plan, program.interface).steps
+    size_bytes = block_bytes((t.nbytes for t in held), (*first, *later, *later))
+    if size_bytes:
+        take(device, size_bytes)
 
 
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:

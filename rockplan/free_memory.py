@@ -25,7 +25,7 @@ from rockplan.fitting.allocator import rounded
 from rockplan.fitting.changes import MemoryChange, left_alive, peak_of
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
-from rockplan.fitting.timeline import passes_of, timeline_of
+from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.machine import available_bytes
 from rockplan.python_state import trees
@@ -132,17 +132,20 @@ class Room:
         each = (change for steps in self.steps.each.values() for change in steps.first)
         return (*self.steps.before, *self.steps.first, *each)
 
-    def _step_bytes(self, plan: Plan, interface: Interface) -> int:
-        """At most, of a first step and a later one, in blocks."""
-        passes = passes_of(plan.graph, plan.schedule, interface, self.steps)
-        steps = timeline_of(
+    def timeline(self, plan: Plan, interface: Interface) -> Timeline:
+        """Of a first step and a later one with a plan."""
+        return timeline_of(
             {},
-            passes,
+            passes_of(plan.graph, plan.schedule, interface, self.steps),
             self.steps,
             accumulate=self.step.accumulate,
             set_to_none=self.step.set_to_none,
         )
-        blocks = (replace(c, size_bytes=rounded(c.size_bytes)) for c in steps.changes)
+
+    def _step_bytes(self, plan: Plan, interface: Interface) -> int:
+        """At most, in blocks."""
+        changes = self.timeline(plan, interface).changes
+        blocks = (replace(c, size_bytes=rounded(c.size_bytes)) for c in changes)
         return peak_of(blocks).size_bytes
 
 
@@ -152,16 +155,20 @@ def room_of(
     optimizer: OptimizerLike,
     step: TrainingStep,
     agreed: Agreement,
+    *,
+    with_steps: bool = False,
 ) -> Room:
-    """For plans of `model`: what the budget says, in bytes where it is 'auto'. Raises as
-    `agreed_budget`."""
+    """For plans of `model`: what the budget says, in bytes where it is 'auto'. with_steps: of the
+    optimizer for any budget. Raises as `agreed_budget`."""
     careful = agreed_budget(budget, model, optimizer, agreed)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not parse_budget(budget).is_auto or optimizer is None or not trained:
-        return Room(careful)
+    is_auto = parse_budget(budget).is_auto
+    if not (is_auto or with_steps) or optimizer is None or not trained:
+        return Room(careful, step=step)
+    room = Room(careful, None, optimizer_steps(optimizer, trained, step=step), step)
+    if not is_auto:
+        return room
     assert careful.size_bytes is not None
-    steps = optimizer_steps(optimizer, trained, step=step)
-    room = Room(careful, 0, steps, step)
     # Gradients and state that are there are part of the timeline, too.
     gradients_bytes = _blocks(p.nbytes for p in trained.values())
     usable_bytes = careful.size_bytes + gradients_bytes + room._state_bytes

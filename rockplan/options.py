@@ -102,6 +102,9 @@ class Options:
     its rows as well, and take which plan is better: logits of all tokens are never there at once
     then. True: parts by size; a number of at least 2: so many. What is summed over rows, the loss
     and the gradient of the weight, is rounded otherwise than eager's (docs/tiled.md).
+    reserve: of `solve` on CUDA: take from the device at once what a step of training will need, and
+    leave it with PyTorch's allocator, as one segment from which others are split, where a model of
+    the allocator says that fragmentation costs less then (docs/fit.md).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -121,6 +124,7 @@ class Options:
     sizes: Sizes = ()
     tile: bool | int = False
     solver: str = "HiGHS"
+    reserve: bool = False
     group: Any = None
     in_flight: int = 1
 
@@ -135,8 +139,9 @@ class Options:
             positions = _positions("differentiated", self.differentiated)
             object.__setattr__(self, "differentiated", positions)
         object.__setattr__(self, "released", _positions("released", self.released))
-        if type(self.only_loss) is not bool:
-            raise InvalidInput(f"only_loss is {self.only_loss!r}; choose False or True")
+        for name in ("only_loss", "reserve"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; choose False or True")
         if self.compile not in (False, True, "near"):
             raise InvalidInput(f"compile is {self.compile!r}; choose False, True or 'near'")
         if type(self.tile) is not bool and not (type(self.tile) is int and self.tile >= 2):

@@ -10,8 +10,9 @@ from torch import nn
 
 import rockplan
 from rockplan.fitting.allocator import replay
-from rockplan.fitting.changes import MemoryChange
+from rockplan.fitting.changes import Holding, MemoryChange, peak_of
 from rockplan.fitting.gpus import Gpu
+from rockplan.fitting.reserved import block_bytes
 from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.oracles.lifetimes import taken_over
 from rockplan.oracles.simulate import simulate
@@ -110,7 +111,7 @@ def test_plans_of_a_device_say_what_its_allocator_reserves(
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)], nn.GELU())
     x, options = torch.randn(4096, 256), QUICK
     assert rockplan.plan(model, x, "min", options=options).reserved_bytes is None
-    monkeypatch.setattr("rockplan.fitting.reserved._device", lambda graph: torch.device("cuda"))
+    monkeypatch.setattr("rockplan.fitting.reserved.device_of", lambda graph: torch.device("cuda"))
     monkeypatch.setattr("rockplan.fitting.reserved.gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
     plan = rockplan.plan(model, x, "min", options=options)
     assert plan.reserved_bytes is not None
@@ -120,3 +121,18 @@ def test_plans_of_a_device_say_what_its_allocator_reserves(
     assert "by PyTorch's allocator" in str(plan)
     fast = rockplan.solve(model, x, "min", options=options)
     assert rockplan.plan_of(fast).reserved_bytes == plan.reserved_bytes
+
+
+def test_a_block_is_taken_first_where_it_saves_something() -> None:
+    """Activations of many sizes, freed in another order than they are made, are split from one
+    block; a single one needs none."""
+    sizes = [(3 + 7 * number % 11) << 20 for number in range(40)]
+    made = [MemoryChange(number, size, Holding.ACTIVATIONS) for number, size in enumerate(sizes)]
+    changes: list[MemoryChange] = []
+    for first in range(0, 40, 8):
+        group = made[first : first + 8]
+        changes += [*group, *(change.freed for change in group[::3])]
+        changes += [change.freed for change in group if change not in group[::3]]
+    size_bytes = block_bytes([5 << 20] * 3, changes)
+    assert size_bytes == peak_of(changes).size_bytes
+    assert block_bytes([5 << 20] * 3, [made[0], made[0].freed]) == 0

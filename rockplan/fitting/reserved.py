@@ -1,17 +1,21 @@
 """Reserved: what PyTorch's caching allocator takes from a CUDA device for the steps of a plan.
 
-takes: a Plan. returns: the plan, which says so. guarantees: a replay of three steps by the model of
-the allocator (`fitting.allocator`), with segments that expand where the process asks for them.
+takes: a Plan; what is there, and the changes of steps. returns: the plan, which says so; the bytes
+of one block that is worth taking first. guarantees: a replay of three steps by the model of the
+allocator (`fitting.allocator`), with segments that expand where the process asks for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from rockplan.fitting.allocator import Request, replay
+from rockplan.fitting.changes import MemoryChange
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.values.graph import CDGraph
@@ -20,13 +24,17 @@ from rockplan.values.plan import Plan
 STEPS = 3
 """The first one finds no segments; the third one mostly takes none."""
 
+WORTH = 0.01
+"""Share of what is reserved. Of twelve plans of full size (benchmarks/results/reserve.md) those
+blocks that promise more save something, and those that promise less cost as often."""
+
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def with_reserved(plan: Plan) -> Plan:
     """With `reserved_bytes`, for a plan of a CUDA device: beyond parameters, buffers, inputs and
     the parameters' `.grad`, as `peak_bytes`."""
-    device = _device(plan.graph)
+    device = device_of(plan.graph)
     if device is None or plan.reserved_bytes is not None:
         return plan
     graph = plan.graph
@@ -43,12 +51,32 @@ def with_reserved(plan: Plan) -> Plan:
     return replace(plan, reserved_bytes=usage.reserved_peak_bytes - sum(held))
 
 
+def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
+    """Of one block that is allocated and given back before training, from which others are split:
+    what `changes` need at most, beside what is there (`held`, bytes of storages); 0 where that
+    saves less than what is WORTH it."""
+    there = [Request(("held", number), size_bytes) for number, size_bytes in enumerate(held)]
+    asked = [change.request for change in changes]
+    plain = replay([*there, *asked])
+    needed_bytes = replay(asked, expandable=True).allocated_peak_bytes
+    block = (Request("block", needed_bytes), Request("block", None))
+    split = replay([*there, *block, *asked])
+    is_worth_it = split.reserved_peak_bytes < (1 - WORTH) * plain.reserved_peak_bytes
+    return needed_bytes if is_worth_it else 0
+
+
+def take(device: torch.device, size_bytes: int) -> None:
+    """Leave a segment of so many bytes with PyTorch's allocator, if the device has them."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
 def is_expandable() -> bool:
     """Whether segments of this process expand."""
     return any("expandable_segments:True" in os.environ.get(name, "") for name in SETTINGS)
 
 
-def _device(graph: CDGraph) -> torch.device | None:
+def device_of(graph: CDGraph) -> torch.device | None:
     """The CUDA device that a graph runs on."""
     names = {v.spec.device for v in graph.values if v.spec.device.startswith("cuda")}
     return torch.device(min(names)) if names and torch.cuda.is_available() else None

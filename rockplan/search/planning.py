@@ -166,7 +166,7 @@ def profile_source(profile: Profile) -> str:
 
 # Options that do not decide which plan is found.
 _BESIDE_THE_PLAN = frozenset(
-    {"on_mismatch", "on_infeasible", "on_refused", "check", "cache", "sizes", "group"}
+    {"on_mismatch", "on_infeasible", "on_refused", "check", "cache", "sizes", "group", "reserve"}
 )
 
 
