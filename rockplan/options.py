@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from rockplan.errors import InvalidInput
+from rockplan.budget import parse_budget
+from rockplan.errors import InvalidBudget, InvalidInput
 
 
 class SizeRange(NamedTuple):
@@ -105,6 +107,11 @@ class Options:
     reserve: of `solve` on CUDA: take from the device at once what a step of training will need, and
     leave it with PyTorch's allocator, as one segment from which others are split, where a model of
     the allocator says that fragmentation costs less then (docs/fit.md).
+    host: bytes of the host's memory ('8GiB') in which activations may lie between forward and
+    backward, where that is faster than to make them again; True: what the machine leaves; None:
+    nothing leaves the device. host_path: of a module on the CPU, the folder of the file that they
+    go to. link: bytes a second from device to host and back, both at once ('25GB/s'); None:
+    measured (docs/paging.md).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -127,6 +134,19 @@ class Options:
     reserve: bool = False
     group: Any = None
     in_flight: int = 1
+    host: bool | int | str | None = None
+    host_path: str | os.PathLike[str] | None = None
+    link: int | str | None = None
+
+    @property
+    def host_bytes(self) -> int | None:
+        """None where that is what the machine leaves, or where nothing is paged."""
+        return None if self.host is None or self.host is True else _bytes("host", self.host, "")
+
+    @property
+    def link_bytes_per_s(self) -> int | None:
+        """None where it is measured."""
+        return None if self.link is None else _bytes("link", self.link, "/s")
 
     def __post_init__(self) -> None:
         for name in ("time_limit_s", "bound_time_limit_s"):
@@ -170,6 +190,33 @@ class Options:
         if self.on_refused not in ("error", "leave"):
             raise InvalidInput(f"on_refused is {self.on_refused!r}; choose 'error' or 'leave'")
         object.__setattr__(self, "sizes", tuple(_size_ranges(self.sizes)))
+        if self.host is False:
+            object.__setattr__(self, "host", None)
+        if self.host is None and (self.host_path is not None or self.link is not None):
+            name = "link" if self.host_path is None else "host_path"
+            raise InvalidInput(f"{name} is for activations that go to the host: pass host, too")
+        if self.host_path is not None:
+            if not isinstance(self.host_path, str | os.PathLike):
+                raise InvalidInput(f"host_path is {self.host_path!r}; pass a folder")
+            object.__setattr__(self, "host_path", os.fspath(self.host_path))
+        _ = self.host_bytes, self.link_bytes_per_s  # raise
+
+
+def _bytes(name: str, given: object, per: str) -> int:
+    """Bytes, or with `per` bytes a second, as users write them."""
+    is_text = isinstance(given, str)
+    text = given.removesuffix(per) if isinstance(given, str) else given
+    try:
+        found = parse_budget(text).size_bytes if not is_text or given != text or not per else None
+    except InvalidBudget:
+        found = None
+    if found is None:
+        examples = {
+            "host": "bytes (8_000_000_000), '8GiB', or True for what the machine leaves",
+            "link": "bytes a second (25_000_000_000) or '25GB/s'",
+        }
+        raise InvalidInput(f"{name} is {given!r}; pass {examples[name]}")
+    return found
 
 
 def _size_ranges(given: object) -> Iterator[SizeRange]:

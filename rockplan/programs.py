@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
+from rockplan.values.copies import without_copies
 from rockplan.values.graph import as_eager
 from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
@@ -289,7 +291,7 @@ def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     configurations, that its forward does not read."""
     graph = source.lowered.graph
     # A digest takes as long as a pass of lowering.
-    known = [p for p in known if p.graph.values == graph.values]
+    known = [p for p in known if without_copies(p.graph).values == graph.values]
     digest = graph_digest(graph) if known else ""
     known_plan = next((p for p in known if p.graph_digest == digest), None)
     if known_plan is None:
@@ -351,6 +353,7 @@ def built_program(
         source.run.output_spec,
         source.hooked,
         described_call(original_forward(call.module), call.args, call.kwargs),
+        None if options.host_path is None else os.fspath(options.host_path),
     )
     if not options.check:
         return program

@@ -105,6 +105,8 @@ def fit(
             "rockplan.plan(model, sample, budget, options=Options(compile=True)) says there what "
             "one batch needs; fit has no rows with compiled kernels"
         )
+    if options.host is not None:
+        raise InvalidInput("fit has no plans that page activations to the host; solve has")
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Of an optimizer of the caller's nothing says that it is the same the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None

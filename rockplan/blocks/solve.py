@@ -575,3 +575,8 @@ def _check_options(options: Options) -> None:
                 f"Options({name}=...) says something of one module, and means nothing for the "
                 "blocks of a step; leave it out"
             )
+    if options.host is not None:
+        raise InvalidInput(
+            "Options(host=...) pages activations of one module, and blocks would share the link to "
+            "the host; leave it out, or plan the whole module with rockplan.solve"
+        )

@@ -73,6 +73,12 @@ def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
             "(Options(compile=...)), and that code runs operators. Export a plan without them, or "
             "run the plan itself"
         )
+    if made.trips:
+        raise InvalidInput(
+            "this plan cannot be exported as checkpointing code: activations go to the host and "
+            "come back (Options(host=...)), and that code only runs operators again. Export a plan "
+            "without that, or run the plan itself"
+        )
     if made.graph.tiles:
         raise InvalidInput(
             "this plan cannot be exported as checkpointing code: the head works on a part of its "

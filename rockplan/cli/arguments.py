@@ -90,6 +90,30 @@ TimeLimit = Annotated[
     ),
 ]
 
+HostBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--host",
+        metavar="BYTES",
+        help="Page activations to the host where that is faster than to make them again: at most "
+        "so many bytes (8GiB), or 'all' for what the machine leaves.",
+    ),
+]
+HostPath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER", help="With --host, of a model on the CPU: where the file of that lies."
+    ),
+]
+LinkRate = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        metavar="RATE",
+        help="With --host: bytes a second each way, such as 25GB/s, instead of what is measured.",
+    ),
+]
+
 _AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
@@ -114,6 +138,9 @@ def planning_options(
     tile: bool = False,
     only_loss: bool = False,
     solver: str = "HiGHS",
+    host: str | None = None,
+    host_path: str | None = None,
+    link: str | None = None,
 ) -> Options:
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
@@ -125,6 +152,9 @@ def planning_options(
         tile=tile,
         only_loss=only_loss,
         solver=solver,
+        host=True if host == "all" else host,
+        host_path=host_path,
+        link=link,
     )
     return options if time_limit is None else replace(options, time_limit_s=time_limit)
 

@@ -13,7 +13,10 @@ from rockplan.cli.arguments import (
     Autocast,
     Budgets,
     Compiled,
+    HostBytes,
+    HostPath,
     Json,
+    LinkRate,
     Model,
     Near,
     NoCache,
@@ -96,6 +99,9 @@ def solve(
         int,
         typer.Option(metavar="N", help="With --optimizer: passes before each step of it."),
     ] = 1,
+    host: HostBytes = None,
+    host_path: HostPath = None,
+    link: LinkRate = None,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
@@ -105,7 +111,18 @@ def solve(
         if write_lp is not None and not budget:
             raise InvalidInput("--write-lp needs a --budget, which the programs keep")
         options = planning_options(
-            no_cache, time_limit, check, compiled, near, size, tile, only_loss, solver
+            no_cache,
+            time_limit,
+            check,
+            compiled,
+            near,
+            size,
+            tile,
+            only_loss,
+            solver,
+            host,
+            host_path,
+            link,
         )
         with under_autocast(subject, autocast):
             if size:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from rockplan.oracles.graph_view import view_of
+from rockplan.values.copies import Trip
 from rockplan.values.graph import CDGraph, Queue
 from rockplan.values.schedule import Compute, Schedule
 
@@ -81,6 +82,54 @@ def clock(graph: CDGraph, schedule: Schedule) -> Clock:
                 out_ns[store] = copied(store, Queue.OUT, done_ns, time_ns)
         starts_ns.append(now_ns)
     return Clock(tuple(starts_ns), waits_ns, tuple(copies))
+
+
+def trips(graph: CDGraph, schedule: Schedule) -> tuple[Trip, ...]:
+    """Of storages that are paged, in the order in which they leave."""
+    if not view_of(graph).has_copies:
+        return ()
+    clocked = clock(graph, schedule)
+    out: dict[int, Copy] = {}
+    back: defaultdict[int, list[Copy]] = defaultdict(list)
+    for copy in clocked.copies:
+        event = schedule.events[copy.position]
+        assert isinstance(event, Compute)
+        node = graph.nodes[event.node]
+        if copy.queue is Queue.OUT:
+            out[node.reads[0]] = copy
+        else:
+            back[node.writes[0]].append(copy)
+    waits_ns = _waits_for(graph, schedule, clocked)
+    return tuple(
+        Trip(
+            data=d,
+            size_bytes=graph.data[d].size_bytes,
+            leaves_ns=copy.begins_ns,
+            gone_ns=copy.ends_ns,
+            comes_ns=back[d][0].begins_ns if back[d] else copy.ends_ns,
+            back_ns=back[d][0].ends_ns if back[d] else copy.ends_ns,
+            times_back=len(back[d]),
+            waits_ns=waits_ns.get(d, 0),
+        )
+        for d, copy in sorted(out.items(), key=lambda item: item[1].begins_ns)
+    )
+
+
+def _waits_for(graph: CDGraph, schedule: Schedule, clocked: Clock) -> dict[int, int]:
+    """Storage -> how long computations wait for its copies, the last of several that are late."""
+    ends_ns = {copy.position: copy.ends_ns for copy in clocked.copies}
+    came_ns: dict[int, int] = {}
+    waits_ns: defaultdict[int, int] = defaultdict(int)
+    for position, event in enumerate(schedule.events):
+        if not isinstance(event, Compute):
+            continue
+        node = graph.nodes[event.node]
+        if node.queue is Queue.IN:
+            came_ns.update(dict.fromkeys(node.writes, ends_ns[position]))
+        elif position in clocked.waits_ns:
+            latest = max(node.reads, key=lambda d: came_ns.get(d, -1))
+            waits_ns[latest] += clocked.waits_ns[position]
+    return waits_ns
 
 
 def _leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:

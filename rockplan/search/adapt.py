@@ -111,7 +111,8 @@ def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:
     def distance(plan: Plan) -> float:
         return abs(math.log(_size_bytes(plan.graph) / size))
 
-    for plan in sorted(known, key=distance):
+    # Where storages went to the host, they go anew: how much does depends on the size.
+    for plan in sorted((p for p in known if not p.trips), key=distance):
         nodes = _matched(plan.graph, graph)
         if nodes is not None:
             yield _Alike(plan, nodes)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from rockplan.ilp.whole_graph.refine import Refined
 from rockplan.oracles.simulate import simulate
 from rockplan.search.limits import Limits
+from rockplan.search.local.placing import Placed
 from rockplan.search.problem import Goal
+from rockplan.values.graph import CDGraph, required
 from rockplan.values.plan import StageTrace
 from rockplan.values.schedule import Schedule, first_executions
 
@@ -19,11 +21,14 @@ class Incumbent:
     is that of the schedule; () where it is the order of the graph. relaxation: the last one that
     was solved in that order. starts: schedules from which the least peak may be reached.
     is_complete: the deadline cut nothing short; is_exhausted: the last
-    construction ended for want of effort. trace: of the stages that ran."""
+    construction ended for want of effort. trace: of the stages that ran. paged: a schedule in which
+    storages go to the host, faster than `schedule`, or where there is none; of it nothing is
+    proven but that every node takes its time."""
 
     bound_ns: int
     order: tuple[int, ...] = ()
     schedule: Schedule | None = None
+    paged: Placed | None = None
     time_ns: int = 0
     peak_bytes: int = 0
     relaxation: Refined | None = None
@@ -48,7 +53,7 @@ class Incumbent:
         better = replace(
             self, schedule=schedule, time_ns=simulation.time_ns, peak_bytes=simulation.peak_bytes
         )
-        order = _moved(schedule)
+        order = _moved(goal.graph, schedule)
         if order == self.order:
             return better
         # Nothing is proven in this order but that every node takes its time.
@@ -57,15 +62,18 @@ class Incumbent:
     def is_near(self, goal: Goal, limits: Limits) -> bool:
         """Is no schedule that is faster by more than the nearness of the limits? Where the goal is
         the least peak, that ends nothing."""
-        if self.schedule is None or goal.budget_bytes is None:
+        if goal.budget_bytes is None:
             return False
-        return self.time_ns <= self.enough_ns(goal, limits)
+        enough_ns = self.enough_ns(goal, limits)
+        if self.paged is not None and self.paged.time_ns <= enough_ns:
+            return True
+        return self.schedule is not None and self.time_ns <= enough_ns
 
     def enough_ns(self, goal: Goal, limits: Limits) -> int:
         return self.bound_ns + int(limits.nearness * goal.graph.time_ns)
 
 
-def _moved(schedule: Schedule) -> tuple[int, ...]:
+def _moved(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
     """The order of first executions; () where it is that of the graph."""
-    order = first_executions(schedule)
-    return () if order == tuple(range(len(order))) else order
+    order = tuple(i for i in first_executions(schedule) if not graph.nodes[i].optional)
+    return () if order == required(graph.nodes) else order

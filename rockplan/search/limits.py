@@ -27,7 +27,10 @@ class Limits:
     lead to nothing, and this is the sum of their nodes; rungs: from how many of the others
     exchanges begin; worth: how many times as much as the best start another one may need; again:
     how often exchanges begin at a faster schedule within the best peak; ends: of the options of
-    blocks."""
+    blocks.
+
+    paging: nodes of all graphs that are planned with storages on the host; paging_again: how often
+    for one amount, without what is late."""
 
     deadline: float = math.inf
     nearness: float = 0.01
@@ -39,6 +42,8 @@ class Limits:
     blocks: Settings = Settings()
     ends: Settings = Settings(effort=3_000)
     combining_s: float = 5.0
+    paging: int = 6_000
+    paging_again: int = 4
     missing: int = 1_250
     rungs: int = 2
     worth: float = 1.5

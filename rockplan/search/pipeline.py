@@ -31,6 +31,10 @@ def not_near(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
     return not incumbent.is_near(goal, limits) and not limits.is_over
 
 
+def may_page(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
+    return goal.host is not None and not_near(goal, incumbent, limits)
+
+
 def nothing_fits(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
     return incumbent.schedule is None
 
@@ -64,6 +68,7 @@ STAGES = (
     Stage("relaxation", stages.relax, not_near),
     Stage("eviction", stages.evict, nothing_fits),
     Stage("blocks", stages.combine_blocks, nothing_fits),
+    Stage("paging", stages.page, may_page),
     Stage("exchange", stages.exchange, improvable),
     Stage("proof", stages.prove, improvable),
 )

@@ -9,6 +9,7 @@ no larger than what any plan in it needs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -18,6 +19,7 @@ from rockplan.errors import IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import takes_digest
 from rockplan.ilp.pulp_models import check_solver
 from rockplan.options import Options
+from rockplan.oracles.clock import trips
 from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.peak_owner import peak_owner
 from rockplan.oracles.simulate import Simulation, simulate, timeline
@@ -25,10 +27,12 @@ from rockplan.oracles.verify import verify
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.minimum_peak import LeastPeak
+from rockplan.search.paging import SHARE
 from rockplan.search.pipeline import POLISH, STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
 from rockplan.store.fingerprint import planner
 from rockplan.store.plan_file import is_outline_of
+from rockplan.values.copies import shifted, with_copies, with_copies_of
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import BlockSummary, Certificate, Plan, Status
@@ -138,11 +142,15 @@ def _without_waits(
         return plan_anew(problem, budget, options, least)
     key = _plan_key(problem, budget, options)
     graph = problem.graph
-    known = cache.plan(
-        key, lambda p: p.graph_digest == key["graph"] and is_outline_of(p.graph, graph)
-    )
+
+    def is_of_graph(known: Plan) -> bool:
+        copied = with_copies_of(graph, known.graph)
+        return known.graph_digest == key["graph"] and is_outline_of(known.graph, copied)
+
+    known = cache.plan(key, is_of_graph)
     if known is not None and not (budget.is_minimum and least.is_below(known.peak_bytes)):
-        return replace(known, graph=graph, passes=problem.passes)
+        copied = with_copies_of(graph, known.graph)
+        return replace(known, graph=copied, passes=problem.passes)
     made = plan_anew(problem, budget, options, least)
     cache.put_plan(key, made)
     if budget.is_minimum:
@@ -182,6 +190,7 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
         "torch": str(torch.__version__),
         "budget": str(budget),
         "planner": planner(),
+        **({"host": repr(problem.host)} if problem.host else {}),
         **{f"option {name}": repr(getattr(options, name)) for name in deciding},
     }
 
@@ -216,8 +225,14 @@ def plan_anew(
         smallest = least.find(limits)
         budget_bytes = smallest.peak_bytes
         start = _from_smallest(problem, start, smallest)
-    goal = Goal(graph, problem.blocks, budget_bytes, cache_of(options))
+    goal = Goal(graph, problem.blocks, budget_bytes, cache_of(options), problem.host)
     incumbent = run(STAGES, goal, limits, start)
+    if (paged := incumbent.paged) is not None and (
+        incumbent.schedule is None or paged.time_ns < incumbent.time_ns
+    ):
+        made = _finish(problem, paged.schedule, budget_bytes, graph.time_ns, paged.storages)
+        made = replace(made, trace=incumbent.trace)
+        return made if incumbent.is_complete else _stopped(made)
     if incumbent.schedule is None:
         smallest = least.find(limits)
         if budget_bytes < smallest.peak_bytes:
@@ -277,18 +292,35 @@ def _operation(graph: CDGraph, node: int) -> str:
 
 
 @paused_collection()
-def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) -> Plan:
-    graph, unplanned = problem.graph, problem.unplanned
-    ends = frozenset(b.backward[-1] for b in problem.blocks if b.backward)
+def _finish(
+    problem: Problem,
+    best: Schedule,
+    budget_bytes: int,
+    bound_ns: int,
+    storages: Sequence[int] = (),
+) -> Plan:
+    """storages: that go to the host; `best` is one of `with_copies` of them."""
+    unplanned, turn = problem.unplanned, len(problem.graph.forward)
+    graph, constrained = (
+        with_copies(g, storages, problem.host.link.share(SHARE)) if problem.host else g
+        for g in (problem.graph, problem.constrained)
+    )
+    blocks = tuple(
+        BlockSummary(
+            b.name, b.digest, b.forward, tuple(shifted(b.backward, turn, 2 * len(storages)))
+        )
+        for b in problem.blocks
+    )
+    ends = frozenset(b.backward[-1] for b in blocks if b.backward)
     during = [step.during_bytes for step in timeline(graph, best)]
     merged = merge_handovers(graph, best, view_of(graph).sizes, during, ends)
-    verify(problem.constrained, merged)
+    verify(constrained, merged)
     simulation = simulate(graph, merged)
-    certificate = _certificate(problem.constrained, simulation, bound_ns)
+    certificate = _certificate(constrained, simulation, bound_ns)
     return Plan(
         graph=graph,
         schedule=merged,
-        blocks=tuple(BlockSummary(b.name, b.digest, b.forward, b.backward) for b in problem.blocks),
+        blocks=blocks,
         budget_bytes=budget_bytes,
         peak_bytes=simulation.peak_bytes,
         saved_bytes=simulation.saved_bytes,
@@ -301,6 +333,7 @@ def _finish(problem: Problem, best: Schedule, budget_bytes: int, bound_ns: int) 
         profile_source=profile_source(problem.profile),
         torch_version=str(torch.__version__),
         compiled=_compiled(problem.graph),
+        trips=trips(graph, merged),
         passes=problem.passes,
     )
 

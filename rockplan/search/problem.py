@@ -5,23 +5,35 @@ takes: a captured graph, options. returns: Problem, with the prices of this mach
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
 from dataclasses import dataclass, replace
 
+from rockplan.budget import MOST_BYTES
+from rockplan.errors import InvalidInput
 from rockplan.graph_builder.costs.price import measure, price, profile_key
 from rockplan.graph_builder.digests import graph_digest, profile_digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.partition import partition
+from rockplan.machine import available_bytes
 from rockplan.options import Options
 from rockplan.oracles.constraints import constrain, with_room_for_loss
 from rockplan.oracles.simulate import Simulation, simulate
+from rockplan.paging.arenas import pool_of
+from rockplan.paging.link import measured_link
 from rockplan.store.cache import Cache, default_folder
 from rockplan.values.block import Block
+from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, as_eager
 from rockplan.values.plan import PassTrace
 from rockplan.values.profile import Profile
 from rockplan.values.progress import report
 from rockplan.values.schedule import Waits, keep_all
+
+MARGIN = 0.2
+"""Of the memory of the host, or of a disk, that stays free where all that is left may be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +43,7 @@ class Problem:
     graph: with the prices of `profile`; constrained: the same under the constraints of the
     options and with room for the caller's loss, of which `blocks` are the blocks. The digests are
     those of graph and profile. unplanned: every node once, as eager does. waits: gradients of
-    parameters that have hooks. passes: those that made the graph.
+    parameters that have hooks. passes: those that made the graph. host: where storages may go.
     """
 
     graph: CDGraph
@@ -43,17 +55,20 @@ class Problem:
     unplanned: Simulation
     waits: Waits = ()
     passes: tuple[PassTrace, ...] = ()
+    host: Host | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
     """What the stages of a search work on: a graph, its blocks, and the bytes that a schedule may
-    need at most; None: as few as can be. cache: of options of blocks."""
+    need at most; None: as few as can be. cache: of options of blocks. host: where storages may
+    go."""
 
     graph: CDGraph
     blocks: tuple[Block, ...]
     budget_bytes: int | None
     cache: Cache | None = None
+    host: Host | None = None
 
 
 def measured(
@@ -86,7 +101,38 @@ def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Pr
         graph_digest=graph_digest(priced),
         profile_digest=profile_digest(profile),
         unplanned=unplanned,
+        host=host_of(priced, options),
     )
+
+
+def host_of(graph: CDGraph, options: Options) -> Host | None:
+    """Where storages of `graph` may go; None where the options keep them on the device. Raises
+    InvalidInput."""
+    if options.host is None:
+        return None
+    devices = {v.spec.device for v in graph.values}
+    if len(devices) > 1:
+        raise InvalidInput(
+            f"activations of a module on several devices ({', '.join(sorted(devices))}) cannot be "
+            "paged; plan without host, or each part of the module by itself"
+        )
+    device, path = devices.pop() if devices else "cpu", options.host_path
+    folder = None if path is None else os.fspath(path)
+    pool_of(device, folder)  # raises where nothing can be paged
+    rate = options.link_bytes_per_s or _measured_rate(device, folder)
+    return Host(options.host_bytes or _left_bytes(folder), HostLink(rate, rate))
+
+
+@functools.cache
+def _measured_rate(device: str, folder: str | None) -> int:
+    """In two digits, once in a process: plans of it are in the cache under it."""
+    return int(float(f"{measured_link(device, folder):.1e}"))
+
+
+def _left_bytes(folder: str | None) -> int:
+    """What the machine leaves for paged storages, with a margin for everything else."""
+    left = available_bytes() if folder is None else shutil.disk_usage(folder).free
+    return MOST_BYTES if left is None else int(left * (1 - MARGIN))
 
 
 def cache_of(options: Options) -> Cache | None:

@@ -20,6 +20,7 @@ from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.exchange import annealed, exchanged, fitted, pruned, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
+from rockplan.search.paging import best_placed
 from rockplan.search.problem import Goal
 from rockplan.values.graph import CDGraph
 from rockplan.values.progress import report
@@ -113,6 +114,22 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     schedule = solver.thriftiest(deadline=until)
     starts = incumbent.starts if schedule is None else (*incumbent.starts, schedule)
     return replace(incumbent.improved(goal, schedule), starts=starts)
+
+
+def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
+    """Storages to the host and back, if that is faster: what takes longest to make for each byte,
+    as much as the link carries, planned with what runs again."""
+    report("choosing what goes to the host")
+
+    def planned(asked: Goal) -> Schedule | None:
+        made = relax(asked, Incumbent(bound_ns=goal.graph.time_ns), limits)
+        made = made if made.schedule is not None else evict(asked, made, limits)
+        return made.schedule
+
+    made = best_placed(goal, limits, planned)
+    if made is None or (incumbent.schedule is not None and made.time_ns >= incumbent.time_ns):
+        return incumbent
+    return replace(incumbent, paged=made)
 
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:

@@ -21,19 +21,23 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from rockplan.errors import IllegalSchedule, InvalidInput, PlanFormatError, PlanMismatch
+from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.store import documents
 from rockplan.store.documents import flag, list_of, natural, naturals, text_of
 from rockplan.store.fingerprint import VERSION
+from rockplan.values.copies import with_copies_of, without_copies
 from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
     DataKind,
     DataNode,
     Phase,
+    Queue,
     Takeover,
     as_eager,
+    required,
     without_takes,
 )
 from rockplan.values.plan import COMPILED, BlockSummary, Certificate, Plan, Status
@@ -144,6 +148,7 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     """
     plans = tuple(plans)
     plan = next((p for p in plans if p.graph_digest == graph_digest), None)
+    graph = graph if plan is None else with_copies_of(graph, plan.graph)
     fitted = None if plan is None else onto(graph, plan.graph)
     if (
         plan is None
@@ -324,6 +329,8 @@ def _graph_row(graph: CDGraph) -> dict[str, object]:
                 "workspace_bytes": n.workspace_bytes,
                 "random": n.random,
                 "recomputable": n.recomputable,
+                **({} if n.queue is Queue.COMPUTE else {"queue": n.queue.value}),
+                **({"optional": True} if n.optional else {}),
             }
             for n in graph.nodes
         ],
@@ -361,7 +368,7 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
         **facts,
     )
     _check_promises(plan)
-    return plan
+    return replace(plan, trips=trips(graph, plan.schedule))
 
 
 def _read_compiled(row: Mapping[str, Any]) -> str:
@@ -382,24 +389,27 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
     if phases != sorted(phases, key=lambda phase: phase is Phase.BACKWARD):
         raise ValueError("a forward operation after a backward operation")
     outputs, held, handed = (_below(row[k], len(data)) for k in ("outputs", "held", "handed"))
-    return CDGraph(
+    graph = CDGraph(
         data=data,
         nodes=nodes,
         outputs=outputs,
         held=held,
         handed=handed,
         rng_state_bytes=natural(row["rng_state_bytes"]),
-        eager_order=_read_order(row, phases),
+        eager_order=_read_order(row, nodes),
         tiles=natural(row.get("tiles", 0)),
     )
+    if with_copies_of(without_copies(graph), graph) != graph:
+        raise ValueError("operations that copy storages to the host are not those of a plan")
+    return graph
 
 
-def _read_order(row: Mapping[str, Any], phases: list[Phase]) -> tuple[int, ...]:
+def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[int, ...]:
     """Plans of before operations were reordered have none."""
-    order = naturals(row.get("eager_order", []))
-    if order and sorted(order) != list(range(len(phases))):
+    order, must = naturals(row.get("eager_order", [])), required(nodes)
+    if order and sorted(order) != list(must):
         raise ValueError("the order of eager does not name each operation once")
-    if [phases[i] for i in order] != phases[: len(order)]:
+    if order and [nodes[i].phase for i in order] != [nodes[i].phase for i in must]:
         raise ValueError("the order of eager has a forward operation after a backward operation")
     return order
 
@@ -418,6 +428,8 @@ def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
         workspace_bytes=natural(row["workspace_bytes"]),
         random=flag(row["random"]),
         recomputable=flag(row["recomputable"]),
+        queue=Queue(row.get("queue", "compute")),
+        optional=flag(row.get("optional", False)),
         module=text_of(row["module"]),
         source=text_of(row["source"]),
     )

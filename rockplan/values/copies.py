@@ -43,6 +43,14 @@ class HostLink:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """size_bytes: of its memory, that paged storages may take at most."""
+
+    size_bytes: int
+    link: HostLink
+
+
+@dataclass(frozen=True, slots=True)
 class Paged:
     """A storage that may be paged. host: where it goes; store, fetch: nodes that copy it."""
 
@@ -50,6 +58,22 @@ class Paged:
     host: int
     store: int
     fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """Of a paged storage to the host and back, by the clock of the plan: from when to when it
+    leaves, from when it comes back first, and when it is there. times_back: how often it comes
+    back; waits_ns: how long computations wait for all its copies."""
+
+    data: int
+    size_bytes: int
+    leaves_ns: int
+    gone_ns: int
+    comes_ns: int
+    back_ns: int
+    times_back: int
+    waits_ns: int
 
 
 def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGraph:
@@ -114,6 +138,24 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
     )
 
 
+def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
+    """`graph` in which each of `storages` may be made again of nothing and for nothing: what a
+    search sees of copies that come when they are needed. Nodes are numbered as by `with_copies`,
+    but for the copies out, of which there are none."""
+    chosen = sorted(set(storages))
+    turn = len(graph.forward)
+    fetches = (
+        ComputeNode(turn + k, f"fetch_{d}", Phase.BACKWARD, (), (d,), optional=True)
+        for k, d in enumerate(chosen)
+    )
+    later = (replace(n, index=n.index + len(chosen)) for n in graph.backward)
+    return replace(
+        graph,
+        nodes=(*graph.forward, *fetches, *later),
+        eager_order=tuple(shifted(graph.eager_order, turn, len(chosen))),
+    )
+
+
 def shifted(order: Iterable[int], turn: int, by: int) -> list[int]:
     """Indices of nodes before which others were put at `turn`."""
     return [i if i < turn else i + by for i in order]
@@ -124,6 +166,17 @@ def paged(graph: CDGraph) -> tuple[Paged, ...]:
     fetch_of = {n.reads: n for n in graph.nodes if n.queue is Queue.IN}
     stores = [n for n in graph.nodes if n.queue is Queue.OUT]
     return tuple(Paged(n.reads[0], n.writes[0], n.index, fetch_of[n.writes].index) for n in stores)
+
+
+def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
+    """`graph` with the copies of `planned`, the same graph from elsewhere, and their times."""
+    storages = [p.data for p in paged(planned)]
+    if not storages or not producers(graph).keys() >= set(storages):
+        return graph
+    made = with_copies(graph, storages, HostLink(1, 1))
+    times = {n.index: n.time_ns for n in planned.nodes if n.queue is not Queue.COMPUTE}
+    nodes = tuple(replace(n, time_ns=times.get(n.index, n.time_ns)) for n in made.nodes)
+    return replace(made, nodes=nodes)
 
 
 def without_copies(graph: CDGraph) -> CDGraph:

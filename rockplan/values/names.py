@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from rockplan.values.graph import CDGraph, ComputeNode, Phase
+from rockplan.values.graph import CDGraph, ComputeNode, Phase, producers
 
 ROOT = "(root)"
 
@@ -35,11 +35,13 @@ def operation_names(graph: CDGraph) -> tuple[str, ...]:
 
 
 def activation_names(graph: CDGraph) -> tuple[str, ...]:
-    """The name of each of `graph.data`."""
+    """The name of each of `graph.data`, by what makes it first."""
     names = [d.name for d in graph.data]
+    made_by = producers(graph)
     for node, name in zip(graph.nodes, operation_names(graph), strict=True):
         for position, made in enumerate(node.writes):
-            names[made] = name if len(node.writes) == 1 else f"{name}:{position}"
+            if made_by[made] == node.index:
+                names[made] = name if len(node.writes) == 1 else f"{name}:{position}"
     return tuple(names)
 
 

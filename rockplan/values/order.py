@@ -93,15 +93,15 @@ def without_idle(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Both orders without idle re-executions: neither peak nor time increases.
 
-    A re-execution is idle if the node may run only once (what it made is still there), or if every
-    storage that it writes is `kept`, or computed again before it is read.
+    A re-execution, or what need not run, is idle if the node may run only once (what it made is
+    still there), or if every storage that it writes is `kept`, or computed again before it is read.
     executed: nodes that ran before the order starts. kept: data that stay alive once made.
     """
     order = (*forward, *backward)
     seen = set(executed)
     is_again: list[bool] = []
     for i in order:
-        is_again.append(i in seen)
+        is_again.append(i in seen or graph.nodes[i].optional)
         seen.add(i)
     lasting = {*kept, *graph.held}
     used_next: set[int] = set()

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rockplan.errors import InvalidInput
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, is_kernel
-from rockplan.values.names import operator_of
+from rockplan.values.columns import aligned
+from rockplan.values.copies import Trip
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, is_kernel, required
+from rockplan.values.names import activation_names, operator_of, pattern_of
 from rockplan.values.schedule import Compute, Schedule
 
 
@@ -95,6 +97,7 @@ class Plan:
     origin: where a plan that was read from a file was made, '' for one that was made here.
     reserved_bytes: what PyTorch's caching allocator takes from a CUDA device for the peak, by a
     model of it (`rockplan.fitting.reserved`); None where that is not known, and on CPU.
+    trips: of storages that go to the host and come back.
     trace: of the stages of the search, none where the plan comes from the cache or a file, or was
     replayed. passes: those that made the graph, none where the plan comes from a file.
     """
@@ -117,6 +120,7 @@ class Plan:
     compiled: str = ""
     origin: str = ""
     reserved_bytes: int | None = field(default=None, compare=False)
+    trips: tuple[Trip, ...] = ()
     trace: tuple[StageTrace, ...] = field(default=(), compare=False, repr=False)
     passes: tuple[PassTrace, ...] = field(default=(), compare=False, repr=False)
 
@@ -126,7 +130,7 @@ class Plan:
         return self.time_ns / max(self.eager_time_ns, 1) - 1.0
 
     def __str__(self) -> str:
-        return "\n".join(_summary_lines(self) + _block_lines(self))
+        return "\n".join(_summary_lines(self) + _page_lines(self) + _block_lines(self))
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -154,19 +158,20 @@ def plan_in(planned: object) -> Plan:
 
 
 def kept_data(plan: Plan) -> frozenset[int]:
-    """Storages that are alive between the forward and the backward phase."""
+    """Storages that are alive on the device between the forward and the backward phase."""
     alive: set[int] = set()
     for event in plan.schedule.events[: plan.schedule.forward_length]:
         if isinstance(event, Compute):
             alive.update(plan.graph.nodes[event.node].writes)
         else:
             alive.discard(event.data)
-    return frozenset(alive)
+    return frozenset(d for d in alive if plan.graph.data[d].kind is not DataKind.HOST)
 
 
 def recomputations(plan: Plan) -> dict[int, int]:
-    """node -> how often it runs again, for the nodes that do."""
-    executions = Counter(plan.schedule.computes)
+    """node -> how often it runs again, for the nodes that do; copies do not."""
+    nodes = plan.graph.nodes
+    executions = Counter(i for i in plan.schedule.computes if not nodes[i].optional)
     return {node: count - 1 for node, count in sorted(executions.items()) if count > 1}
 
 
@@ -174,6 +179,7 @@ def _summary_lines(plan: Plan) -> list[str]:
     certificate = plan.certificate
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     again = recomputations(plan)
+    forward, operations = len(required(plan.graph.forward)), len(required(plan.graph.nodes))
     return [
         f"budget          {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes)",
         f"predicted peak  {format_bytes(plan.peak_bytes)} ({share:.0%} of "
@@ -181,11 +187,12 @@ def _summary_lines(plan: Plan) -> list[str]:
         *_reserved_lines(plan),
         f"saved           {format_bytes(plan.saved_bytes)} between forward and backward",
         f"overhead        {plan.overhead:+.1%} predicted time "
-        f"({len(again)} of {len(plan.graph.forward)} forward operations run again)",
-        f"gap             {certificate.gap:.1%} above the proven bound at most "
+        f"({len(again)} of {forward} forward operations run again)",
+        *_trip_lines(plan),
+        f"gap             {certificate.gap:.1%} above {_bound_of(plan)} at most "
         f"({certificate.status.value})",
         f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
-        f"graph           {len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks "
+        f"graph           {operations} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
         *_kernel_lines(plan),
         *([f"tiled           the head, in {plan.graph.tiles} parts"] if plan.graph.tiles else []),
@@ -204,6 +211,53 @@ def _reserved_lines(plan: Plan) -> list[str]:
         f"reserved        {format_bytes(plan.reserved_bytes)} ({more:+.0%}) by PyTorch's "
         "allocator, as a model of it says"
     ]
+
+
+def _bound_of(plan: Plan) -> str:
+    """What is proven of plans that page is less than of others."""
+    return "the time of running everything once" if plan.trips else "the proven bound"
+
+
+def _trip_lines(plan: Plan) -> list[str]:
+    """How much goes to the host and back, and how long that is waited for."""
+    if not plan.trips:
+        return []
+    size_bytes = sum(t.size_bytes for t in plan.trips)
+    rate = max(t.size_bytes / max(t.gone_ns - t.leaves_ns, 1) for t in plan.trips)
+    waits_ns = sum(t.waits_ns for t in plan.trips)
+    waits = f"{waits_ns / 1e6:.2f} ms waited for" if waits_ns else "none waited for"
+    return [
+        f"paged           {format_bytes(size_bytes)} in {len(plan.trips)} storages to the host and "
+        f"back, at {rate:.1f} GB/s, {waits}"
+    ]
+
+
+def _page_lines(plan: Plan) -> list[str]:
+    """A line for storages of one name but for numbers: when the first leaves and the last is gone,
+    when the first comes and the last is back, in milliseconds from the start of the step."""
+    if not plan.trips:
+        return []
+    names = activation_names(plan.graph)
+    groups: dict[str, list[Trip]] = {}
+    for trip in plan.trips:
+        groups.setdefault(pattern_of(names[trip.data]), []).append(trip)
+    rows = [("paged", "", "leaves ms", "comes back ms", "waited for")]
+    for name, trips in groups.items():
+        waits_ns = sum(t.waits_ns for t in trips)
+        rows.append(
+            (
+                f"{name}" + (f"  x{len(trips)}" if len(trips) > 1 else ""),
+                format_bytes(sum(t.size_bytes for t in trips)),
+                _span(min(t.leaves_ns for t in trips), max(t.gone_ns for t in trips)),
+                _span(min(t.comes_ns for t in trips), max(t.back_ns for t in trips)),
+                f"{waits_ns / 1e6:.2f} ms" if waits_ns else "",
+            )
+        )
+    return ["", *aligned(rows)]
+
+
+def _span(begin_ns: int, end_ns: int) -> str:
+    return f"{begin_ns / 1e6:.1f} to {end_ns / 1e6:.1f}"
 
 
 def _kernel_lines(plan: Plan) -> list[str]:

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.recompute import closure
-from rockplan.values.graph import CDGraph, ComputeNode
+from rockplan.values.graph import CDGraph, ComputeNode, required
 from rockplan.values.order import BackwardPhase, Orders, without_idle
 
 Terms = list[tuple[int, int]]
@@ -133,7 +133,7 @@ class Facts:
         """Of each node: alive for certain at its first execution: what is always there then, its
         workspace, what it makes and reads, without what its result may take over."""
         return [
-            b + self.own_bytes(n, n.reads, n.index)
+            b + (0 if n.optional else self.own_bytes(n, n.reads, n.index))
             for b, n in zip(self.always_bytes, self.graph.nodes, strict=True)
         ]
 
@@ -173,7 +173,7 @@ class Facts:
         for first, (stop, end) in reversed(list(zip(firsts, stops, strict=False))):
             if end == TURN:
                 unborn = self.tangents
-            nodes = self.graph.nodes[first:stop]
+            nodes = [n for n in self.graph.nodes[first:stop] if not n.optional]
             read = {d for n in nodes for d in n.reads if d in self.is_open}
             # What is made for the first time from here on is there for what comes after it.
             older = {d for d in wanted | read if self.born[d] < first} - unborn
@@ -341,6 +341,7 @@ def orders_of(made: Program, solution: NDArray[np.float64]) -> Orders:
         columns = {d: made.keep.get((s, d)) for d in part.wanted}
         dropped = (d for d, c in columns.items() if c is not None and solution[c] < 0.5)
         phase.missing.update(d for d in dropped if facts.view.makers[d])
-        for index in range(max(part.first, turn), part.stop):
+        for index in required(facts.graph.nodes[max(part.first, turn) : part.stop]):
             phase.execute(index)
-    return Orders(*without_idle(facts.graph, range(turn), phase.nodes))
+    forward = required(facts.graph.forward)
+    return Orders(*without_idle(facts.graph, forward, phase.nodes))

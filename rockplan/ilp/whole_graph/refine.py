@@ -126,7 +126,8 @@ def looking_closer(
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     during = (step.during_bytes for event, step in steps if isinstance(event, Compute))
     firsts = zip(during, orders.computations, orders.is_first, strict=True)
-    new = [(b, i) for b, i, is_first in firsts if is_first and i not in moments.ends]
+    must = (f for f in firsts if not graph.nodes[f[1]].optional)
+    new = [(b, i) for b, i, is_first in must if is_first and i not in moments.ends]
     most_bytes, worst = max(new, default=(0, 0))
     if most_bytes <= budget_bytes:
         return None

@@ -127,6 +127,7 @@ class Draft:
         self.sizes, self.reads = view.sizes, view.reads
         self._tangents, self._state_bytes = view.tangents, view.state_bytes
         self._held, self._dropped, self._made_bytes = view.held, view.dropped, view.made_bytes
+        self._is_optional = [n.optional for n in graph.nodes]
         self._takers = {d for takes in view.takes for t in takes for d in t.operands}
         self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]
         # Beside what is alive they take the same wherever they run, but for a generator's state.
@@ -185,7 +186,8 @@ class Draft:
 
     def reruns(self) -> list[int]:
         """Positions of what runs again, by node."""
-        return [p for runs in self._runs for p in runs[1:]]
+        runs_of = zip(self._is_optional, self._runs, strict=True)
+        return [p for optional, runs in runs_of for p in (runs if optional else runs[1:])]
 
     def insert(self, position: int, node: int) -> None:
         """Runs `node` at an empty position."""
@@ -445,11 +447,14 @@ class Draft:
 
     def _is_rerun(self, position: int) -> bool:
         node = self.nodes[position]
-        return node != EMPTY and self._runs[node][0] != position
+        return node != EMPTY and (self._is_optional[node] or self._runs[node][0] != position)
 
     def _is_spare(self, position: int) -> bool:
-        """Does what runs there run elsewhere, too, and may that be for the first time?"""
+        """Does what runs there run elsewhere, too, and may that be for the first time? Or need it
+        not run at all?"""
         node = self.nodes[position]
+        if node != EMPTY and self._is_optional[node]:
+            return True
         if node == EMPTY or len(self._runs[node]) == 1:
             return False
         return node in self.movable or self._is_rerun(position)

@@ -242,6 +242,8 @@ class _Run:
             self.position = node.index
             if node.index == self.n_forward:
                 self._start_backward()
+            if node.optional:
+                continue
             self._execute(node.index)
             self.position += 1
             for d in sorted(self.handed.intersection((*node.reads, *node.writes))):

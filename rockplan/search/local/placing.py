@@ -1,0 +1,200 @@
+"""Placing: where copies of a schedule stand, so that computations wait as little as can be.
+
+takes: a graph, storages that may be paged, orders of `with_fetches` of both, a link, a budget.
+returns: the orders of `with_copies`. guarantees: legal; no more bytes than the given orders need,
+or than the budget; once, without a search.
+
+At first a copy out stands before the last read of the forward phase, and a copy in before the read
+it is for: that needs no byte more. Then copies out, in the order in which they begin, stand as late
+as they need to be done and as there is room; copies in, the last one first, as early as they need
+to be there in time and as there is room. What is late then is waited for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rockplan.oracles.lifetimes import taken_over
+from rockplan.oracles.simulate import simulate, timeline
+from rockplan.values.copies import HostLink, paged, with_copies
+from rockplan.values.graph import CDGraph
+from rockplan.values.schedule import Compute, Schedule, with_frees
+
+Orders = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """storages: those that are paged, ascending; schedule: of `graph`, which is `with_copies` of
+    them; time_ns: as `simulate` finds it."""
+
+    storages: tuple[int, ...]
+    graph: CDGraph
+    schedule: Schedule
+    time_ns: int
+
+
+def placed(
+    graph: CDGraph, storages: Sequence[int], orders: Orders, link: HostLink, budget_bytes: int
+) -> Placed:
+    """orders: of `with_fetches(graph, storages)`."""
+    turn, all_of_them = len(graph.forward), sorted(set(storages))
+    fetched = sorted({i - turn for i in orders[1] if turn <= i < turn + len(all_of_them)})
+    used = [all_of_them[k] for k in fetched]
+    made = with_copies(graph, used, link)
+    pages = {p.data: p for p in paged(made)}
+
+    def there(i: int) -> int:
+        if i < turn:
+            return i
+        if i < turn + len(all_of_them):
+            return pages[all_of_them[i - turn]].fetch
+        return i - len(all_of_them) + 2 * len(used)
+
+    forward, backward = (tuple(map(there, order)) for order in orders)
+    if used:
+        forward, backward = _Placing(made, forward, backward, budget_bytes).orders()
+    schedule = with_frees(made, forward, backward)
+    return Placed(tuple(used), made, schedule, simulate(made, schedule).time_ns)
+
+
+class _Placing:
+    """Positions are those of computations on their own queue; a copy has that before which it
+    stands. bytes: alive at each; starts_ns: when each begins, as far as copies are placed."""
+
+    def __init__(
+        self, graph: CDGraph, forward: Sequence[int], backward: Sequence[int], budget_bytes: int
+    ) -> None:
+        self.graph, self.budget_bytes = graph, budget_bytes
+        self.pages = {p.data: p for p in paged(graph)}
+        self.computed = [i for i in (*forward, *backward) if not graph.nodes[i].optional]
+        self.turn = len(forward)
+        # Of each copy in, in order: its storage, and the position that it stands before.
+        self.fetches: list[tuple[int, int]] = []
+        done = len(forward)
+        for i in backward:
+            if graph.nodes[i].optional:
+                self.fetches.append((graph.nodes[i].writes[0], done))
+            else:
+                done += 1
+        self.made, self.read = self._uses()
+        self.stores = {d: self._first_place(d) for d in self.pages}
+        self.bytes, self.takes = self._memory()
+        times = [graph.nodes[i].time_ns for i in self.computed]
+        self.starts_ns: NDArray[np.int64] = np.cumsum([0, *times])
+
+    def orders(self) -> Orders:
+        self._place_stores()
+        self._place_fetches()
+        return self._written()
+
+    def _uses(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """Where each paged storage is made first, and where it is used, ascending."""
+        made: dict[int, int] = {}
+        used: dict[int, list[int]] = {d: [] for d in self.pages}
+        for position, i in enumerate(self.computed):
+            node = self.graph.nodes[i]
+            for d in node.writes:
+                if d in used:
+                    made.setdefault(d, position)
+                    used[d].append(position)
+            for d in node.reads:
+                if d in used:
+                    used[d].append(position)
+        return made, used
+
+    def _first_place(self, d: int) -> int:
+        """Before the last read of the forward phase; at its end, where the backward phase reads the
+        storage before it is fetched."""
+        fetched = min(position for storage, position in self.fetches if storage == d)
+        used = [p for p in self.read[d] if p < fetched]
+        if used[-1] >= self.turn:
+            return self.turn
+        return max(used[-1], self.made[d] + 1)
+
+    def _written(self) -> Orders:
+        """Copies that stand before the same computation come in the order in which they begin."""
+        before: dict[int, list[int]] = {}
+        for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
+            before.setdefault(self.stores[d], []).append(self.pages[d].store)
+        after: dict[int, list[int]] = {}
+        for d, position in self.fetches:
+            after.setdefault(position, []).append(self.pages[d].fetch)
+        forward: list[int] = []
+        backward: list[int] = []
+        for position in range(len(self.computed) + 1):
+            if position <= self.turn:
+                forward += before.get(position, ())
+            backward += after.get(position, ())
+            if position < len(self.computed):
+                (forward if position < self.turn else backward).append(self.computed[position])
+        return tuple(forward), tuple(backward)
+
+    def _memory(self) -> tuple[NDArray[np.int64], dict[int, frozenset[int]]]:
+        """Bytes at each computation; of those whose results are written over operands, which."""
+        graph = self.graph
+        schedule = with_frees(graph, *self._written())
+        taken = taken_over(graph, schedule)
+        during: list[int] = []
+        takes: dict[int, frozenset[int]] = {}
+        for position, (event, step) in enumerate(
+            zip(schedule.events, timeline(graph, schedule), strict=True)
+        ):
+            if isinstance(event, Compute) and not graph.nodes[event.node].optional:
+                if position in taken:
+                    takes[len(during)] = frozenset(taken[position].operands)
+                during.append(step.during_bytes)
+        return np.array(during), takes
+
+    def _place_stores(self) -> None:
+        free_ns = 0
+        for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
+            page = self.pages[d]
+            begins_ns = max(free_ns, int(self.starts_ns[self.made[d] + 1]))
+            free_ns = begins_ns + self.graph.nodes[page.store].time_ns
+            done = int(np.searchsorted(self.starts_ns, free_ns, side="left"))
+            self.stores[d] = place = self._later(d, min(done, self.turn))
+            late_ns = free_ns - int(self.starts_ns[place])
+            if late_ns > 0:
+                self.starts_ns[place:] += late_ns
+
+    def _later(self, d: int, wanted: int) -> int:
+        """The last place up to `wanted` for the copy out, for which there is room."""
+        first, size = self.stores[d], self.graph.data[d].size_bytes
+        last = max(p for p in self.read[d] if p < self.turn)
+        # There it is, unless a result is written over it.
+        longer = last if d in self.takes.get(last, ()) else last + 1
+        if wanted <= longer:
+            return max(first, wanted)
+        full = np.flatnonzero(self.bytes[longer:wanted] + size > self.budget_bytes)
+        end = longer + int(full[0]) if len(full) else wanted
+        self.bytes[longer:end] += size
+        return max(first, end)
+
+    def _place_fetches(self) -> None:
+        next_ns = 1 << 62
+        for k in reversed(range(len(self.fetches))):
+            d, read = self.fetches[k]
+            time_ns = self.graph.nodes[self.pages[d].fetch].time_ns
+            latest_ns = min(int(self.starts_ns[read]), next_ns) - time_ns
+            wanted = max(int(np.searchsorted(self.starts_ns, latest_ns, side="right")) - 1, 0)
+            place = self._earlier(d, read, wanted)
+            next_ns = max(latest_ns, int(self.starts_ns[place]))
+            self.fetches[k] = d, place
+        self.fetches.sort(key=lambda f: f[1])
+
+    def _earlier(self, d: int, read: int, wanted: int) -> int:
+        """The first place from `wanted` on for the copy in, for which there is room."""
+        used = self.read[d]
+        last = bisect_right(used, read - 1) - 1
+        least = max(self.turn, used[last] + 1 if last >= 0 else 0, wanted)
+        size = self.graph.data[d].size_bytes
+        full = np.flatnonzero(self.bytes[least:read] + size > self.budget_bytes)
+        place = least + int(full[-1]) + 1 if len(full) else min(least, read)
+        self.bytes[place:read] += size
+        return place

@@ -1,0 +1,166 @@
+"""Paging: which storages go to the host and come back, planned with what is made again.
+
+takes: a goal with a host, limits. returns: Placed, or None. guarantees: legal, within the budget of
+the device and that of the host; its time is that of a link of which a share is left for others.
+
+What takes longest to make for each byte is paged, until the link is full between when it is made
+and the turn; the rest is planned as if what comes back were made again for nothing, and the copies
+are placed. So for some amounts, and again without the storages whose copies are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from rockplan.oracles.clock import clock, trips
+from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.recompute import NEVER, RecomputeCosts
+from rockplan.oracles.simulate import simulate
+from rockplan.oracles.verify import verify
+from rockplan.search.limits import Limits
+from rockplan.search.local.placing import Placed, placed
+from rockplan.search.problem import Goal
+from rockplan.values.copies import HostLink, with_fetches
+from rockplan.values.graph import CDGraph, DataKind, TensorSpec
+from rockplan.values.schedule import Compute, Schedule, keep_all
+
+AMOUNTS = (1.0, 1.05, 0.9, 1.1, 0.8, 1.15, 1.2)
+"""Of what the link carries: how much to page. More is faster until copies are late."""
+
+SHARE = 0.8
+"""Of the link that is planned for: slower links than the measured one, down to there, cost
+nothing."""
+
+LEAST_BYTES = 1 << 20
+"""Of a storage that is paged: less is not worth a copy."""
+
+DEPTH = 300
+"""Storages that have to be made for one another to make one again, at most."""
+
+FOREVER = 1e18
+"""Nanoseconds, in place of what cannot be made again."""
+
+
+def best_placed(
+    goal: Goal, limits: Limits, planned: Callable[[Goal], Schedule | None]
+) -> Placed | None:
+    """The fastest that is found. planned: a schedule for a goal without a host."""
+    assert goal.host is not None and goal.budget_bytes is not None
+    link, ranked = goal.host.link.share(SHARE), by_worth(goal.graph)
+    best: Placed | None = None
+    left = limits.paging
+    for amount in AMOUNTS:
+        late: set[int] = set()
+        for _ in range(limits.paging_again):
+            wanted = [d for d in ranked if d not in late]
+            storages = chosen(goal.graph, wanted, link, amount, goal.host.size_bytes)
+            if not storages or left <= 0 or limits.is_over:
+                break
+            left -= len(goal.graph.nodes)
+            asked = replace(goal, graph=with_fetches(goal.graph, storages), host=None)
+            schedule = planned(asked)
+            if schedule is None:
+                break
+            made = placed(goal.graph, storages, schedule.phases, link, goal.budget_bytes)
+            if best is None or made.time_ns < best.time_ns:
+                best = made if _fits(made, goal.budget_bytes, goal.host.size_bytes) else best
+            more = {t.data for t in trips(made.graph, made.schedule) if t.waits_ns} - late
+            if not more:
+                break
+            late |= more
+    return best
+
+
+def _fits(made: Placed, budget_bytes: int, host_bytes: int) -> bool:
+    verify(made.graph, made.schedule)
+    found = simulate(made.graph, made.schedule)
+    is_paged = bool(made.storages)
+    return is_paged and found.peak_bytes <= budget_bytes and found.host_peak_bytes <= host_bytes
+
+
+def by_worth(graph: CDGraph) -> list[int]:
+    """Storages that may be paged, those first that take longest to make for each byte, of equal
+    ones those that are made first."""
+    view = GraphView(graph)
+    kept = _kept(graph)
+    outside = {*graph.outputs, *graph.held, *graph.handed, *graph.dropped}
+    read = {d for n in graph.backward for d in n.reads}
+    specs: dict[int, list[TensorSpec]] = {}
+    for value in graph.values:
+        specs.setdefault(value.data, []).append(value.spec)
+    able = [
+        d
+        for d in sorted(kept & read - outside)
+        if graph.data[d].kind is DataKind.ACTIVATION
+        and graph.data[d].size_bytes >= LEAST_BYTES
+        and graph.nodes[view.producer[d]].recomputable
+        and not any(v.is_conj or v.is_neg for v in specs.get(d, ()))
+    ]
+    makers = [view.maker(d) for d in range(len(graph.data))]
+    costs = RecomputeCosts(view, makers, DEPTH)
+
+    def worth(d: int) -> float:
+        time_ns = costs.time_ns(d, lambda r: r != d and (r in kept or makers[r] is None), {})
+        return (FOREVER if time_ns == NEVER else time_ns) / graph.data[d].size_bytes
+
+    return sorted(able, key=lambda d: (-worth(d), view.producer[d], d))
+
+
+def _kept(graph: CDGraph) -> frozenset[int]:
+    """What is alive between the phases where nothing runs again."""
+    everything = keep_all(graph)
+    alive: set[int] = set()
+    for event in everything.events[: everything.forward_length]:
+        if isinstance(event, Compute):
+            alive.update(graph.nodes[event.node].writes)
+        else:
+            alive.discard(event.data)
+    return frozenset(alive)
+
+
+def chosen(
+    graph: CDGraph, ranked: Sequence[int], link: HostLink, amount: float, host_bytes: int
+) -> tuple[int, ...]:
+    """The first of `ranked` for which there is room: in the host, and on the link, of which
+    `amount` is used: out between when they are made and the turn, in between that and when they are
+    read."""
+    before_ns, after_ns = _times(graph)
+    ways = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
+    taken: dict[int, int] = {}
+    for d in ranked:
+        tried = taken | {d: graph.data[d].size_bytes}
+        carried = (_is_carried(tried, times_ns, amount * rate / 1e9) for times_ns, rate in ways)
+        if sum(tried.values()) <= host_bytes and all(carried):
+            taken = tried
+    return tuple(sorted(taken))
+
+
+def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: float) -> bool:
+    """Do all of them go over a link of so many bytes a nanosecond, each in what is left for it?"""
+    carried = 0
+    for d in sorted(sizes, key=left_ns.__getitem__):
+        carried += sizes[d]
+        if carried > rate * left_ns[d]:
+            return False
+    return True
+
+
+def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
+    """Where nothing runs again: from when each storage is made to the turn, and from there to when
+    it is read."""
+    everything = keep_all(graph)
+    starts_ns = clock(graph, everything).starts_ns
+    turn = everything.forward_length
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
+    for position, event in enumerate(everything.events):
+        if not isinstance(event, Compute):
+            continue
+        node = graph.nodes[event.node]
+        if position < turn:
+            before |= dict.fromkeys(node.writes, starts_ns[turn] - starts_ns[position + 1])
+        else:
+            for d in node.reads:
+                after.setdefault(d, starts_ns[position] - starts_ns[turn])
+    return before, after
