@@ -32,7 +32,9 @@ def not_near(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 
 def may_page(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
-    return goal.host is not None and not_near(goal, incumbent, limits)
+    """Is there a host, and does something run again? What is proven near is so without one."""
+    least = replace(incumbent, bound_ns=goal.graph.time_ns)
+    return goal.host is not None and not_near(goal, least, limits)
 
 
 def nothing_fits(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
