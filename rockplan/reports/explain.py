@@ -18,7 +18,7 @@ from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes
 from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
-from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager
+from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, as_eager
 from rockplan.values.names import activation_names, operation_names, operator_of, pattern_of
 from rockplan.values.order import remade
 from rockplan.values.plan import format_bytes, plan_in
@@ -181,6 +181,11 @@ class _Scene:
         assert isinstance(event, Compute)
         return event.node
 
+    def queue_at(self, position: int) -> Queue | None:
+        """On which the event runs, None for a free."""
+        event = self.schedule.events[position]
+        return self.graph.nodes[event.node].queue if isinstance(event, Compute) else None
+
     def next_read(self, data: int, position: int, stop: int) -> int | None:
         """The first event in position..stop-1 that reads `data`."""
         reads = self.reads.get(data, [])
@@ -230,11 +235,15 @@ class _Scene:
             return "made by the operation at the peak"
         if reading == self.peak_event:
             return "read by the operation at the peak"
+        if reading is not None and self.queue_at(reading) is Queue.OUT:
+            return "on its way to the host, from where it comes back for the backward phase"
         if reading is not None:
             phase = _phase(self.schedule, reading).value
             how = ", which runs again" if self._runs_again(reading) else ""
             reader = self.operations[self.node_at(reading)]
-            return f"read next by {reader}{how} in the {phase} phase"
+            came = self.queue_at(lifetime.start) is Queue.IN
+            back = "back from the host, " if came else ""
+            return f"{back}read next by {reader}{how} in the {phase} phase"
         return self._reason_unread(lifetime.index)
 
     def _reason_unread(self, data: int) -> str:
@@ -279,7 +288,7 @@ class _Scene:
 
     def recomputations(self) -> Iterator[Recomputation]:
         for index, positions in sorted(self.positions.items()):
-            if len(positions) > 1:
+            if len(positions) > 1 and not self.graph.nodes[index].optional:
                 yield self.recomputation(index, positions[1:])
 
     def recomputation(self, index: int, again: list[int]) -> Recomputation:
@@ -333,7 +342,7 @@ def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | Non
     view = view_of(graph)
     missing = {d.index for d in graph.data if not d.kind.resident} - alive
     try:
-        nodes = remade(graph, view.remaker, [data], missing)
+        nodes = remade(graph, view.producer, [data], missing)
     except KeyError:
         return None
     return tuple(nodes) if view.again.issuperset(nodes) else None
