@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import rockplan
 from rockplan import programs
 from testing.training import assert_same_state
-from tests.blocks import QUICK, Stack, batch
+from tests.blocks import QUICK, Mixer, Stack, batch
 
 TOGETHER = rockplan.Options(**{**QUICK, "time_limit_s": 0.5}, cache=False)
 
@@ -156,6 +157,72 @@ def check_others(caplog: list[str]) -> None:
     assert all("other parameters" in text for _, text in found), found
 
 
+class Stage(nn.Module):
+    """One half of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixer(16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def init_weights(self) -> None:
+        """Without random numbers, of which parts of tensors would get others."""
+        for parameter in self.parameters():
+            local: Any = parameter.detach()
+            values = getattr(local, "_local_tensor", local)
+            values.copy_(torch.linspace(-0.2, 0.3, values.numel()).view_as(values))
+
+
+def trainer_step(is_planned: bool) -> list[torch.Tensor]:
+    """As torchtitan has it: pipeline and data parallel on the meta device, memory, weights, plans,
+    optimizer. Losses and gradients of two steps."""
+    rows, count = 32, 4
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index = mesh["pp"].get_local_rank()
+    with torch.device("meta"):
+        part = Stage().train()
+    for layer in part.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(part, mesh=mesh["dp"])
+    part.to_empty(device="cpu")
+    part.init_weights()
+    if is_planned:
+        microbatch = torch.randn(rows, 16).requires_grad_(index > 0)
+        part.set_requires_gradient_sync(False)  # of microbatches the last one exchanges
+        options = replace(TOGETHER, in_flight=2 - index)
+        loss = lambda y: y.pow(2).mean()  # noqa: E731
+        rockplan.solve_blocks(
+            part, microbatch, "min", blocks="layers.*", loss=loss, options=options
+        )
+        plan = rockplan.blocks_of(part)
+        digests = everywhere((index, digest_of_blocks(part)))
+        assert len({*digests}) == 2 and plan.overhead > 0
+    optimizer = torch.optim.SGD(part.parameters(), 0.01)
+    stage = PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, count, loss_fn=lambda y, t: (y - t).pow(2).mean())
+    found: list[torch.Tensor] = []
+    for number in range(2):
+        torch.manual_seed(number + mesh["dp"].get_local_rank())
+        x, target = (torch.randn(rows * count, 16) for _ in range(2))
+        losses: list[torch.Tensor] = []
+        last: dict[str, Any] = {"target": target, "losses": losses} if index else {}
+        schedule.step(*(() if index else (x,)), **last)
+        found += [*losses, *(p.grad.to_local().clone() for p in part.parameters())]  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def check_trainer() -> None:
+    ours, eager = trainer_step(True), trainer_step(False)
+    assert all(t.isfinite().all() for t in eager)
+    assert len(ours) == len(eager) and all(map(torch.equal, ours, eager))
+
+
 def check_silence() -> None:
     """A process that does not come is named, as are those that did."""
     options = replace(TOGETHER, group=dist.group.WORLD)
@@ -188,4 +255,5 @@ def main() -> None:
     check_blocks(TOGETHER, ("60%", "min"), is_sharded=True)
     check_errors()
     check_others(said)
+    check_trainer()
     check_silence()
