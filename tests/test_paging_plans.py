@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from rockplan.errors import IllegalSchedule, InvalidInput
 from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
+from rockplan.reports.timeline import planned_timeline
 from rockplan.search import paging
 from rockplan.search.local.exchange import exchanged
 from rockplan.search.local.placing import placed
@@ -240,6 +242,46 @@ def test_files_and_the_cache_keep_what_goes_to_the_host(tmp_path: Path) -> None:
     for module in (loaded, again):
         torch.manual_seed(1)
         assert torch.equal(module(x), expected)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_pictures_and_words_know_what_goes_to_the_host() -> None:
+    model, x = network()
+    plan = rockplan.plan(model, x, "40%", options=options())
+    drawn = planned_timeline(plan)
+    assert drawn.time_ns == plan.time_ns and drawn.peak_bytes == plan.peak_bytes
+    lanes = {e["tid"] for e in json.loads(rockplan.plan_trace(plan))["traceEvents"]}
+    assert {4, 5} <= lanes
+    assert len(drawn.copies) == sum(1 + trip.times_back for trip in plan.trips)
+    plain = rockplan.plan(model, x, "40%", options=rockplan.Options(cache=False))
+    assert {4, 5}.isdisjoint(
+        e["tid"] for e in json.loads(rockplan.plan_trace(plain))["traceEvents"]
+    )
+    explained = rockplan.explain(plan)
+    assert explained.peak_bytes == plan.peak_bytes == sum(t.size_bytes for t in explained.tenants)
+    assert not any("store" in again.name for again in explained.recomputations)
+    assert len(rockplan.html_report(plan)) > 1000
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_storages_that_come_and_go_say_why_they_are_there() -> None:
+    """The peak of this one is while something is on its way."""
+    model, x = network()
+    reasons: set[str] = set()
+    for budget in ("60%", "45%", "35%", "28%"):
+        plan = rockplan.plan(model, x, budget, options=options(link="2GB/s"))
+        reasons |= {t.reason for t in rockplan.explain(plan).tenants}
+    assert any("host" in reason for reason in reasons)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_what_is_near_the_bound_without_a_host_may_be_faster_with_one() -> None:
+    """A relaxation that is proven near ends the search without a host alone."""
+    model, x = network()
+    quick = rockplan.Options(cache=False, bound_time_limit_s=0.0)
+    plain = rockplan.plan(model, x, "30%", options=quick)
+    assert plain.overhead > 0.02
+    assert rockplan.plan(model, x, "30%", options=options()).trips
 
 
 @pytest.mark.usefixtures("small_pages")

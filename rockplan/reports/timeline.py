@@ -13,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rockplan.oracles.clock import clock
+from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
-from rockplan.values.graph import CDGraph, DataKind, Phase, as_eager, producers
+from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, as_eager, producers
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.names import ROOT, activation_names, operation_names, operator_of
 from rockplan.values.plan import Plan, plan_in
@@ -54,6 +56,16 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
+class Moving:
+    """A copy to the host, or from there, beside the computations."""
+
+    operation: str
+    is_out: bool
+    begins_ns: int
+    ends_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     """Predicted memory over one step; backward_ns: when the backward phase starts."""
 
@@ -63,6 +75,7 @@ class MemoryTimeline:
     stays: tuple[Stay, ...]
     backward_ns: int
     time_ns: int
+    copies: tuple[Moving, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -101,6 +114,18 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
         stays=stays,
         backward_ns=moments[forward].start_ns if forward < len(moments) else total_ns,
         time_ns=total_ns,
+        copies=_copies(graph, schedule),
+    )
+
+
+def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
+    if not view_of(graph).has_copies:
+        return ()
+    names = operation_names(graph)
+    return tuple(
+        Moving(names[event.node], copy.queue is Queue.OUT, copy.begins_ns, copy.ends_ns)
+        for copy in clock(graph, schedule).copies
+        if isinstance(event := schedule.events[copy.position], Compute)
     )
 
 
@@ -151,16 +176,16 @@ def _moments(
         node = graph.nodes[event.node]
         yield Moment(
             start_ns=now_ns,
-            stop_ns=now_ns + node.time_ns,
+            stop_ns=now_ns + step.time_ns,
             node=node.index,
             operation=names[node.index],
             phase=node.phase.value,
-            again=node.index in seen,
+            again=node.index in seen and not node.optional,
             live_bytes=step.during_bytes,
             group_bytes=next(group_bytes),
         )
         seen.add(node.index)
-        now_ns += node.time_ns
+        now_ns += step.time_ns
 
 
 def module_groups(graph: CDGraph) -> tuple[str, ...]:
@@ -241,11 +266,12 @@ def trace_json(
     """
     events: list[dict[str, object]] = []
     for process, predicted in enumerate(timelines, 1):
-        events += _process_events(process, f"{predicted.name} (predicted)", operations=True)
+        threads = _THREADS | (_COPY_THREADS if predicted.copies else {})
+        events += _process_events(process, f"{predicted.name} (predicted)", threads)
         events += _operation_events(process, predicted)
         events += _counter_events(process, predicted)
     for process, (name, measurement) in enumerate((measured or {}).items(), len(timelines) + 1):
-        events += _process_events(process, f"{name} (measured)", operations=False)
+        events += _process_events(process, f"{name} (measured)", {})
         for time_ns, live_bytes in zip(measurement.times_ns, measurement.live_bytes, strict=True):
             events.append(_counter(process, "live bytes", time_ns, {"measured": live_bytes}))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
@@ -255,14 +281,30 @@ _FORWARD_THREAD, _BACKWARD_THREAD, _AGAIN_THREAD = 1, 2, 3
 _THREADS = {_FORWARD_THREAD: "forward", _BACKWARD_THREAD: "backward", _AGAIN_THREAD: "again"}
 
 
-def _process_events(process: int, name: str, *, operations: bool) -> Iterator[dict[str, object]]:
+_OUT_THREAD, _IN_THREAD = 4, 5
+_COPY_THREADS = {_OUT_THREAD: "to the host", _IN_THREAD: "from the host"}
+
+
+def _process_events(
+    process: int, name: str, threads: Mapping[int, str]
+) -> Iterator[dict[str, object]]:
     common: dict[str, object] = {"ph": "M", "pid": process, "ts": 0}
     yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
-    for thread, label in _THREADS.items() if operations else ():
+    for thread, label in threads.items():
         yield {**common, "tid": thread, "name": "thread_name", "args": {"name": label}}
 
 
 def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
+    for copy in drawn.copies:
+        yield {
+            "ph": "X",
+            "pid": process,
+            "tid": _OUT_THREAD if copy.is_out else _IN_THREAD,
+            "ts": copy.begins_ns / 1000,
+            "dur": (copy.ends_ns - copy.begins_ns) / 1000,
+            "name": copy.operation,
+            "cat": "copy",
+        }
     for moment in drawn.moments:
         first = _FORWARD_THREAD if moment.phase == Phase.FORWARD.value else _BACKWARD_THREAD
         yield {

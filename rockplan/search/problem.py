@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rockplan.budget import MOST_BYTES
 from rockplan.errors import InvalidInput
@@ -16,7 +18,7 @@ from rockplan.graph_builder.costs.price import measure, price, profile_key
 from rockplan.graph_builder.digests import graph_digest, profile_digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.partition import partition
-from rockplan.machine import available_bytes
+from rockplan.machine import available_bytes, is_in_memory
 from rockplan.options import Options
 from rockplan.oracles.constraints import constrain, with_room_for_loss
 from rockplan.oracles.simulate import Simulation, simulate
@@ -26,7 +28,7 @@ from rockplan.store.cache import Cache, default_folder
 from rockplan.values.block import Block
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.graph import CDGraph, DataKind, as_eager
 from rockplan.values.plan import PassTrace
 from rockplan.values.profile import Profile
 from rockplan.values.progress import report
@@ -110,7 +112,9 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
     InvalidInput."""
     if options.host is None:
         return None
-    devices = {v.spec.device for v in graph.values}
+    made = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
+    # Scalars on the CPU are in many a graph of CUDA.
+    devices = {v.spec.device for v in graph.values if v.data in made and v.spec.shape}
     if len(devices) > 1:
         raise InvalidInput(
             f"activations of a module on several devices ({', '.join(sorted(devices))}) cannot be "
@@ -120,7 +124,8 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
     folder = None if path is None else os.fspath(path)
     pool_of(device, folder)  # raises where nothing can be paged
     rate = options.link_bytes_per_s or _measured_rate(device, folder)
-    return Host(options.host_bytes or _left_bytes(folder), HostLink(rate, rate))
+    place = folder if device.startswith("cuda") else folder or tempfile.gettempdir()
+    return Host(options.host_bytes or _left_bytes(place), HostLink(rate, rate))
 
 
 @functools.cache
@@ -130,8 +135,12 @@ def _measured_rate(device: str, folder: str | None) -> int:
 
 
 def _left_bytes(folder: str | None) -> int:
-    """What the machine leaves for paged storages, with a margin for everything else."""
-    left = available_bytes() if folder is None else shutil.disk_usage(folder).free
+    """What the machine leaves for paged storages, with a margin for everything else. folder: of
+    their file; None where they are pinned."""
+    left = available_bytes()
+    if folder is not None:
+        free = shutil.disk_usage(folder).free
+        left = min(free, left or free) if is_in_memory(Path(folder)) else free
     return MOST_BYTES if left is None else int(left * (1 - MARGIN))
 
 
