@@ -114,10 +114,12 @@ class Agreement:
         return {self._rank: value, **alike}
 
     def fail(self, error: BaseException) -> None:
-        """Tell all others; nobody waits for this process any more."""
+        """Tell all others; nobody waits for this process any more. `error` says whose it is."""
         if self._store is not None:
             self._step += 1
             failure = self._failure or _Failure.of(error, self._rank)
+            if self._failure is None and isinstance(error, RockplanError):
+                error.args = (failure.text, *error.args[1:])
             with contextlib.suppress(Exception):  # what the user is to see is `error`
                 self._post(self._place(self._rank), failure)
                 self._post(f"left by {self._rank}", _DONE)

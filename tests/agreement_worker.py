@@ -135,7 +135,7 @@ def check_errors() -> None:
             model.layers[2].forward = lambda h: h * h.sum().item()  # type: ignore[method-assign]
         found = raised(lambda s=solve, m=model: s(m, batch(), "min", options=options))
         assert {kind for kind, _ in found} == {rockplan.ValueDependentControlFlow}, found
-        assert all("rank 1" in text for _, text in found if text != found[1][1]), found
+        assert all(text.startswith("rank 1 could not plan: ") for _, text in found), found
     found = raised(lambda: rockplan.solve(network(), [1] if rank == 3 else x, "x", options=options))
     assert {kind for kind, _ in found} <= {rockplan.InvalidBudget, rockplan.InvalidInput}
 
