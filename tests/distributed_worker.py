@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
+from rockplan.search import paging
 from testing.training import QUICK
 
 
@@ -51,12 +52,14 @@ def assert_same_gradients(a: nn.Module, b: nn.Module, what: str) -> None:
         assert p.grad is None or torch.equal(p.grad, q.grad), f"{what}: {name}"
 
 
-def compare(unused: bool) -> None:
+def compare(unused: bool, pages: bool = False) -> None:
     model = Unused(network()) if unused else network()
     batch = torch.randn(64, 32) + dist.get_rank()
     eager = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=unused)
-    planned_module = rockplan.solve(model, batch, "min", options=QUICK)
-    assert planned_module.plan.overhead > 0
+    options = rockplan.Options(host="1GiB", link="20GB/s") if pages else QUICK
+    planned_module = rockplan.solve(model, batch, "50%" if pages else "min", options=options)
+    assert pages or planned_module.plan.overhead > 0
+    assert pages == ("frame.page_in(" in planned_module.code)
     planned = DistributedDataParallel(planned_module, find_unused_parameters=unused)
     for round_ in range(2):
         for synchronized in (True, False, True):
@@ -206,6 +209,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     compare(unused=False)
     compare(unused=True)
+    paging.LEAST_BYTES = 1 << 10
+    compare(unused=False, pages=True)
     compare_compiled()
     check_overlap()
     compare_sharded()
