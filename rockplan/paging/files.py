@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -65,6 +66,7 @@ class FileArena:
             self._file = tempfile.TemporaryFile(  # noqa: SIM115
                 buffering=0, prefix="rockplan-", dir=self._folder
             )
+            weakref.finalize(self, self._file.close)
             os.posix_fallocate(self._file.fileno(), 0, max(size_bytes, 1))
         except OSError as error:
             raise HostMemoryError(self._no_room(str(error))) from error

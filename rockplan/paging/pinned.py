@@ -8,6 +8,7 @@ paging.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -66,6 +67,9 @@ class PinnedArena:
         address = self._bytes.data_ptr()
         code = int(_runtime().cudaHostRegister(address, len(self._bytes), 0))
         if code:
+            # Or the next kernel would find the error.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             allowed = "any" if limit == resource.RLIM_INFINITY else str(limit)
             why = f"CUDA error {code}; `ulimit -l` allows {allowed} bytes"
