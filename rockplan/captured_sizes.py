@@ -183,14 +183,7 @@ class SizedCalls:
     def small(self) -> PricedCall:
         """A small capture, where the model takes one; the least of those asked for, else. What real
         kernels lay out is seen there."""
-        length = self.lengths[0]
-        size = min(self.first, 2), None if length is None else min(length, SMALL_LENGTH)
-        try:
-            return self._captured(size)
-        except RockplanError:
-            if size == (self.first, length):
-                raise
-            return self._captured((self.first, length))
+        return self._small(self.first) or self._captured((self.first, self.lengths[0]))
 
     def at(self, batch: int, length: int | None = None) -> PricedCall:
         line = self.line(length)
@@ -209,8 +202,19 @@ class SizedCalls:
             self._lines[length] = line if line and self._holds(line, length) else None
         return self._lines[length]
 
-    def _captured(self, size: Size) -> PricedCall:
+    def _small(self, batch: int) -> PricedCall | None:
+        """Of a batch of one, or of two for all others."""
+        length = self.lengths[0]
+        size = min(batch, 2), None if length is None else min(length, SMALL_LENGTH)
+        try:
+            return self._captured(size, is_small=True)
+        except RockplanError:
+            return None
+
+    def _captured(self, size: Size, is_small: bool = False) -> PricedCall:
         if size not in self.captured:
+            if not is_small:
+                self._small(size[0])
             token = SEEN.set(self._seen)
             try:
                 made = self.capture(size)

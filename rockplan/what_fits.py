@@ -318,21 +318,24 @@ class _Fitting:
         return _usage(timeline, usable_bytes).failed_at is None
 
     def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
-        """A plan for what is left of the device; where that does not fit, by what the allocator has
-        between blocks, for less."""
+        """A plan for what is left of the device when the optimizer has its state, beside gradients
+        that are not there yet; where that does not fit, for less, down to what `schedule` needs."""
         usable_bytes = self.on.usable_bytes
         gradients = first_gradients(call.graph, call.interface)
         alive = sum(self.resident.values()) + call.input_bytes
-        alive += sum(call.graph.data[d].size_bytes for d in gradients)
         left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
-        for _ in range(TRIES):
+        least_bytes = simulate(call.graph, schedule).peak_bytes
+        for tries in range(TRIES, 0, -1):
+            asked_bytes = left_bytes if tries > 1 else least_bytes
             try:
-                faster = self._plan(call, Budget(size_bytes=max(left_bytes, 1)))
+                faster = self._plan(call, Budget(size_bytes=max(asked_bytes, least_bytes)))
             except InfeasibleBudget:
                 break
             timeline = self.timeline(call, call.graph, faster)
             if self.fits(timeline):
                 return faster
+            if asked_bytes <= least_bytes:
+                break
             over_bytes = _usage(timeline, None).reserved_peak_bytes - usable_bytes
             left_bytes -= max(over_bytes, left_bytes // 50)
         return schedule

@@ -466,7 +466,7 @@ def test_batches_between_captures_are_those_of_captures(name: str) -> None:
 ATTENTION = {
     "flash": lambda: models.llama(layers=2, width=32, batch=2, length=16),
     "written out": lambda: models.gpt2(
-        layers=2, width=32, batch=2, length=16, attention_dropout=0.1
+        layers=2, width=32, batch=2, length=128, attention_dropout=0.1
     ),
     "padded": lambda: padded(models.llama(layers=2, width=32, batch=2, length=16)),
 }

@@ -86,7 +86,7 @@ _Layout = tuple[tuple[int, ...], torch.dtype]
 """Strides and dtype of a tensor."""
 
 _MOST_DIMENSIONS = 64
-"""Of a tensor: a larger number in a call names none, and is a size."""
+"""Of a tensor: a larger number in a call names none, and is a size, as are those beside it."""
 
 
 @dataclass(slots=True)
@@ -113,11 +113,18 @@ def form(name: str, arguments: object) -> object:
         if hasattr(leaf, "shape") and hasattr(leaf, "stride"):
             strides = leaf.stride() if callable(leaf.stride) else leaf.stride
             return _arrangement(tuple(leaf.shape), tuple(strides)), str(leaf.dtype)
-        is_size = type(leaf) is int and abs(leaf) > _MOST_DIMENSIONS
-        return (type(leaf).__name__, leaf > 0) if is_size else (type(leaf).__name__, repr(leaf))
+        numbers = leaf if _is_numbers(leaf) else (leaf,) if type(leaf) is int else ()
+        if any(abs(number) > _MOST_DIMENSIONS for number in numbers):
+            return type(leaf).__name__, tuple(min(number, 2) for number in numbers)
+        return type(leaf).__name__, repr(leaf)
 
-    leaves, structure = pytree.tree_flatten(arguments)
+    leaves, structure = pytree.tree_flatten(arguments, is_leaf=_is_numbers)
     return name, tuple(map(described, leaves)), str(structure)
+
+
+def _is_numbers(argument: object) -> bool:
+    """Is it a list of sizes, or of dimensions?"""
+    return isinstance(argument, list | tuple) and all(type(n) is int for n in argument)
 
 
 def _arrangement(shape: Sequence[int], strides: Sequence[int]) -> object:
