@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from rockplan.reports.timeline import planned_timeline
 from rockplan.search import paging
 from rockplan.search.local.exchange import exchanged
 from rockplan.search.local.placing import placed
-from rockplan.values.copies import HostLink, paged, with_copies, with_fetches, without_copies
+from rockplan.search.problem import host_of
+from rockplan.values.copies import Host, HostLink, paged, with_copies, with_fetches, without_copies
 from rockplan.values.graph import CDGraph, readers, required
 from rockplan.values.order import keep_all_order
 from rockplan.values.schedule import keep_all, with_frees
-from testing.graphs import random_graph
+from testing.graphs import gelu_of_product, random_graph
 from testing.models import Case, gpt2, llama
 from testing.training import QUICK, solve_case, train_side_by_side, twin
 
@@ -338,6 +340,19 @@ def test_what_cannot_page_says_so() -> None:
         rockplan.solve_blocks(model, x, "50%", options=options())
     with pytest.raises(InvalidInput, match="fit has no plans that page"):
         rockplan.fit(model, x, "80GiB", options=options())
+
+
+def test_a_module_on_several_devices_does_not_page() -> None:
+    graph = gelu_of_product()
+    there = [
+        replace(v, spec=replace(v.spec, device="cuda:0")) if v.name == "h" else v
+        for v in graph.values
+    ]
+    split = replace(graph, values=tuple(there))
+    with pytest.raises(InvalidInput, match=r"several devices \(cpu, cuda:0\)"):
+        host_of(split, options())
+    assert host_of(graph, options()) == Host(1 << 30, HostLink(20 * 10**9, 20 * 10**9))
+    assert host_of(graph, rockplan.Options()) is None
 
 
 @pytest.mark.usefixtures("small_pages")

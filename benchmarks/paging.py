@@ -1,0 +1,250 @@
+"""Paging to the host and recomputation, planned together, beside recomputation alone and blind
+offload, at prices of an H200.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.paging [--models llama8 mistral8 gpt2-large]
+
+Nothing runs: models are on the meta device, and compiled kernels are priced by a roofline whose
+two rates reproduce the two steps of llama8 that were measured on an H200, 62 ms as eager runs it
+and 45 ms of compiled kernels with everything kept. So these are predictions. For each model,
+budgets and links: plans without a host, and with one, which are made for 0.8 of the link
+(`planned`) and priced at all of it (`at the link`). Beside them `torch.utils.checkpoint` of each
+layer, the same with the inputs of layers paged, and everything that is saved paged, where each copy
+is waited for (as by `torch.autograd.graph.save_on_cpu`), each at its own peak.
+Writes benchmarks/results/paging.{jsonl,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.timing import where
+from rockplan.budget import Budget
+from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.errors import InfeasibleBudget
+from rockplan.fitting.twin import twin_of, with_values
+from rockplan.fitting.ways import per_block
+from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.pipeline import lower
+from rockplan.options import Options
+from rockplan.oracles.simulate import simulate
+from rockplan.search.local.placing import placed
+from rockplan.search.paging import LEAST_BYTES
+from rockplan.search.planning import plan_anew
+from rockplan.search.problem import Problem, problem_of
+from rockplan.values.copies import HostLink, with_copies, with_fetches
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.schedule import Compute, Schedule, keep_all
+from testing.gpu_cases import GPT2, LLAMA
+
+RESULTS = Path(__file__).parent / "results"
+ROWS, TABLE = RESULTS / "paging.jsonl", RESULTS / "paging.md"
+
+BYTES_PER_S, FLOPS_PER_S = 3.38e12, 598e12
+LINKS_GB_S = (12, 25, 55, 200)
+
+Row = dict[str, str | float | int | None]
+
+
+def mistral() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Eight layers of the shape of Mistral 7B, 8192 tokens."""
+    config = transformers.MistralConfig(
+        num_hidden_layers=8, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=8192,
+        sliding_window=None, use_cache=False,
+    )  # fmt: skip
+    ids = torch.zeros(1, 8192, dtype=torch.long)
+    return transformers.MistralForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def of_case(make: Callable[[], object]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    case = make()
+    return case.model, case.kwargs  # type: ignore[attr-defined]
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], Sequence[int]]] = {
+    "llama8": (partial(of_case, LLAMA), (3000, 2117, 1700, 1288)),
+    "mistral8": (mistral, (4922, 3446, 2461, 1717)),
+    "gpt2-large": (partial(of_case, partial(GPT2, attention_dropout=0.0)), (3654, 2558, 1827)),
+}
+"""With budgets in MiB: shares of what keeping everything needs, the peak of torch.compile with
+checkpoints as measured (2117), and those of checkpoints as predicted (1288, 1717)."""
+
+
+def captured(name: str) -> tuple[CDGraph, list[str]]:
+    """The graph of compiled kernels, for steps that let logits go, and the repeated layers."""
+    with torch.device("meta"):
+        model, kwargs = MODELS[name][0]()
+        model = model.bfloat16()
+    twin = twin_of(model)
+    run = capture(twin, (), with_values(kwargs))
+    options = Options(released=(1,), compile=True, without=("kernels-in-place",))
+    return lower(run, 0, options).graph, list(repeated_blocks(twin))
+
+
+def rows_of(name: str) -> Iterator[Row]:
+    graph, blocks = captured(name)
+    profile = roofline(graph, BYTES_PER_S, FLOPS_PER_S)
+    for link_gb_s in (None, *LINKS_GB_S):
+        link = f"{link_gb_s}GB/s" if link_gb_s else None
+        options = Options(
+            cache=False, bound_time_limit_s=0.0, host="1TiB" if link else None, link=link
+        )
+        problem = problem_of(graph, profile, options)
+        for budget_mib in MODELS[name][1]:
+            yield {"model": name, "link": link_gb_s, **planned(problem, budget_mib, options)}
+        for way, made in blind(problem, blocks, link_gb_s):
+            yield {"model": name, "link": link_gb_s, "way": way, **made}
+
+
+def planned(problem: Problem, budget_mib: int, options: Options) -> Row:
+    once_ns = problem.graph.time_ns
+    begin = time.process_time()
+    try:
+        plan = plan_anew(problem, Budget(size_bytes=budget_mib << 20), options)
+    except InfeasibleBudget as error:
+        return {"way": "planned", "budget": budget_mib, "least": error.minimum_bytes >> 20}
+    seconds = time.process_time() - begin
+    storages = [trip.data for trip in plan.trips]
+    at_link = problem.graph
+    if problem.host is not None:
+        at_link = with_copies(problem.graph, storages, problem.host.link)
+    return {
+        "way": "planned",
+        "budget": budget_mib,
+        "peak": mib(plan.peak_bytes),
+        "planned": over(plan.time_ns, once_ns),
+        "at the link": over(simulate(at_link, plan.schedule).time_ns, once_ns),
+        "paged": mib(sum(trip.size_bytes for trip in plan.trips)),
+        "seconds": round(seconds, 1),
+    }
+
+
+def mib(size_bytes: int) -> int:
+    return round(size_bytes / 2**20)
+
+
+def over(time_ns: float, once_ns: int) -> float:
+    """Percent."""
+    return round(100 * (time_ns / once_ns - 1), 2)
+
+
+def blind(
+    problem: Problem, blocks: Sequence[str], link_gb_s: int | None
+) -> Iterator[tuple[str, Row]]:
+    graph, once_ns = problem.graph, problem.graph.time_ns
+    eager, checkpointed = per_block(graph, blocks)
+    if link_gb_s is None:
+        made = simulate(eager, checkpointed)
+        yield "checkpoint", result(made.peak_bytes, made.time_ns, once_ns)
+        return
+    link = HostLink(int(link_gb_s * 1e9), int(link_gb_s * 1e9))
+    yield "checkpoint, inputs paged", all_paged(eager, checkpointed, link, once_ns)
+    everything = all_paged(graph, keep_all(graph), link, once_ns)
+    copied_bytes = sum(graph.data[d].size_bytes for d in saved(graph, keep_all(graph)))
+    time_ns = once_ns + 2 * copied_bytes / link_gb_s
+    yield "all saved paged at once", everything | {"at the link": over(time_ns, once_ns)}
+
+
+def all_paged(graph: CDGraph, schedule: Schedule, link: HostLink, once_ns: int) -> Row:
+    """All that lies between the phases goes out where it is last read, and comes back just before
+    it is read: at the least bytes, and as early as these allow."""
+    storages = saved(graph, schedule)
+    turn, shift = len(graph.forward), len(storages)
+    forward, backward = schedule.phases
+    moved = [i if i < turn else i + shift for i in backward]
+    asked = with_fetches(graph, storages)
+    for k, d in enumerate(sorted(storages)):
+        read = min(p for p, i in enumerate(moved) if d in asked.nodes[i].reads)
+        moved.insert(read, turn + k)
+    least = placed(graph, storages, (forward, tuple(moved)), link, 0)
+    peak_bytes = simulate(least.graph, least.schedule).peak_bytes
+    made = placed(graph, storages, (forward, tuple(moved)), link, peak_bytes)
+    found = simulate(made.graph, made.schedule)
+    paged_bytes = sum(graph.data[d].size_bytes for d in storages)
+    row = result(found.peak_bytes, found.time_ns, once_ns)
+    return row | {"paged": mib(paged_bytes)}
+
+
+def saved(graph: CDGraph, schedule: Schedule) -> list[int]:
+    alive: set[int] = set()
+    for event in schedule.events[: schedule.forward_length]:
+        if isinstance(event, Compute):
+            alive.update(graph.nodes[event.node].writes)
+        else:
+            alive.discard(event.data)
+    read = {d for i in schedule.phases[1] for d in graph.nodes[i].reads}
+    kinds = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
+    large = {d for d in alive if graph.data[d].size_bytes >= LEAST_BYTES}
+    return sorted(alive & read & kinds & large - {*graph.outputs, *graph.held})
+
+
+def result(peak_bytes: int, time_ns: int, once_ns: int) -> Row:
+    return {"peak": mib(peak_bytes), "at the link": over(time_ns, once_ns)}
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        "# Paging to the host: predictions at prices of an H200",
+        "",
+        f"`python -m benchmarks.paging`, {where()}: roofline prices, {BYTES_PER_S:g} B/s and "
+        f"{FLOPS_PER_S:g} flop/s, compiled kernels, links each way with both ways at once. Percent "
+        "over running everything once, with everything kept; plans are made for 0.8 of the link, "
+        "and in brackets is what they take if that is all there is. MiB paged beside it. Blind "
+        "ways have peaks of their own.",
+        "",
+    ]
+    links = " | ".join(f"{link} GB/s" for link in LINKS_GB_S)
+    for name in dict.fromkeys(str(row["model"]) for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        lines += [f"## {name}", "", f"| | MiB | no host | {links} |", "|---" * 7 + "|"]
+        keys = dict.fromkeys((row["way"], row.get("budget")) for row in own)
+        for way, budget in keys:
+            cells = {
+                row["link"]: row for row in own if (row["way"], row.get("budget")) == (way, budget)
+            }
+            peak = budget or next(iter(cells.values()))["peak"]
+            shown = " | ".join(_cell(cells.get(link)) for link in (None, *LINKS_GB_S))
+            lines.append(f"| {way} | {peak} | {shown} |")
+        seconds = [float(row["seconds"] or 0) for row in own if "seconds" in row]
+        lines += ["", f"Planning took {max(seconds):.1f} s of CPU time at most.", ""]
+    return "\n".join(lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "at the link" not in row:
+        return f"least {row['least']} MiB"
+    shown = f"{row['at the link']:+.1f}"
+    if row.get("planned") not in (None, row["at the link"]):
+        shown += f" ({row['planned']:+.1f})"
+    return f"{shown}, {row['paged']}" if row.get("paged") else shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    names = parser.parse_args().models
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    for name in names:
+        rows = [row for row in rows if row["model"] != name]
+        for row in rows_of(name):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    rows.sort(key=lambda row: list(MODELS).index(row["model"]))
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    TABLE.write_text(table(rows))
+
+
+if __name__ == "__main__":
+    main()
