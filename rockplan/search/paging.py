@@ -5,25 +5,29 @@ the device and that of the host; its time is that of a link of which a share is 
 
 What takes longest to make for each byte is paged, until the link is full between when it is made
 and the turn; the rest is planned as if what comes back were made again for nothing, and the copies
-are placed. So for some amounts, and again without the storages whose copies are waited for.
+are placed. So for some amounts, and again without the storages whose copies are waited for. The
+best is polished, and placed anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rockplan.oracles.clock import clock, trips
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.recompute import NEVER, RecomputeCosts
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
+from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
 from rockplan.search.problem import Goal
 from rockplan.values.copies import HostLink, with_fetches
 from rockplan.values.graph import CDGraph, DataKind, TensorSpec
-from rockplan.values.schedule import Compute, Schedule, keep_all
+from rockplan.values.schedule import Compute, keep_all
+
+Planned = Callable[[Goal, Incumbent], Incumbent]
 
 AMOUNTS = (1.0, 1.05, 0.9, 1.1, 0.8, 1.15, 1.2)
 """Of what the link carries: how much to page. More is faster until copies are late."""
@@ -42,13 +46,37 @@ FOREVER = 1e18
 """Nanoseconds, in place of what cannot be made again."""
 
 
-def best_placed(
-    goal: Goal, limits: Limits, planned: Callable[[Goal], Schedule | None]
-) -> Placed | None:
-    """The fastest that is found. planned: a schedule for a goal without a host."""
-    assert goal.host is not None and goal.budget_bytes is not None
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What was planned as if copies took nothing, and what came of it with them."""
+
+    storages: tuple[int, ...]
+    asked: Goal
+    found: Incumbent
+    made: Placed
+
+
+def best_placed(goal: Goal, limits: Limits, planned: Planned, polished: Planned) -> Placed | None:
+    """The fastest that is found. planned: an incumbent for a goal without a host, from one without
+    a schedule; polished: from one that has a schedule."""
+    best: _Tried | None = None
+    for tried in _tried(goal, limits, planned):
+        best = _better(goal, best, tried)
+    if best is not None and not best.found.is_near(best.asked, limits) and not limits.is_over:
+        found = polished(best.asked, best.found)
+        best = _better(goal, best, _placed(goal, best.storages, best.asked, found))
+    return None if best is None else best.made
+
+
+def _better(goal: Goal, best: _Tried | None, tried: _Tried) -> _Tried | None:
+    is_faster = best is None or tried.made.time_ns < best.made.time_ns
+    return tried if is_faster and _fits(tried.made, goal) else best
+
+
+def _tried(goal: Goal, limits: Limits, planned: Planned) -> Iterator[_Tried]:
+    """For each amount, and again without what is late."""
+    assert goal.host is not None
     link, ranked = goal.host.link.share(SHARE), by_worth(goal.graph)
-    best: Placed | None = None
     left = limits.paging
     for amount in AMOUNTS:
         late: set[int] = set()
@@ -59,24 +87,30 @@ def best_placed(
                 break
             left -= len(goal.graph.nodes)
             asked = replace(goal, graph=with_fetches(goal.graph, storages), host=None)
-            schedule = planned(asked)
-            if schedule is None:
+            found = planned(asked, Incumbent(bound_ns=goal.graph.time_ns))
+            if found.schedule is None:
                 break
-            made = placed(goal.graph, storages, schedule.phases, link, goal.budget_bytes)
-            if best is None or made.time_ns < best.time_ns:
-                best = made if _fits(made, goal.budget_bytes, goal.host.size_bytes) else best
+            yield (tried := _placed(goal, storages, asked, found))
+            made = tried.made
             more = {t.data for t in trips(made.graph, made.schedule) if t.waits_ns} - late
             if not more:
                 break
             late |= more
-    return best
 
 
-def _fits(made: Placed, budget_bytes: int, host_bytes: int) -> bool:
+def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent) -> _Tried:
+    assert goal.host is not None and goal.budget_bytes is not None and found.schedule is not None
+    link = goal.host.link.share(SHARE)
+    made = placed(goal.graph, storages, found.schedule.phases, link, goal.budget_bytes)
+    return _Tried(storages, asked, found, made)
+
+
+def _fits(made: Placed, goal: Goal) -> bool:
+    assert goal.host is not None and goal.budget_bytes is not None
     verify(made.graph, made.schedule)
     found = simulate(made.graph, made.schedule)
-    is_paged = bool(made.storages)
-    return is_paged and found.peak_bytes <= budget_bytes and found.host_peak_bytes <= host_bytes
+    is_within = found.peak_bytes <= goal.budget_bytes
+    return bool(made.storages) and is_within and found.host_peak_bytes <= goal.host.size_bytes
 
 
 def by_worth(graph: CDGraph) -> list[int]:

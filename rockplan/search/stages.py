@@ -121,12 +121,14 @@ def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     as much as the link carries, planned with what runs again."""
     report("choosing what goes to the host")
 
-    def planned(asked: Goal) -> Schedule | None:
-        made = relax(asked, Incumbent(bound_ns=goal.graph.time_ns), limits)
-        made = made if made.schedule is not None else evict(asked, made, limits)
-        return made.schedule
+    def planned(asked: Goal, start: Incumbent) -> Incumbent:
+        made = relax(asked, start, limits)
+        return made if made.schedule is not None else evict(asked, made, limits)
 
-    made = best_placed(goal, limits, planned)
+    def polished(asked: Goal, start: Incumbent) -> Incumbent:
+        return exchange(asked, start, limits)
+
+    made = best_placed(goal, limits, planned, polished)
     if made is None or (incumbent.schedule is not None and made.time_ns >= incumbent.time_ns):
         return incumbent
     return replace(incumbent, paged=made)
