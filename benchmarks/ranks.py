@@ -9,7 +9,7 @@ the best plan of one call within the same budget.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4]
 
-Writes benchmarks/results/ranks.jsonl and ranks.md. NCCL is not seen here: there is no second device.
+Writes benchmarks/results/ranks.jsonl and ranks.md. NCCL is not seen: there is one device at most.
 """
 
 from __future__ import annotations
