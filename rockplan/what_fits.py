@@ -9,49 +9,31 @@ finds memory for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from rockplan.budget import Budget
 from rockplan.captured_calls import arguments
-from rockplan.captured_sizes import (
-    Arguments,
-    PricedCall,
-    Size,
-    SizedCalls,
-    priced_call,
-    resized,
-    size_of,
-)
+from rockplan.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
 from rockplan.checkpointing.wrap import repeated_blocks
-from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
-from rockplan.fitting.allocator import Request, Usage, replay
+from rockplan.errors import InvalidInput
+from rockplan.fit_question import BATCH, LENGTH, FitQuestion, Scheduled, usage_of
 from rockplan.fitting.answer import Fit, FitRow
-from rockplan.fitting.changes import Holding
-from rockplan.fitting.gpus import Gpu, gpu
-from rockplan.fitting.known import answer_key
-from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
-from rockplan.fitting.scheduled import first_gradients, waits_of
-from rockplan.fitting.timeline import SizedTimeline, Timeline, passes_of, timeline_of
+from rockplan.fitting.gpus import gpu
+from rockplan.fitting.optimizer import OptimizerLike
+from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import kept_whole, per_block
-from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
-from rockplan.search import planning
-from rockplan.search.problem import Problem, cache_of, problem_of_priced
+from rockplan.search.problem import cache_of
 from rockplan.values.graph import CDGraph, as_eager
-from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
-
-BATCH, LENGTH = 0, 1
-"""Dimensions of the sample's tensors, in `sizes`."""
 
 NOTES = (
     "exact: parameters, gradients, optimizer, activations; of checkpointing, within 2 %. by a "
@@ -59,16 +41,9 @@ NOTES = (
     "a model: reserved, of PyTorch's caching allocator without expandable_segments",
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
-_USUAL_RATES = (1e12, 5e13)
-TRIES = 5
-"""Of plans for what is left of a device."""
-
 KEPT = "kept whole"
 
-Scheduled = tuple[CDGraph, Schedule]
 Way = Callable[[PricedCall], Scheduled]
-BESIDE_THE_RELAXATION = ("eviction", "blocks", "exchange", "descent")
-"""Stages that find the last percent of a smallest plan, and take most of the time."""
 
 
 def fit(
@@ -111,13 +86,13 @@ def fit(
     # Of an optimizer of the caller's nothing says that it is the same the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     options = replace(options, cache=False)
-    question = _Fitting(given, model, (args, kwargs), on, optimizer, step, options)
+    question = FitQuestion(given, model, (args, kwargs), on, optimizer, step, options)
     question.refuse_too_small()
     calls = SizedCalls(question.whole, *batches, lengths)
     key = question.key(calls) if cache else {}
     if cache and (known := cache.answer(key, Fit.from_json)):
         return known
-    answer = question.answer(calls)
+    answer = _answer(question, calls)
     if cache:
         cache.put_answer(key, answer.to_json())
     return answer
@@ -142,210 +117,39 @@ def _ranges(
     return batches, sorted({least, most} | powers)
 
 
-@dataclass(slots=True)
-class _Fitting:
-    """given: the caller's model, of whose parameters the optimizer is; model: what is captured."""
+def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
+    # First of all, since it may be refused.
+    optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
+    ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
+    if blocks := repeated_blocks(question.model):
+        ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
+    planned = _planned_calls(question, calls)
+    rows = [
+        row
+        for length in calls.lengths
+        for row in _Length(question, calls, ways, planned, length).rows()
+    ]
+    on = question.on
+    return Fit(on.name, on.memory_bytes, on.usable_bytes, optimizer.name, tuple(rows), NOTES)
 
-    given: nn.Module
-    model: nn.Module
-    arguments: Arguments
-    on: Gpu
-    optimizer: OptimizerLike
-    step: TrainingStep
-    options: Options
-    _steps: dict[tuple[str, ...], OptimizerSteps] = field(default_factory=dict)
-    _smallest: dict[int, Schedule] = field(default_factory=dict)
 
-    @property
-    def resident(self) -> dict[Holding, int]:
-        parameters = _bytes_of(self.model.parameters())
-        buffers = _bytes_of(self.model.buffers())
-        return {
-            Holding.PARAMETERS: parameters,
-            Holding.BUFFERS: buffers,
-            Holding.AVERAGES: parameters + buffers if self.step.average else 0,
-            # Forward and backward multiply in threads of their own.
-            Holding.WORKSPACES: 2 * self.on.cublas_bytes,
-        }
-
-    def refuse_too_small(self) -> None:
-        room = self.on.usable_bytes - self.resident[Holding.WORKSPACES]
-        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
-        if held > room:
-            known = self.known_without_capture()
-            shards = f"no less than {-(-known // room)}" if room > 0 else "no number of"
-            raise InvalidInput(
-                f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
-                f"cuBLAS, and parameters and buffers alone take {format_bytes(held)}; with "
-                f"gradients and optimizer {format_bytes(known)}, which fit in {shards} shards"
-            )
-
-    def known_without_capture(self) -> int:
-        trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
-        steps = self.steps(trained)
-        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
-        return held + _bytes_of(trained.values()) + steps.state_bytes
-
-    def steps(self, trained: Iterable[str]) -> OptimizerSteps:
-        """Of the optimizer, of these parameters."""
-        names = tuple(trained)
-        if names not in self._steps:
-            named = dict(self.given.named_parameters(remove_duplicate=False))
-            parameters = {name: named[name] for name in names}
-            self._steps[names] = optimizer_steps(
-                self.optimizer, parameters, step=self.step, as_on_cuda=True
-            )
-        return self._steps[names]
-
-    def key(self, calls: SizedCalls) -> dict[str, str]:
-        """What the answer depends on."""
-        return answer_key(
-            self.given,
-            self.arguments,
-            calls.small.graph,
-            device=self.on,
-            optimizer=self.optimizer,
-            step=self.step,
-            sizes=(calls.least, calls.most, calls.lengths),
-            options=self.options,
-        )
-
-    def answer(self, calls: SizedCalls) -> Fit:
-        # First of all, since it may be refused.
-        optimizer = self.steps(n for n, p in self.given.named_parameters() if p.requires_grad)
-        ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
-        if blocks := repeated_blocks(self.model):
-            ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
-        planned = self._planned_calls(calls)
-        rows = [
-            row
-            for length in calls.lengths
-            for row in _Length(self, calls, ways, planned, length).rows()
-        ]
-        on = self.on
-        return Fit(on.name, on.memory_bytes, on.usable_bytes, optimizer.name, tuple(rows), NOTES)
-
-    def _planned_calls(self, calls: SizedCalls) -> dict[str, SizedCalls]:
-        """By names of rows. With the head in parts, where that is asked for, as many at all sizes;
-        where there is no such head, a line on the logger says so."""
-        if not self.options.tile:
-            return {"rockplan": calls}
-        parts = MOST_PARTS if self.options.tile is True else self.options.tile
-        capture = functools.partial(self._call, options=replace(self.options, tile=parts))
-        in_parts = SizedCalls(capture, calls.least, calls.most, calls.lengths)
-        planned = {"rockplan": calls, f"rockplan, head in {parts} parts": in_parts}
-        return planned if in_parts.small.graph.tiles else {"rockplan": calls}
-
-    def whole(self, size: Size) -> PricedCall:
-        return self._call(size, replace(self.options, tile=False))
-
-    def _call(self, size: Size, options: Options) -> PricedCall:
-        batch, length = size
-        sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
-        call = resized(self.model, self.arguments, sizes)
-        try:
-            return priced_call(self.model, call, options, self._rates)
-        except RockplanError as error:
-            where = f"batch {batch}" + ("" if length is None else f" of length {length}")
-            error.args = (
-                f"{where}: {str(error).rstrip('.')}. Known without it: parameters, gradients and "
-                f"optimizer take {format_bytes(self.known_without_capture())}",
-            )
-            raise
-
-    @property
-    def _rates(self) -> tuple[float, float]:
-        if self.on.bandwidth_gb_s is None or self.on.tflops is None:
-            return _USUAL_RATES
-        name = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
-        return self.on.bandwidth_gb_s * 1e9, flops * 1e12
-
-    def replayed(self, call: PricedCall) -> Scheduled:
-        """The smallest plan that was found last; one of its own for a call that is not like the
-        others, such as one of a single sample."""
-        if not self.has_smallest(call):
-            self.find_smallest(call)
-        return call.graph, self._smallest[call.form]
-
-    def has_smallest(self, call: PricedCall) -> bool:
-        return call.form in self._smallest
-
-    def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
-        """By the relaxation alone, where that leads to no more than enough."""
-        problem = self._problem(call)
-        plans: list[Plan] = []
-        for without in (BESIDE_THE_RELAXATION, ()):
-            options = replace(self.options, without=(*self.options.without, *without))
-            found = planning.least_peak_of(problem, options).find(planning.limits_of(options))
-            assert found.schedule is not None
-            if plan := planning.plan_of(problem, found.schedule, found.peak_bytes):
-                plans.append(plan)
-                if plan.peak_bytes <= enough_bytes:
-                    break
-        least = min(plans, key=lambda plan: plan.peak_bytes)
-        schedule = planning.waiting(least, problem.waits).schedule
-        self._smallest[call.form] = in_eager_order_of(problem.graph, schedule)
-
-    def _plan(self, call: PricedCall, budget: Budget) -> Schedule:
-        problem = self._problem(call)
-        made = planning.plan_within(problem, budget, self.options)
-        return in_eager_order_of(problem.graph, made.schedule)
-
-    def _problem(self, call: PricedCall) -> Problem:
-        graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
-        problem = problem_of_priced(graph, call.profile, self.options)
-        waits = waits_of(graph, call.interface) if self.step.in_backward else ()
-        return replace(problem, waits=waits)
-
-    def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
-        gradients = first_gradients(graph, call.interface)
-        steps = self.steps(gradients.values())
-        passes = passes_of(graph, schedule, call.interface, steps)
-        resident = {**self.resident, Holding.INPUTS: call.input_bytes}
-        return timeline_of(
-            resident,
-            passes,
-            steps,
-            accumulate=self.step.accumulate,
-            set_to_none=self.step.set_to_none,
-        )
-
-    def fits(self, timeline: Timeline) -> bool:
-        usable_bytes = self.on.usable_bytes
-        if timeline.peak.size_bytes > usable_bytes:
-            return False
-        return _usage(timeline, usable_bytes).failed_at is None
-
-    def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
-        """A plan for what is left of the device when the optimizer has its state, beside gradients
-        that are not there yet; where that does not fit, for less, down to what `schedule` needs."""
-        usable_bytes = self.on.usable_bytes
-        gradients = first_gradients(call.graph, call.interface)
-        alive = sum(self.resident.values()) + call.input_bytes
-        left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
-        least_bytes = simulate(call.graph, schedule).peak_bytes
-        for tries in range(TRIES, 0, -1):
-            asked_bytes = left_bytes if tries > 1 else least_bytes
-            try:
-                faster = self._plan(call, Budget(size_bytes=max(asked_bytes, least_bytes)))
-            except InfeasibleBudget:
-                break
-            timeline = self.timeline(call, call.graph, faster)
-            if self.fits(timeline):
-                return faster
-            if asked_bytes <= least_bytes:
-                break
-            over_bytes = _usage(timeline, None).reserved_peak_bytes - usable_bytes
-            left_bytes -= max(over_bytes, left_bytes // 50)
-        return schedule
+def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedCalls]:
+    """By names of rows. With the head in parts, where that is asked for, as many at all sizes;
+    where there is no such head, a line on the logger says so."""
+    if not question.options.tile:
+        return {"rockplan": calls}
+    parts = MOST_PARTS if question.options.tile is True else question.options.tile
+    capture = functools.partial(question.call, options=replace(question.options, tile=parts))
+    in_parts = SizedCalls(capture, calls.least, calls.most, calls.lengths)
+    planned = {"rockplan": calls, f"rockplan, head in {parts} parts": in_parts}
+    return planned if in_parts.small.graph.tiles else {"rockplan": calls}
 
 
 @dataclass(frozen=True, slots=True)
 class _Length:
     """The rows of one length. calls: of the whole model; planned: those that are planned."""
 
-    question: _Fitting
+    question: FitQuestion
     calls: SizedCalls
     ways: Mapping[str, Way]
     planned: Mapping[str, SizedCalls]
@@ -372,7 +176,7 @@ class _Length:
         found = question.timeline(call, graph, schedule)
         time_ns = simulate(graph, schedule).time_ns
         kept_ns = simulate(*self.ways[KEPT](self.calls.at(samples, self.length))).time_ns
-        usage = _usage(found, question.on.usable_bytes if batch else None)
+        usage = usage_of(found, question.on.usable_bytes if batch else None)
         peak = found.peak
         tokens_per_ns = samples * (self.length or 1) / max(time_ns, 1)
         return FitRow(
@@ -446,15 +250,3 @@ def _once_a_form(make: Callable[[CDGraph], Scheduled]) -> Way:
         return as_eager(call.graph), known[call.form]
 
     return way
-
-
-def _usage(timeline: Timeline, capacity_bytes: int | None) -> Usage:
-    resident = [Request(owner, size_bytes) for owner, size_bytes in timeline.resident.items()]
-    changes = (change.request for change in timeline.changes)
-    return replay([*resident, *changes], capacity_bytes=capacity_bytes)
-
-
-def _bytes_of(tensors: Any) -> int:
-    """Of their storages, each once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())

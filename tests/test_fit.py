@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
 import rockplan
-from rockplan import plan_of, what_fits
+from rockplan import fit_question, plan_of
 from rockplan.captured_calls import arguments, captured_call, problems_of
 from rockplan.captured_sizes import PricedCall, Size, SizedCalls, priced_call, resized
 from rockplan.checkpointing import wrap
@@ -611,13 +611,13 @@ def test_an_answer_is_kept_for_what_it_was_given_for(monkeypatch: pytest.MonkeyP
     """A second time one small capture is all; of a model that is another at other sizes, or an
     optimizer of the caller's, it is worked out anew."""
     captured: list[object] = []
-    own = what_fits.priced_call
+    own = fit_question.priced_call
 
     def counted(*call: Any) -> PricedCall:
         captured.append(call)
         return own(*call)
 
-    monkeypatch.setattr(what_fits, "priced_call", counted)
+    monkeypatch.setattr(fit_question, "priced_call", counted)
     x = torch.zeros(2, 8, 64)
 
     def captures(most: int = 64, **asked: Any) -> tuple[int, rockplan.Fit]:

@@ -1,0 +1,238 @@
+"""Question: what a step of training needs of a device, for calls of any size and schedules of them.
+
+takes: a model, arguments, a device, an optimizer, options of plans. returns: captures with prices
+of the device, timelines of schedules, the smallest plan, a plan for what is left. guarantees: a
+timeline fits where the allocator's model finds memory for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from rockplan.budget import Budget
+from rockplan.captured_sizes import (
+    Arguments,
+    PricedCall,
+    Size,
+    SizedCalls,
+    priced_call,
+    resized,
+)
+from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
+from rockplan.fitting.allocator import Request, Usage, replay
+from rockplan.fitting.changes import Holding
+from rockplan.fitting.gpus import Gpu
+from rockplan.fitting.known import answer_key
+from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
+from rockplan.fitting.scheduled import first_gradients, waits_of
+from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
+from rockplan.fitting.training_step import TrainingStep
+from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
+from rockplan.options import Options
+from rockplan.oracles.simulate import simulate
+from rockplan.search import planning
+from rockplan.search.problem import Problem, problem_of_priced
+from rockplan.values.graph import CDGraph
+from rockplan.values.plan import Plan, format_bytes
+from rockplan.values.schedule import Schedule
+
+BATCH, LENGTH = 0, 1
+"""Dimensions of the sample's tensors, in `sizes`."""
+
+_USUAL_RATES = (1e12, 5e13)
+
+TRIES = 5
+"""Of plans for what is left of a device."""
+
+Scheduled = tuple[CDGraph, Schedule]
+BESIDE_THE_RELAXATION = ("eviction", "blocks", "exchange", "descent")
+"""Stages that find the last percent of a smallest plan, and take most of the time."""
+
+
+@dataclass(slots=True)
+class FitQuestion:
+    """given: the caller's model, of whose parameters the optimizer is; model: what is captured."""
+
+    given: nn.Module
+    model: nn.Module
+    arguments: Arguments
+    on: Gpu
+    optimizer: OptimizerLike
+    step: TrainingStep
+    options: Options
+    _steps: dict[tuple[str, ...], OptimizerSteps] = field(default_factory=dict)
+    _smallest: dict[int, Schedule] = field(default_factory=dict)
+
+    @property
+    def resident(self) -> dict[Holding, int]:
+        parameters = _bytes_of(self.model.parameters())
+        buffers = _bytes_of(self.model.buffers())
+        return {
+            Holding.PARAMETERS: parameters,
+            Holding.BUFFERS: buffers,
+            Holding.AVERAGES: parameters + buffers if self.step.average else 0,
+            # Forward and backward multiply in threads of their own.
+            Holding.WORKSPACES: 2 * self.on.cublas_bytes,
+        }
+
+    def refuse_too_small(self) -> None:
+        room = self.on.usable_bytes - self.resident[Holding.WORKSPACES]
+        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
+        if held > room:
+            known = self.known_without_capture()
+            shards = f"no less than {-(-known // room)}" if room > 0 else "no number of"
+            raise InvalidInput(
+                f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
+                f"cuBLAS, and parameters and buffers alone take {format_bytes(held)}; with "
+                f"gradients and optimizer {format_bytes(known)}, which fit in {shards} shards"
+            )
+
+    def known_without_capture(self) -> int:
+        trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
+        steps = self.steps(trained)
+        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
+        return held + _bytes_of(trained.values()) + steps.state_bytes
+
+    def steps(self, trained: Iterable[str]) -> OptimizerSteps:
+        """Of the optimizer, of these parameters."""
+        names = tuple(trained)
+        if names not in self._steps:
+            named = dict(self.given.named_parameters(remove_duplicate=False))
+            parameters = {name: named[name] for name in names}
+            self._steps[names] = optimizer_steps(
+                self.optimizer, parameters, step=self.step, as_on_cuda=True
+            )
+        return self._steps[names]
+
+    def key(self, calls: SizedCalls) -> dict[str, str]:
+        """What the answer depends on."""
+        return answer_key(
+            self.given,
+            self.arguments,
+            calls.small.graph,
+            device=self.on,
+            optimizer=self.optimizer,
+            step=self.step,
+            sizes=(calls.least, calls.most, calls.lengths),
+            options=self.options,
+        )
+
+    def whole(self, size: Size) -> PricedCall:
+        return self.call(size, replace(self.options, tile=False))
+
+    def call(self, size: Size, options: Options) -> PricedCall:
+        batch, length = size
+        sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
+        call = resized(self.model, self.arguments, sizes)
+        try:
+            return priced_call(self.model, call, options, self._rates)
+        except RockplanError as error:
+            where = f"batch {batch}" + ("" if length is None else f" of length {length}")
+            error.args = (
+                f"{where}: {str(error).rstrip('.')}. Known without it: parameters, gradients and "
+                f"optimizer take {format_bytes(self.known_without_capture())}",
+            )
+            raise
+
+    @property
+    def _rates(self) -> tuple[float, float]:
+        if self.on.bandwidth_gb_s is None or self.on.tflops is None:
+            return _USUAL_RATES
+        name = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
+        return self.on.bandwidth_gb_s * 1e9, flops * 1e12
+
+    def replayed(self, call: PricedCall) -> Scheduled:
+        """The smallest plan that was found last; one of its own for a call that is not like the
+        others, such as one of a single sample."""
+        if not self.has_smallest(call):
+            self.find_smallest(call)
+        return call.graph, self._smallest[call.form]
+
+    def has_smallest(self, call: PricedCall) -> bool:
+        return call.form in self._smallest
+
+    def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
+        """By the relaxation alone, where that leads to no more than enough."""
+        problem = self._problem(call)
+        plans: list[Plan] = []
+        for without in (BESIDE_THE_RELAXATION, ()):
+            options = replace(self.options, without=(*self.options.without, *without))
+            found = planning.least_peak_of(problem, options).find(planning.limits_of(options))
+            assert found.schedule is not None
+            if plan := planning.plan_of(problem, found.schedule, found.peak_bytes):
+                plans.append(plan)
+                if plan.peak_bytes <= enough_bytes:
+                    break
+        least = min(plans, key=lambda plan: plan.peak_bytes)
+        schedule = planning.waiting(least, problem.waits).schedule
+        self._smallest[call.form] = in_eager_order_of(problem.graph, schedule)
+
+    def _plan(self, call: PricedCall, budget: Budget) -> Schedule:
+        problem = self._problem(call)
+        made = planning.plan_within(problem, budget, self.options)
+        return in_eager_order_of(problem.graph, made.schedule)
+
+    def _problem(self, call: PricedCall) -> Problem:
+        graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
+        problem = problem_of_priced(graph, call.profile, self.options)
+        waits = waits_of(graph, call.interface) if self.step.in_backward else ()
+        return replace(problem, waits=waits)
+
+    def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
+        gradients = first_gradients(graph, call.interface)
+        steps = self.steps(gradients.values())
+        passes = passes_of(graph, schedule, call.interface, steps)
+        resident = {**self.resident, Holding.INPUTS: call.input_bytes}
+        return timeline_of(
+            resident,
+            passes,
+            steps,
+            accumulate=self.step.accumulate,
+            set_to_none=self.step.set_to_none,
+        )
+
+    def fits(self, timeline: Timeline) -> bool:
+        usable_bytes = self.on.usable_bytes
+        if timeline.peak.size_bytes > usable_bytes:
+            return False
+        return usage_of(timeline, usable_bytes).failed_at is None
+
+    def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
+        """A plan for what is left of the device when the optimizer has its state, beside gradients
+        that are not there yet; where that does not fit, for less, down to what `schedule` needs."""
+        usable_bytes = self.on.usable_bytes
+        gradients = first_gradients(call.graph, call.interface)
+        alive = sum(self.resident.values()) + call.input_bytes
+        left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
+        least_bytes = simulate(call.graph, schedule).peak_bytes
+        for tries in range(TRIES, 0, -1):
+            asked_bytes = left_bytes if tries > 1 else least_bytes
+            try:
+                faster = self._plan(call, Budget(size_bytes=max(asked_bytes, least_bytes)))
+            except InfeasibleBudget:
+                break
+            timeline = self.timeline(call, call.graph, faster)
+            if self.fits(timeline):
+                return faster
+            if asked_bytes <= least_bytes:
+                break
+            over_bytes = usage_of(timeline, None).reserved_peak_bytes - usable_bytes
+            left_bytes -= max(over_bytes, left_bytes // 50)
+        return schedule
+
+
+def usage_of(timeline: Timeline, capacity_bytes: int | None) -> Usage:
+    resident = [Request(owner, size_bytes) for owner, size_bytes in timeline.resident.items()]
+    changes = (change.request for change in timeline.changes)
+    return replay([*resident, *changes], capacity_bytes=capacity_bytes)
+
+
+def _bytes_of(tensors: Any) -> int:
+    """Of their storages, each once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
