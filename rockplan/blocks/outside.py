@@ -48,8 +48,10 @@ def measured_step(
     """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
     incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
     its result; written: what a step writes to beside buffers. Where gradients wait to be exchanged
-    (`set_requires_gradient_sync(False)`), of the step that exchanges them, after one that does not.
+    (`set_requires_gradient_sync(False)`), the most of one more that keeps them and of the step that
+    exchanges them.
     """
+    marked = functools.partial(_marked, model, blocks, step)
     waits, is_shared = waits_for_exchange(model), bool(sharded_modules(model))
     courses: list[tuple[Stretch, ...]] = []
     with untouched(model, *call, written) as held, torch.enable_grad():
@@ -62,10 +64,10 @@ def measured_step(
         for _ in range(STEPS_OF_SEVERAL if is_shared else 1):
             if waits:
                 run(step, exchanges=False)
-            waiting = waiting_bytes(model)
-            marked = functools.partial(_marked, model, blocks, step)
-            seen = run(lambda: stretches(marked, device))  # noqa: B023
-            courses.append(tuple(_with_more(stretch, waiting) for stretch in seen))
+            for exchanges in (False, True) if waits else (True,):
+                waiting = waiting_bytes(model)
+                seen = run(lambda: stretches(marked, device), exchanges)
+                courses.append(tuple(_with_more(stretch, waiting) for stretch in seen))
     most = _most(courses)
     returned = next((s.start_bytes for s in most if s.mark == RETURNED), 0)
     kept_bytes = sum(option.saved_bytes for option in options)
