@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import zoo
+from rockplan import programs
 
 EQUAL = (
     "transformers/causal-lm/llama",
@@ -48,7 +49,16 @@ NEEDED = {"transformers": "transformers", "timm": "timm", "module": "expecttest"
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[list[zoo.Worker]]:
+def captured_once() -> Iterator[None]:
+    """In this process, which has imported the libraries: that takes longest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "captured_call", programs.captured_call)  # put back afterwards
+        zoo.capture_once()
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiling_workers(compilers: Path) -> Iterator[list[zoo.Worker]]:
     """At most one worker; a test that loses it takes it out."""
     alive: list[zoo.Worker] = []
     yield alive
@@ -56,32 +66,18 @@ def workers() -> Iterator[list[zoo.Worker]]:
         worker.end()
 
 
-@pytest.fixture(scope="module")
-def compiling_workers(compilers: Path) -> Iterator[list[zoo.Worker]]:
-    alive: list[zoo.Worker] = []
-    yield alive
-    for worker in alive:
-        worker.end()
-
-
-def examine(name: str, workers: list[zoo.Worker], is_compiled: bool = False) -> dict[str, object]:
+def skip_without(name: str) -> None:
     needed = NEEDED[name.split("/")[0]]
     try:
         importlib.import_module(needed)
     except ImportError as error:
         pytest.skip(f"{needed} cannot be imported: {error}")
-    if not workers:
-        budgets = zoo.COMPILED_BUDGETS if is_compiled else zoo.BUDGETS
-        workers.append(zoo.Worker(list(budgets), is_compiled=is_compiled))
-    row, alive = workers[0].examine(name)
-    if not alive:
-        workers.pop().end()
-    return row
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_planned_is_eager_within_the_budget(name: str, workers: list[zoo.Worker]) -> None:
-    row = examine(name, workers)
+def test_planned_is_eager_within_the_budget(name: str, captured_once: None) -> None:
+    skip_without(name)
+    row = zoo.Examination(name, list(zoo.BUDGETS), lambda stage: None).run()
     assert row["outcome"] == "equal", row
 
 
@@ -89,7 +85,12 @@ def test_planned_is_eager_within_the_budget(name: str, workers: list[zoo.Worker]
 def test_kernels_compute_what_they_do_where_nothing_runs_again(
     name: str, compiling_workers: list[zoo.Worker]
 ) -> None:
-    row = examine(name, compiling_workers, is_compiled=True)
+    skip_without(name)
+    if not compiling_workers:
+        compiling_workers.append(zoo.Worker(list(zoo.COMPILED_BUDGETS), is_compiled=True))
+    row, alive = compiling_workers[0].examine(name)
+    if not alive:
+        compiling_workers.pop().end()
     assert row["outcome"] == "equal" and row["kernels"] and not row["said"], row
 
 
