@@ -86,6 +86,7 @@ TASKS: tuple[tuple[Task, ...], ...] = (
         for name in ("test_cuda", "test_cuda_compiled", "test_cuda_kernels", "test_cuda_paging")
     ),
     *((_task("stack", name, 60),) for name in STACK),
+    (_task("host", "wide", 120),),
     # Bytes of whole steps, side by side: nothing is timed here, either.
     tuple(_task("fit", name, 90) for name in FIT),
 )

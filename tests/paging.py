@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.paging import files, pages
@@ -35,7 +36,7 @@ POISON = 0xFF
 # -- plans ---------------------------------------------------------------------------------------
 
 
-def pageable(plan: Plan, least_bytes: int = 1024) -> list[int]:
+def pageable(plan: Plan, least_bytes: int) -> list[int]:
     """Storages that the forward phase leaves to the backward phase, and that only the plan has."""
     graph, schedule = plan.graph, plan.schedule
     alive: set[int] = set()
@@ -73,24 +74,21 @@ def paged_plan(plan: Plan, storages: Sequence[int], rng: random.Random) -> Plan:
         peak_bytes=found.peak_bytes,
         budget_bytes=found.peak_bytes,
         saved_bytes=found.saved_bytes,
+        trips=trips(graph, schedule),
     )
 
 
-def page(planned: nn.Module, seed: int = 0, host_path: str | None = None) -> nn.Module:
+def page(planned: nn.Module, seed: int = 0, least_bytes: int = 1024) -> nn.Module:
     """Have a planned module page all that it can, at random places."""
     (program,) = programs_of(planned)
-    plan = paged_plan(program.plan, pageable(program.plan), random.Random(seed))
-    return with_plan(planned, program, plan, host_path)
+    storages = pageable(program.plan, least_bytes)
+    return with_plan(planned, program, paged_plan(program.plan, storages, random.Random(seed)))
 
 
-def with_plan(
-    planned: Any, program: PlannedProgram, plan: Plan, host_path: str | None = None
-) -> nn.Module:
+def with_plan(planned: Any, program: PlannedProgram, plan: Plan) -> nn.Module:
     """`planned`, which runs `plan` from now on."""
     of = program
-    made = build_program(
-        plan, of.interface, of.constants, of.output_spec, of.hooked, of.call, host_path
-    )
+    made = build_program(plan, of.interface, of.constants, of.output_spec, of.hooked, of.call)
     state = planned._rockplan
     (key,) = state.programs
     state.programs[key] = [bind_now(planned, made)]

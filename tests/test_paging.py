@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from rockplan.errors import HostMemoryError
 from rockplan.paging.pages import Pages
 from rockplan.runtime.planned_state import latest_of
 from testing.models import CASES, Case, gpt2, llama
+from testing.random_networks import network
 from testing.training import (
     QUICK,
     assert_equal_trees,
@@ -29,6 +31,7 @@ from testing.training import (
     train_side_by_side,
     twin,
 )
+from testing.zoo_cases import loss_of
 from tests.paging import LINKS, page, poisoned
 
 MODELS: dict[str, Callable[[], Case]] = {
@@ -90,6 +93,25 @@ def test_other_models_page_too(name: str) -> None:
     planned, eager = planned_and_eager(case, "100%")
     with poisoned(planned):
         train_side_by_side(case, planned, eager, 2)
+
+
+def test_random_networks_page_too() -> None:
+    """Changes in place, views, half precision, complex numbers, several results."""
+    equal = pages = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        model, inputs = network(rng)
+        case = Case(f"network {seed}", model, inputs, {}, loss_of)
+        eager = twin(case)
+        try:
+            planned: Any = page(solve_case(case, "100%", options=QUICK), seed, least_bytes=1)
+        except rockplan.RockplanError:
+            continue
+        with poisoned(planned):
+            train_side_by_side(case, planned, eager, 1)
+        equal += 1
+        pages += planned.code.count("frame.page_in(")
+    assert equal >= 4 and pages >= 40, (equal, pages)
 
 
 def test_compiled_kernels_page_too() -> None:
