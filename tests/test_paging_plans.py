@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import rockplan
+from rockplan.cli.main import app
 from rockplan.errors import IllegalSchedule, InvalidInput
 from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
@@ -311,6 +313,16 @@ def test_a_curve_has_plans_that_page() -> None:
         for curve in (plain, paging)
     ]
     assert times_ns[1] < times_ns[0]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_the_command_line_pages() -> None:
+    words = ("solve", "rockplan.examples:mlp", "-b", "40%", "--no-cache", "--time-limit", "3")
+    paged = CliRunner().invoke(app, [*words, "--host", "1GiB", "--link", "20GB/s"])
+    assert paged.exit_code == 0, paged.output
+    assert "storages to the host and back, at 16.0 GB/s" in paged.stdout
+    refused = CliRunner().invoke(app, [*words, "--link", "20GB/s"])
+    assert refused.exit_code != 0 and "pass host, too" in refused.stderr
 
 
 # -- what is refused -------------------------------------------------------------------------------
