@@ -121,13 +121,17 @@ def table(rows: list[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += (
-        f"| {row['name']} | {row['cold_s']} s | {row['cold_gib']} GiB | {row['warm_s']} s | "
+        f"| {row['name']} | {row['cold_s']} s | {row['cold_gib']} GiB | {_seconds(row)} | "
         f"{row['where']} |"
         for row in rows
     )
     for row in rows:
         lines += ["", f"`{row['command']}`", "", "```text", row["said"].rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _seconds(row: Row) -> str:
+    return f"{row['warm_s']} s" if "warm_s" in row else "not run"
 
 
 def main(names: list[str]) -> None:

@@ -7,7 +7,10 @@ import functools
 import gc
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -642,6 +645,33 @@ def test_an_answer_is_kept_for_what_it_was_given_for(monkeypatch: pytest.MonkeyP
     assert captures()[0] > 1
     everything = replace(QUICK, cache=False)
     assert captures(options=everything)[0] > 1
+
+
+KEY = """
+import testing, torch
+from rockplan.fitting.known import answer_key
+from testing import models
+
+torch.manual_seed(0)
+case = models.llama(layers=1, width=16, batch=2, length=16)
+key = answer_key(case.model, (case.args, case.kwargs), case.model.config.vocab_size, device="t4")
+print(sorted(key.items()))
+"""
+
+
+def test_another_process_has_the_same_key() -> None:
+    """Configurations of transformers keep a hash of their own."""
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", KEY],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1 and "'model'" in printed.pop()
 
 
 def test_the_page_of_a_fit_shows_its_frontier(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) ->
     if isinstance(value, list | tuple | set | frozenset):
         inside = [_described(v, seen, depth - 1) for v in value]
         return f"[{', '.join(sorted(inside) if isinstance(value, set | frozenset) else inside)}]"
-    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    held = value if isinstance(value, Mapping) else _attributes(value)
     pairs = (f"{k!r}: {_described(v, seen, depth - 1)}" for k, v in held.items())
     return f"{type(value).__qualname__} {{{', '.join(pairs)}}}"
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """Without private numbers: hashes, which are others in each process, and counters."""
+    held = getattr(value, "__dict__", {})
+    return {k: v for k, v in held.items() if k[0] != "_" or type(v) not in (int, float)}
