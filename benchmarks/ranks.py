@@ -31,12 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import rockplan
 from benchmarks.timing import machine
 from rockplan.api import plan_each
 from rockplan.search.in_flight import needed_bytes
+from testing.sharding import MODES, accumulating
 
 RESULT = Path(__file__).parent / "results" / "ranks.md"
 ROWS_FILE = RESULT.with_suffix(".jsonl")
@@ -85,38 +86,6 @@ def sharded(model: Any, mesh: DeviceMesh, **how: Any) -> Any:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **how)
     return fully_shard(model, mesh=mesh, **how)
-
-
-def prefetched(model: Any) -> Any:
-    layers = [*model.layers]
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
-        layer.set_modules_to_backward_prefetch(layers[max(i - 2, 0) : i][::-1])
-    return model
-
-
-def compiled(model: Any) -> Any:
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    return model
-
-
-def accumulating(model: Any) -> Any:
-    model.set_requires_gradient_sync(False)
-    return model
-
-
-HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-MODES: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None]] = {
-    "resharding": ({}, None),
-    "kept": ({"reshard_after_forward": False}, None),
-    "bfloat16": ({"mp_policy": HALF}, None),
-    "prefetch of two": ({}, prefetched),
-    "compiled blocks": ({}, compiled),
-    "accumulation": ({}, accumulating),
-    "accumulation in bfloat16": ({"mp_policy": HALF}, accumulating),
-}
-"""Ways to shard: arguments, and what is done to the model after."""
 
 
 def whole(budget: str, options: rockplan.Options) -> object:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
+from testing.sharding import HALF, MODES, accumulating
 from tests.blocks import QUICK, Stack, batch
 
 OPTIONS = rockplan.Options(**QUICK)
@@ -130,39 +131,6 @@ def check_without_sync(mesh: DeviceMesh) -> None:
     for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
         assert p.grad is not None and q.grad is not None, name
         assert torch.equal(_local(p.grad), _local(q.grad)), f"without sync: {name}"
-
-
-def prefetched(model: Any) -> Any:
-    layers = [*model.layers]
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
-        layer.set_modules_to_backward_prefetch(layers[max(i - 2, 0) : i][::-1])
-    return model
-
-
-def compiled(model: Any) -> Any:
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    return model
-
-
-def accumulating(model: Any) -> Any:
-    model.set_requires_gradient_sync(False)
-    return model
-
-
-HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-MODES: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None]] = {
-    "resharding": ({}, None),
-    "kept": ({"reshard_after_forward": False}, None),
-    "bfloat16": ({"mp_policy": HALF}, None),
-    "prefetch": ({}, prefetched),
-    "compiled": ({}, compiled),
-    "accumulation": ({}, accumulating),
-    "accumulation in bfloat16": ({"mp_policy": HALF}, accumulating),
-}
-"""Ways to shard: arguments, and what is done to the model after."""
 
 
 def check_peaks(mesh: DeviceMesh) -> None:
