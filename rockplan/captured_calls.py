@@ -6,7 +6,7 @@ guarantees: what no plan can be made of is refused before anything is recorded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from rockplan.codegen import rng_replay
-from rockplan.errors import InvalidInput
+from rockplan.errors import InvalidInput, StoredByTheFirstCall
+from rockplan.first_call import after_a_first_call
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
@@ -202,7 +203,7 @@ def captured_call(call: ModuleCall, options: Options, is_asked: bool = True) -> 
     forward = original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        run = capture(module, call.args, call.kwargs, forward, incoming, options.only_loss)
+        run = _recorded(module, call.args, call.kwargs, forward, incoming, options.only_loss)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))
@@ -211,6 +212,22 @@ def captured_call(call: ModuleCall, options: Options, is_asked: bool = True) -> 
             in_parts = _in_parts(run, state_bytes, hooked, options, is_asked)
         whole = lower(run, state_bytes, replace(options, tile=False))
         return CapturedCall(whole, hooked, in_parts)
+
+
+def _recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Callable[..., Any],
+    *how: Any,
+) -> Capture:
+    """One call, the second where the first one stores tables. how: as in `capture`."""
+    try:
+        return capture(module, args, kwargs, forward, *how)
+    except StoredByTheFirstCall as refusal:
+        first = refusal.with_traceback(None)
+    with after_a_first_call(module, forward, args, kwargs, first):
+        return capture(module, args, kwargs, forward, *how)
 
 
 def _in_parts(

@@ -84,6 +84,11 @@ class UnsupportedModel(CaptureError):
     """The model does something that a plan cannot reproduce exactly."""
 
 
+class StoredByTheFirstCall(UnsupportedModel):
+    """The first call stores a tensor that constants alone decide, and later calls find it: one call
+    before makes the model one that can be planned."""
+
+
 class InfeasibleBudget(RockplanError):
     """No schedule of the model fits the budget.
 

@@ -3,6 +3,7 @@ which is planned and equal to eager."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import rockplan
 from rockplan.graph_builder.tracing.refusals import NAMED
+from testing.training import assert_same_steps
 from tests.following import OPTIONS, Net, assert_planned, made_once
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -32,6 +34,11 @@ def with_state(forward: Forward, **state: Any) -> tuple[Any, ...]:
     for name, value in state.items():
         setattr(model, name, value)
     return model, (X,)
+
+
+def with_table(model: nn.Module) -> nn.Module:
+    model.table = None  # type: ignore[assignment]
+    return model
 
 
 def with_buffer(forward: Forward) -> tuple[Any, ...]:
@@ -176,7 +183,7 @@ def first_is_otherwise(self: Any, x: Tensor) -> Tensor:
     return plain(self, x) * self.table
 
 
-def grown(self: Any, x: Tensor) -> Tensor:
+def lengthened(self: Any, x: Tensor) -> Tensor:
     if not hasattr(self, "more"):
         self.more = nn.Linear(8, 8)
     return self.more(plain(self, x))
@@ -493,25 +500,89 @@ def test_what_a_row_says_to_do_is_planned(name: str) -> None:
     assert_planned(followed()[0], followed()[1])
 
 
+def of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = torch.outer(self.kept[0], self.kept[0])
+    return plain(self, x) @ self.table
+
+
+def of_the_input(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = x.detach().mean()
+    return plain(self, x) * self.table
+
+
+def drawn(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = torch.rand(8)
+    return plain(self, x) * self.table
+
+
+def lengthened(self: Any, x: Tensor) -> Tensor:
+    """As libraries keep rotary tables: until longer ones are asked for."""
+    if len(x) > self.length:
+        self.length, self.table = len(x), torch.arange(len(x) * 8.0).view(-1, 8).cos()
+    return plain(self, x) * self.table[: len(x)]
+
+
+def counted_too(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return in_attribute(self, x)
+
+
 WITH_TABLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "attribute": lambda: with_state(in_attribute, table=None),
     "dictionary": lambda: with_state(in_dictionary, tables={}),
     "file": lambda: net(in_file),
     "list": lambda: net(in_list),
-    "another first call": lambda: with_state(first_is_otherwise, table=None),
+    "lengthened": lambda: with_state(lengthened, table=None, length=0),
 }
 
 
 @pytest.mark.parametrize("where", WITH_TABLES)
-def test_what_keeps_a_table_is_planned_once_it_has_it(where: str) -> None:
-    """Until then it is refused, and has none afterwards."""
+def test_what_keeps_a_table_of_constants_is_planned(where: str) -> None:
+    """And has it, as eager after its first call; so is a call of another size."""
     TABLES.clear()
     ELEMENTS.clear()
     model, args = WITH_TABLES[where]()
+    planned = assert_planned(model, args)
+    assert tables_of(model) or hasattr(model, "tables")
+    others = [(torch.randn(rows, 8),) for rows in (7, 2, 7)]
+    model.zero_grad()
+    assert_same_steps(planned, copy.deepcopy(model), others)
+
+
+def tables_of(model: nn.Module) -> list[str]:
+    values = (*vars(model).items(), *TABLES.items(), *enumerate(ELEMENTS))
+    return [str(k) for k, v in values if isinstance(v, Tensor)]
+
+
+ONCE_BEFORE: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "another first call": lambda: with_state(first_is_otherwise, table=None),
+    "of a buffer": lambda: (with_table(with_buffer(of_a_buffer)[0]), (X,)),
+    "of the input": lambda: with_state(of_the_input, table=None),
+    "drawn": lambda: with_state(drawn, table=None),
+}
+
+
+@pytest.mark.parametrize("where", ONCE_BEFORE)
+def test_what_keeps_another_tensor_is_planned_once_it_has_it(where: str) -> None:
+    """Until then it is refused, and has none afterwards: training would begin with what planning
+    has stored."""
+    TABLES.clear()
+    ELEMENTS.clear()
+    model, args = ONCE_BEFORE[where]()
     with pytest.raises(rockplan.CaptureError, match="Only the first call does: run the module"):
         rockplan.solve(model, args, "100%", options=OPTIONS)
-    assert not (TABLES or ELEMENTS or any(isinstance(v, Tensor) for v in vars(model).values()))
+    assert not tables_of(model)
     assert_planned(*after_one_call((model, args)))
+
+
+def test_a_refusal_after_a_first_call_leaves_nothing() -> None:
+    model, args = with_state(counted_too, table=None, calls=0)
+    with pytest.raises(rockplan.CaptureError, match="calls"):
+        rockplan.solve(model, args, "100%", options=OPTIONS)
+    assert not tables_of(model) and model.calls == 0
 
 
 def test_each_row_has_a_case_or_says_why_not() -> None:

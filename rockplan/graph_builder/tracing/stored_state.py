@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rockplan.errors import RockplanError
+from rockplan.errors import RockplanError, StoredByTheFirstCall
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED, PUT_INTO_A_DICTIONARY, RUN_ONCE
 from rockplan.graph_builder.tracing.value_reads import ValueReader
@@ -69,7 +69,7 @@ def refuse_stored(
     """Raise where the run has stored a tensor that the caller would find after the call.
 
     reached: what the forward can reach after the run; another: the same after one more run, None
-    where that run fails.
+    where that run fails. Raises StoredByTheFirstCall where no more than one call has to come first.
     """
     before = {held.identity: start for held, _, start in _known(snapshot)}
     computed = _computed(reached)
@@ -78,7 +78,11 @@ def refuse_stored(
         if (owner, one.key) in computed or (owner, None) in computed:
             continue
         if owner not in before or before[owner].get(one.key) is not one.value:
-            raise _refusal(one.place, _is_kept(one, made, another))
+            is_kept = _is_kept(one, made, another)
+            refusal = _refusal(one.place, is_kept)
+            if is_kept and all(map(made.is_of_constants, tensors_in(one.value))):
+                raise StoredByTheFirstCall(str(refusal), module_path=one.place.module)
+            raise refusal
 
 
 def refuse_cached(reached: Reached, made: RunTensors) -> None:

@@ -1,0 +1,83 @@
+"""First calls: a module that stores tables in its first call has them before it is recorded.
+
+takes: a module and a call of it, whose recording found that the first call stores tensors that
+constants alone decide (`StoredByTheFirstCall`: rotary tables, masks). guarantees: the original made
+them, and they stay where eager would have them after its first call; where they do not help,
+nothing of them is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.python_state import trees
+from rockplan.python_state.holders import Held
+from rockplan.python_state.object_slots import Element
+from rockplan.python_state.snapshot import Snapshot
+from rockplan.untouched import untouched
+
+
+@contextlib.contextmanager
+def after_a_first_call(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    refusal: Exception,
+) -> Iterator[None]:
+    """The context in which the module has what its first call stores. Raises `refusal` where the
+    call fails, or computes something else than the next one."""
+    snapshot = Snapshot.of(module, forward, args, kwargs)
+    snapshot.begin()
+    stored = _stored_by_a_call(snapshot, module, forward, args, kwargs)
+    if stored is None:
+        raise refusal
+    try:
+        for held, elements in stored:
+            held.write(elements)
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
+def _stored_by_a_call(
+    snapshot: Snapshot,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[tuple[Held, list[Element]]] | None:
+    """Call the module twice, and leave all as it was. Returns what those holders hold after the
+    first call in which it has stored a tensor; None where the second call has other results."""
+    with untouched(module, args, kwargs) as run, torch.no_grad():
+        try:
+            with run.draws_restored():
+                first = trees.tree_leaves(forward(*args, **kwargs))
+            run.put_back()
+            stored = [
+                (held, held.elements)
+                for held, start, now in snapshot.changed()
+                if any(_has_tensor(v) for k, v in now.items() if start.get(k) is not v)
+            ]
+            with run.draws_restored():
+                second = trees.tree_leaves(forward(*args, **kwargs))
+        except Exception:  # the call has failures of its own, which a training step will have
+            return None
+    return stored if _are_equal(first, second) else None
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in trees.tree_leaves(value))
+
+
+def _are_equal(first: list[Any], second: list[Any]) -> bool:
+    """True if there are tensors, and the second call has them bit for bit."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, torch.Tensor)]
+    is_equal = (isinstance(b, torch.Tensor) and torch.equal(a, b) for a, b in pairs)
+    return bool(pairs) and len(first) == len(second) and all(is_equal)
