@@ -183,7 +183,7 @@ def first_is_otherwise(self: Any, x: Tensor) -> Tensor:
     return plain(self, x) * self.table
 
 
-def lengthened(self: Any, x: Tensor) -> Tensor:
+def grown(self: Any, x: Tensor) -> Tensor:
     if not hasattr(self, "more"):
         self.more = nn.Linear(8, 8)
     return self.more(plain(self, x))
