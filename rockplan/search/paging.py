@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockplan.oracles.clock import clock, trips
-from rockplan.oracles.graph_view import GraphView
+from rockplan.oracles.graph_view import GraphView, view_of
 from rockplan.oracles.recompute import NEVER, RecomputeCosts
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
@@ -127,7 +127,7 @@ def by_worth(graph: CDGraph) -> list[int]:
         d
         for d in sorted(kept & read - outside)
         if graph.data[d].kind is DataKind.ACTIVATION
-        and graph.data[d].size_bytes >= LEAST_BYTES
+        and view.sizes[d] >= LEAST_BYTES
         and graph.nodes[view.producer[d]].recomputable
         and not any(v.is_conj or v.is_neg for v in specs.get(d, ()))
     ]
@@ -136,7 +136,7 @@ def by_worth(graph: CDGraph) -> list[int]:
 
     def worth(d: int) -> float:
         time_ns = costs.time_ns(d, lambda r: r != d and (r in kept or makers[r] is None), {})
-        return (FOREVER if time_ns == NEVER else time_ns) / graph.data[d].size_bytes
+        return (FOREVER if time_ns == NEVER else time_ns) / view.sizes[d]
 
     return sorted(able, key=lambda d: (-worth(d), view.producer[d], d))
 
@@ -162,8 +162,9 @@ def chosen(
     before_ns, after_ns = _times(graph)
     ways = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
     taken: dict[int, int] = {}
+    sizes = view_of(graph).sizes
     for d in ranked:
-        tried = taken | {d: graph.data[d].size_bytes}
+        tried = taken | {d: sizes[d]}
         carried = (_is_carried(tried, times_ns, amount * rate / 1e9) for times_ns, rate in ways)
         if sum(tried.values()) <= host_bytes and all(carried):
             taken = tried

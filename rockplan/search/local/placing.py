@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import taken_over
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.values.copies import HostLink, paged, with_copies
@@ -71,6 +72,7 @@ class _Placing:
         self, graph: CDGraph, forward: Sequence[int], backward: Sequence[int], budget_bytes: int
     ) -> None:
         self.graph, self.budget_bytes = graph, budget_bytes
+        self.sizes = view_of(graph).sizes
         self.pages = {p.data: p for p in paged(graph)}
         self.computed = [i for i in (*forward, *backward) if not graph.nodes[i].optional]
         self.turn = len(forward)
@@ -165,7 +167,7 @@ class _Placing:
 
     def _later(self, d: int, wanted: int) -> int:
         """The last place up to `wanted` for the copy out, for which there is room."""
-        first, size = self.stores[d], self.graph.data[d].size_bytes
+        first, size = self.stores[d], self.sizes[d]
         last = max(p for p in self.read[d] if p < self.turn)
         # There it is, unless a result is written over it.
         longer = last if d in self.takes.get(last, ()) else last + 1
@@ -193,7 +195,7 @@ class _Placing:
         used = self.read[d]
         last = bisect_right(used, read - 1) - 1
         least = max(self.turn, used[last] + 1 if last >= 0 else 0, wanted)
-        size = self.graph.data[d].size_bytes
+        size = self.sizes[d]
         full = np.flatnonzero(self.bytes[least:read] + size > self.budget_bytes)
         place = least + int(full[-1]) + 1 if len(full) else min(least, read)
         self.bytes[place:read] += size
