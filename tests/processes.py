@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -57,9 +58,16 @@ def _forked(main: Callable[[], None], count: int) -> bool:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    started = [_started(main, rank, count, port) for rank in range(count)]
-    failures = [os.waitpid(process, 0)[1] for process in started]
-    return not any(failures)
+    running = {_started(main, rank, count, port) for rank in range(count)}
+    while running:
+        process, failure = os.wait()
+        running.discard(process)
+        if failure:  # the others would wait for it
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+                os.waitpid(other, 0)
+            return False
+    return True
 
 
 def _started(main: Callable[[], None], rank: int, count: int, port: int) -> int:
