@@ -192,9 +192,12 @@ class CapturedCall:
         )
 
 
-def captured_call(call: ModuleCall, options: Options, is_asked: bool = True) -> CapturedCall:
+def captured_call(
+    call: ModuleCall, options: Options, is_asked: bool = True, may_run: bool = True
+) -> CapturedCall:
     """One kind of call, in the ways of the options. is_asked: a line on the logger says why there
-    is none in parts, where the options ask for that."""
+    is none in parts, where the options ask for that. may_run: the original may be called, where
+    only its first call stores tables (`first_call`)."""
     report("capturing the model")
     check_options(options)
     module, incoming = call.module, call.incoming
@@ -203,7 +206,8 @@ def captured_call(call: ModuleCall, options: Options, is_asked: bool = True) -> 
     forward = original_forward(module)
     # Not a decorator: its frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        run = _recorded(module, call.args, call.kwargs, forward, incoming, options.only_loss)
+        record = _recorded if may_run else capture
+        run = record(module, call.args, call.kwargs, forward, incoming, options.only_loss)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))

@@ -105,7 +105,7 @@ def priced_call(
     # Which order needs least depends on sizes.
     options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
-        source = captured_call(ModuleCall(module, *arguments), options)
+        source = captured_call(ModuleCall(module, *arguments), options, may_run=False)
     lowered = (source.in_parts or source).lowered
     graph = lowered.graph
     check_index_ranges(graph, lowered.samples)

@@ -539,6 +539,31 @@ def test_what_does_not_fit_is_refused_with_what_is_known() -> None:
             rockplan.fit(model, x, device, **(more[0] if more else {}))
 
 
+class Tabled(torch.nn.Module):
+    """Keeps a table of the longest sequence so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(8.0, device=x.device)[:, None].cos()
+        return (self.layer(x) * self.table).relu().sum()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_first_call_that_keeps_a_table_is_not_made_for_the_user(device: str) -> None:
+    """Nothing runs at the sizes that are asked for; once it was called the model has an answer."""
+    model, x = Tabled().to(device), torch.empty(2, 8, 64, device=device)
+    with pytest.raises(rockplan.UnsupportedModel, match="run the module once on the sample"):
+        rockplan.fit(model, x, "8GiB", options=QUICK)
+    assert model.table is None
+    model(x)
+    assert rockplan.fit(model, x, "8GiB", options=QUICK).rows[0].batch == 2
+
+
 class Placed(torch.nn.Module):
     """Has 16 places in a sequence. How they are looked up is the kind."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,17 +20,25 @@ from rockplan.python_state import trees
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Buffers on the meta device are zeros. Raises InvalidInput where the system gives no memory
-    that is not there."""
+    """Buffers, and tables that modules keep, are zeros where they are on the meta device. Raises
+    InvalidInput where the system gives no memory that is not there."""
     if not any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
         return model
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         made = nn.Parameter(_unfilled(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = made
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.zeros_like(buffer, device="cpu")
+    for tensor in _tensors_held(model):
+        if tensor.is_meta and id(tensor) not in memo:
+            memo[id(tensor)] = torch.zeros_like(tensor, device="cpu")
     return copy.deepcopy(model, memo)
+
+
+def _tensors_held(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what modules have in attributes, also in containers of those."""
+    for module in model.modules():
+        leaves = trees.tree_leaves(vars(module))
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
