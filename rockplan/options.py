@@ -192,6 +192,11 @@ class Options:
         object.__setattr__(self, "sizes", tuple(_size_ranges(self.sizes)))
         if self.host is False:
             object.__setattr__(self, "host", None)
+        if self.host is not None and self.in_flight > 1:
+            raise InvalidInput(
+                f"plans of several calls at once (in_flight={self.in_flight}) page nothing to the "
+                "host: leave out host, or leave out in_flight and give the budget of one call"
+            )
         if self.host is None and (self.host_path is not None or self.link is not None):
             name = "link" if self.host_path is None else "host_path"
             raise InvalidInput(f"{name} is for activations that go to the host: pass host, too")

@@ -339,6 +339,7 @@ def test_the_command_line_pages() -> None:
         ({"link": "25GB/s"}, "link is for activations that go to the host"),
         ({"host_path": "/tmp"}, "host_path is for activations that go to the host"),
         ({"host": True, "host_path": 3}, "host_path is 3; pass a folder"),
+        ({"host": True, "in_flight": 2}, r"\(in_flight=2\) page nothing .*leave out host"),
     ],
 )
 def test_options_that_say_nothing_are_refused(given: dict[str, Any], said: str) -> None:
