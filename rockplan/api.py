@@ -258,7 +258,8 @@ def load(
     ('original' runs the original forward for every call that is not like `sample_input`.)
     The file holds bytes and times of the machine that planned; the result's `.plan` says which.
     Arguments and further errors are those of `solve`. Raises PlanMismatch where no plan is for
-    this model and sample, PlanFormatError for a damaged file.
+    this model and sample, PlanFormatError for a damaged file, InvalidInput where one of its plans
+    pages more to the host than options.host allows.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     make_program = functools.partial(

@@ -44,6 +44,7 @@ from rockplan.search import planning
 from rockplan.search.adapt import Adapted, adapted
 from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
+from rockplan.search.paging import refuse_beyond_host, with_link_named
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.copies import without_copies
@@ -311,7 +312,9 @@ def stored_program(
     call: ModuleCall, *, plans: tuple[Plan, ...], budget: Budget | None, options: Options
 ) -> PlannedProgram:
     """The program of the plan among `plans` that is for this call; if there is none, of a new
-    plan for `budget`, or PlanMismatch without one."""
+    plan for `budget`, or PlanMismatch without one. Raises InvalidInput where one of `plans` pages
+    more to the host than the options let it: a call in training may meet it."""
+    refuse_beyond_host(plans, options)
     # The file says whether kernels are compiled; those of its plans that have none say nothing.
     modes = {p.compiled for p in plans}
     modes = modes - {""} or modes
@@ -331,6 +334,7 @@ def stored_program(
             verify(made.graph, made.schedule)
             waiting = planning.waiting(made, way.waits)
             made = waiting if waiting.peak_bytes <= made.budget_bytes else made
+            made = with_link_named(made, options)
             return built_program(call, made, way, options)
     if budget is None:
         raise mismatch

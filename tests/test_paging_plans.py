@@ -249,6 +249,27 @@ def test_files_and_the_cache_keep_what_goes_to_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
+def test_a_plan_from_a_file_pages_what_the_options_allow(tmp_path: Path) -> None:
+    model, x = network()
+    file = tmp_path / "plan.json"
+    made = rockplan.plan(model, x, "40%", options=options())
+    rockplan.save_plan(made, file)
+    needed_bytes = simulate(made.graph, made.schedule).host_peak_bytes
+    said = rf"pages {needed_bytes} bytes .*Options\(host={needed_bytes}\)"
+    for refused in (
+        rockplan.Options(cache=False),
+        rockplan.Options(cache=False, host=needed_bytes - 1, link="20GB/s"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            rockplan.load(model, x, file, options=refused)
+    for link, is_other in (("20GB/s", False), ("10GB/s", True), (None, False)):
+        loaded: Any = rockplan.load(model, x, file, options=options(host=needed_bytes, link=link))
+        assert ("for another link: on this one its time is unknown" in str(loaded.plan)) == is_other
+        assert loaded.plan.schedule == made.schedule
+    rockplan.load(model, x, file, options=options(host=True))
+
+
+@pytest.mark.usefixtures("small_pages")
 def test_pictures_and_words_know_what_goes_to_the_host() -> None:
     model, x = network()
     plan = rockplan.plan(model, x, "40%", options=options())

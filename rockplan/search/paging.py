@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rockplan.errors import InvalidInput
+from rockplan.options import Options
 from rockplan.oracles.clock import clock, trips
 from rockplan.oracles.graph_view import GraphView, view_of
 from rockplan.oracles.recompute import NEVER, RecomputeCosts
@@ -23,8 +25,9 @@ from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
 from rockplan.search.problem import Goal
-from rockplan.values.copies import HostLink, with_fetches
-from rockplan.values.graph import CDGraph, DataKind, TensorSpec
+from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
+from rockplan.values.graph import CDGraph, DataKind, Queue, TensorSpec
+from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Compute, keep_all
 
 Planned = Callable[[Goal, Incumbent], Incumbent]
@@ -199,3 +202,36 @@ def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
             for d in node.reads:
                 after.setdefault(d, starts_ns[position] - starts_ns[turn])
     return before, after
+
+
+# -- plans that were made elsewhere ---------------------------------------------------------------
+
+
+def refuse_beyond_host(plans: Sequence[Plan], options: Options) -> None:
+    """Raise InvalidInput where one of `plans` pages more bytes than the options let it."""
+    pages = (simulate(p.graph, p.schedule).host_peak_bytes for p in plans if p.trips)
+    needed_bytes = max(pages, default=0)
+    allowed_bytes = 0 if options.host is None else options.host_bytes
+    if allowed_bytes is not None and needed_bytes > allowed_bytes:
+        raise InvalidInput(
+            f"a plan pages {needed_bytes} bytes ({format_bytes(needed_bytes)}) of activations to "
+            f"the host, where the options allow {allowed_bytes}: load it with "
+            f"Options(host={needed_bytes}), or plan within what is allowed"
+        )
+
+
+def with_link_named(plan: Plan, options: Options) -> Plan:
+    """`plan`, whose origin says so where it was made for another link than that of the options."""
+    rate = options.link_bytes_per_s
+    if rate is None or not plan.trips:
+        return plan
+    storages = [trip.data for trip in plan.trips]
+    link = HostLink(rate, rate).share(SHARE)
+    stated = with_copies(without_copies(plan.graph), storages, link)
+    if _copies_ns(stated) == _copies_ns(plan.graph):
+        return plan
+    return replace(plan, origin=f"{plan.origin}, for another link: on this one its time is unknown")
+
+
+def _copies_ns(graph: CDGraph) -> dict[str, int]:
+    return {n.name: n.time_ns for n in graph.nodes if n.queue is not Queue.COMPUTE}
