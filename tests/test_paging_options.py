@@ -11,7 +11,8 @@ from torch import nn
 
 import rockplan
 from rockplan.errors import HostMemoryError
-from rockplan.search import paging
+from rockplan.search import paging, problem
+from testing.graphs import gelu_of_product
 from testing.models import gpt2, llama
 from testing.training import (
     assert_same_state,
@@ -44,11 +45,30 @@ def test_a_check_compares_steps_that_page(tmp_path: Path) -> None:
     assert pages_of(planned) and planned.plan.checked
 
 
-def test_folders_are_tried_when_a_plan_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("link", ["20GB/s", None])
+@pytest.mark.parametrize("host", ["1GiB", True])
+def test_folders_are_tried_when_a_plan_is_made(
+    tmp_path: Path, host: str | bool, link: str | None
+) -> None:
     torch.manual_seed(0)
-    case = llama(length=32)
-    with pytest.raises(HostMemoryError, match="No such file or directory"):
-        solve_case(case, "35%", options=options(host_path=tmp_path / "missing"))
+    case, folder = llama(length=32), tmp_path / "missing"
+    with pytest.raises(HostMemoryError, match=rf"(?s){folder}: .*No such file or directory"):
+        solve_case(case, "35%", options=options(host=host, link=link, host_path=folder))
+
+
+@pytest.mark.parametrize(
+    ("left", "is_in_memory", "expected"),
+    [(0, True, 0), (500, True, 400), (None, True, 800), (0, False, 800)],
+)
+def test_true_is_what_the_machine_leaves(
+    left: int | None, is_in_memory: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a folder with 1000 bytes, with a margin; None: of the memory nothing is known."""
+    monkeypatch.setattr(problem, "available_bytes", lambda: left)
+    monkeypatch.setattr(problem, "is_in_memory", lambda folder: is_in_memory)
+    monkeypatch.setattr(problem, "_free_bytes", lambda folder: 1000)
+    found = problem.host_of(gelu_of_product(), options(host=True))
+    assert found is not None and found.size_bytes == expected
 
 
 def test_a_head_in_parts_pages_too() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rockplan.budget import MOST_BYTES
-from rockplan.errors import InvalidInput
+from rockplan.errors import HostMemoryError, InvalidInput
 from rockplan.graph_builder.costs.price import measure, price, profile_key
 from rockplan.graph_builder.digests import graph_digest, profile_digest
 from rockplan.graph_builder.lowering.lower import Lowered
@@ -139,9 +139,19 @@ def _left_bytes(folder: str | None) -> int:
     their file; None where they are pinned."""
     left = available_bytes()
     if folder is not None:
-        free = shutil.disk_usage(folder).free
-        left = min(free, left or free) if is_in_memory(Path(folder)) else free
+        free = _free_bytes(folder)
+        left = free if left is None or not is_in_memory(Path(folder)) else min(free, left)
     return MOST_BYTES if left is None else int(left * (1 - MARGIN))
+
+
+def _free_bytes(folder: str) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise HostMemoryError(
+            f"activations are to be paged to the folder {folder}: {error}. Name a folder that is "
+            "writable and has room, Options(host_path=...)"
+        ) from error
 
 
 def cache_of(options: Options) -> Cache | None:
