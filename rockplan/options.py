@@ -108,7 +108,8 @@ class Options:
     leave it with PyTorch's allocator, as one segment from which others are split, where a model of
     the allocator says that fragmentation costs less then (docs/fit.md).
     host: bytes of the host's memory ('8GiB') in which activations may lie between forward and
-    backward, where that is faster than to make them again; True: what the machine leaves; None:
+    backward, where that is faster than to make them again, of each call in flight and each process;
+    True: what the machine leaves, in two digits, which is for one call of one process; None:
     nothing leaves the device. host_path: of a module on the CPU, the folder of the file that they
     go to. link: bytes a second from device to host and back, both at once ('25GB/s'); None:
     measured (docs/paging.md).

@@ -71,6 +71,20 @@ def test_true_is_what_the_machine_leaves(
     assert found is not None and found.size_bytes == expected
 
 
+def test_what_is_measured_is_rounded_down_so_that_the_cache_has_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a machine leaves is another from run to run."""
+    hosts = []
+    for left in (123_456_789_012, 123_456_000_000):
+        monkeypatch.setattr(problem, "_free_bytes", lambda folder, left=left: left)
+        monkeypatch.setattr(problem, "is_in_memory", lambda folder: False)
+        hosts.append(problem.host_of(gelu_of_product(), options(host=True)))
+    assert hosts[0] == hosts[1]
+    assert hosts[0] is not None and hosts[0].size_bytes == 98_000_000_000
+    assert [problem.in_two_digits(n) for n in (0, 7, 99, 100, 1999)] == [0, 7, 99, 100, 1900]
+
+
 def test_a_head_in_parts_pages_too() -> None:
     """Compared with the same parts where nothing runs again, and nothing is paged."""
     torch.manual_seed(0)

@@ -130,8 +130,14 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
 
 @functools.cache
 def _measured_rate(device: str, folder: str | None) -> int:
-    """In two digits, once in a process: plans of it are in the cache under it."""
-    return int(float(f"{measured_link(device, folder):.1e}"))
+    """Once in a process."""
+    return in_two_digits(int(measured_link(device, folder)))
+
+
+def in_two_digits(measured: int) -> int:
+    """Rounded down: plans are in the cache under what was measured for them."""
+    unit = 10 ** max(len(str(measured)) - 2, 0)
+    return measured // unit * unit
 
 
 def _left_bytes(folder: str | None) -> int:
@@ -141,7 +147,7 @@ def _left_bytes(folder: str | None) -> int:
     if folder is not None:
         free = _free_bytes(folder)
         left = free if left is None or not is_in_memory(Path(folder)) else min(free, left)
-    return MOST_BYTES if left is None else int(left * (1 - MARGIN))
+    return MOST_BYTES if left is None else in_two_digits(int(left * (1 - MARGIN)))
 
 
 def _free_bytes(folder: str) -> int:
