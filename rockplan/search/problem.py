@@ -136,7 +136,7 @@ def _measured_rate(device: str, folder: str | None) -> int:
 
 def in_two_digits(measured: int) -> int:
     """Rounded down: plans are in the cache under what was measured for them."""
-    unit = 10 ** max(len(str(measured)) - 2, 0)
+    unit: int = 10 ** max(len(str(measured)) - 2, 0)
     return measured // unit * unit
 
 
