@@ -38,7 +38,6 @@ _DONE = "done"
 class _Failure:
     """An error, in words that other processes understand. kind: its class, where it is ours."""
 
-    rank: int
     kind: type[RockplanError]
     text: str
     facts: dict[str, Any]
@@ -47,15 +46,25 @@ class _Failure:
     def of(cls, error: BaseException, rank: int) -> _Failure:
         text = f"rank {rank} could not plan: "
         if not isinstance(error, RockplanError):
-            return cls(rank, OtherRankFailed, f"{text}{type(error).__name__}: {error}", {})
-        facts = {k: v for k, v in vars(error).items() if not k.startswith("__")}
-        return cls(rank, type(error), f"{text}{error}", facts)
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return cls(OtherRankFailed, f"{text}{said}", {})
+        facts = {k: v for k, v in vars(error).items() if not k.startswith("__") and _is_sent(v)}
+        return cls(type(error), f"{text}{error}", facts)
 
     def error(self) -> RockplanError:
         error = self.kind.__new__(self.kind)
         error.args = (self.text,)
         vars(error).update(self.facts)
         return error
+
+
+def _is_sent(value: object) -> bool:
+    """Can it be a message? Whatever pickle raises of it, it cannot."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 class Agreement:
@@ -85,22 +94,22 @@ class Agreement:
             return found
         try:
             made = make()
-        except Exception as error:
+            self._post(place, made)
+        except BaseException as error:  # others wait in this place, also for what is interrupted
             self._failure = _Failure.of(error, self._rank)
-            self._post(place, self._failure)
+            with contextlib.suppress(Exception):  # what the user is to see is `error`
+                self._post(place, self._failure)
+            if not isinstance(error, Exception):
+                raise
             raise self._failure.error() from error
-        self._post(place, made)
         return made
 
     def gathered(self, key: object, value: T) -> dict[int, T]:
         """The values of all ranks with an equal key, by rank."""
         if self._store is None:
             return {self._rank: value}
-        self._step += 1
-        self._post(self._place(self._rank), (key, value))
-        others = [r for r in self._ranks if r != self._rank and r not in self._done]
-        found = self._awaited({r: self._place(r) for r in others})
-        self._done |= {r for r, message in found.items() if message == _DONE}
+        step = self._say((key, value))
+        found = self._heard(step)
         answers = {r: message for r, message in found.items() if message != _DONE}
         alike = {r: v for r, (other, v) in answers.items() if other == key}
         if len(alike) < len(answers) and not self._is_split:
@@ -116,12 +125,11 @@ class Agreement:
     def fail(self, error: BaseException) -> None:
         """Tell all others; nobody waits for this process any more. `error` says whose it is."""
         if self._store is not None:
-            self._step += 1
             failure = self._failure or _Failure.of(error, self._rank)
             if self._failure is None and isinstance(error, RockplanError):
                 error.args = (failure.text, *error.args[1:])
             with contextlib.suppress(Exception):  # what the user is to see is `error`
-                self._post(self._place(self._rank), failure)
+                self._say(failure)
                 self._post(f"left by {self._rank}", _DONE)
                 # The process may end, and take the store with it.
                 until = time.monotonic() + _LEAVING_S
@@ -133,22 +141,32 @@ class Agreement:
         """Wait until all have planned: one that fails late is an error of all."""
         if self._store is None:
             return
-        self._step += 1
-        self._post(self._place(self._rank), _DONE)
-        while others := [r for r in self._ranks if r != self._rank and r not in self._done]:
-            found = self._awaited({r: self._place(r) for r in others})
-            self._done |= {r for r, message in found.items() if message == _DONE}
-            self._step += 1
+        step = self._say(_DONE)
+        while self._done < {r for r in self._ranks if r != self._rank}:
+            self._heard(step)
+            step += 1
         for place in self._posted[:-1]:  # they have been read
             with contextlib.suppress(Exception):  # not every store can
                 self._store.delete_key(place)
 
-    def _place(self, rank: int) -> str:
-        return f"{self._step} by {rank}"
+    def _say(self, message: object) -> int:
+        """Post what all read in this step, and begin the next. returns: the step."""
+        step = self._step
+        self._post(f"{step} by {self._rank}", message)
+        self._step += 1
+        return step
+
+    def _heard(self, step: int) -> dict[int, Any]:
+        """What others that have not planned yet say in a step."""
+        others = [r for r in self._ranks if r != self._rank and r not in self._done]
+        found = self._awaited({r: f"{step} by {r}" for r in others})
+        self._done |= {r for r, message in found.items() if message == _DONE}
+        return found
 
     def _post(self, place: str, message: object) -> None:
+        sent = pickle.dumps(message)
         with _store_is_there():
-            self._store.set(place, pickle.dumps(message))
+            self._store.set(place, sent)
         self._posted.append(place)
 
     def _has(self, place: str) -> bool:
