@@ -77,7 +77,7 @@ class Agreement:
         self._store = store
         self._step = 0
         self._done: set[int] = set()
-        self._posted: list[str] = []
+        self._decided: list[str] = []
         self._failure: _Failure | None = None
         self._is_split = False
 
@@ -92,6 +92,7 @@ class Agreement:
         if leader != self._rank:
             found: T = self._awaited({leader: place})[leader]
             return found
+        self._decided.append(place)
         try:
             made = make()
             self._post(place, made)
@@ -145,7 +146,8 @@ class Agreement:
         while self._done < {r for r in self._ranks if r != self._rank}:
             self._heard(step)
             step += 1
-        for place in self._posted[:-1]:  # they have been read
+        # What was said in steps stays, a few bytes: others may be behind, at what they need not.
+        for place in self._decided:
             with contextlib.suppress(Exception):  # not every store can
                 self._store.delete_key(place)
 
@@ -167,7 +169,6 @@ class Agreement:
         sent = pickle.dumps(message)
         with _store_is_there():
             self._store.set(place, sent)
-        self._posted.append(place)
 
     def _has(self, place: str) -> bool:
         with _store_is_there():

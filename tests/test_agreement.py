@@ -51,6 +51,13 @@ def outcomes(*works: Callable[[Agreement], object]) -> list[Any]:
         return [*pool.map(outcome, ranks)]
 
 
+def test_processes_of_other_models_may_take_other_numbers_of_steps() -> None:
+    def steps(count: int) -> Callable[[Agreement], object]:
+        return lambda agreed: [[*agreed.gathered(count, i)] for i in range(count)]
+
+    assert outcomes(steps(1), steps(5)) == [[[0]], [[1]] * 5]
+
+
 def test_what_was_decided_is_read_by_all_before_it_is_deleted() -> None:
     def work(agreed: Agreement) -> object:
         return [agreed.decided(lambda: "key", lambda i=i: i) for i in range(3)]  # type: ignore[misc]
