@@ -2,7 +2,9 @@
 
 takes: the ranks that plan together; what each would decide. returns: what one of them has decided.
 guarantees: an error of one is raised on all, with its rank; nobody waits for one that does not
-answer longer than its process group allows, and then it is said who has.
+answer longer than the default store allows, also in a group with a timeout of its own, and then it
+is said who has. (That is the timeout of init_process_group, 10 minutes with NCCL and 30 with others
+where none is given; a process that plans for longer answers too late.)
 
 Messages go through the store by which the processes met: that needs no memory of a device, and
 tells who has answered. Processes that have another graph decide among themselves.
