@@ -17,12 +17,13 @@ from rockplan.captured_calls import (
     arguments,
     calls_of,
     captured_call,
+    check_options,
     group_of,
     largest_call,
     prepared,
     problems_of,
 )
-from rockplan.errors import InfeasibleBudget, RockplanError
+from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.reserved import block_bytes, device_of, is_expandable, take
 from rockplan.fitting.training_step import USUAL, TrainingStep
@@ -257,14 +258,16 @@ def load(
     'replan' plans within the bytes of the plan for `sample_input`, 'error' raises PlanMismatch.
     ('original' runs the original forward for every call that is not like `sample_input`.)
     The file holds bytes and times of the machine that planned; the result's `.plan` says which.
+    Where it is for several calls in flight, so is what is planned after it.
     Arguments and further errors are those of `solve`. Raises PlanMismatch where no plan is for
     this model and sample, PlanFormatError for a damaged file, InvalidInput where one of its plans
-    pages more to the host than options.host allows.
+    pages more to the host than options.host allows, and where options.in_flight is neither 1 nor
+    that of the file.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    make_program = functools.partial(
-        stored_program, plans=read_plans(path), budget=None, options=options
-    )
+    plans = read_plans(path)
+    options = _in_flight_as(plans, options)
+    make_program = functools.partial(stored_program, plans=plans, budget=None, options=options)
     model = unplanned(model)
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
@@ -286,6 +289,18 @@ def load(
         )
         _plan_ahead(planned, others, make_program)
         return planned
+
+
+def _in_flight_as(plans: Sequence[Plan], options: Options) -> Options:
+    """For as many calls in flight as the plans of a file are for, whose budget is that of all."""
+    check_options(options)
+    count = max(p.in_flight for p in plans)
+    if options.in_flight not in (1, count):
+        raise InvalidInput(
+            f"the plan is for {count} calls in flight, not for {options.in_flight}; leave "
+            f"Options(in_flight={options.in_flight}) out, or plan anew with it by rockplan.solve"
+        )
+    return replace(options, in_flight=count)
 
 
 def needed_bytes_with(

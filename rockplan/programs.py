@@ -333,7 +333,8 @@ def stored_program(
                 continue
             verify(made.graph, made.schedule)
             waiting = planning.waiting(made, way.waits)
-            made = waiting if waiting.peak_bytes <= made.budget_bytes else made
+            if needed_bytes(waiting, made.in_flight) <= made.budget_bytes:
+                made = waiting
             made = with_link_named(made, options)
             return built_program(call, made, way, options)
     if budget is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,34 @@ def test_too_little_for_calls_in_flight_says_how_much_is_needed() -> None:
     needed = found.value.minimum_bytes
     model = rockplan.solve_blocks(stage(), sample, needed, loss=loss_of, options=options)
     assert rockplan.blocks_of(model).peak_bytes <= needed
+
+
+def test_a_file_says_how_many_calls_are_in_flight(tmp_path: Path) -> None:
+    """What is planned after it was read is for as many, unless other options are asked for."""
+    path, sample = tmp_path / "stage.plan.json", X.clone().requires_grad_()
+    options = replace(OPTIONS, in_flight=4)
+    rockplan.save_plan(rockplan.solve(stage(), sample, "35%", options=options), path)
+    for given in (OPTIONS, options):
+        loaded: Any = rockplan.load(stage(), sample, path, options=given)
+        result = loaded(X[:100].clone().requires_grad_())
+        result.backward(torch.ones_like(result))
+        first, other = loaded.plans
+        assert first.in_flight == other.in_flight == 4
+        assert other.overhead > 0 and needed_bytes(other, 4) <= first.budget_bytes
+    with pytest.raises(rockplan.InvalidInput, match=r"for 4 calls in flight, not for 2"):
+        rockplan.load(stage(), sample, path, options=replace(OPTIONS, in_flight=2))
+
+
+def test_gradients_that_wait_for_hooks_count_beside_calls_in_flight(tmp_path: Path) -> None:
+    path, sample = tmp_path / "stage.plan.json", X.clone().requires_grad_()
+    options = replace(OPTIONS, in_flight=4)
+    planned = rockplan.solve(stage(), sample, "min", options=options)
+    rockplan.save_plan(planned, path)
+    hooked = stage()
+    for parameter in hooked.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)
+    plan = rockplan.plan_of(rockplan.load(hooked, sample, path, options=options))
+    assert needed_bytes(plan, 4) <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, "2", None])

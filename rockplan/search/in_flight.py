@@ -68,7 +68,7 @@ def plan_in_flight(
             unplanned_bytes=needed_bytes(problem.unplanned, count),
         )
     made = min(fitting, key=lambda plan: plan.time_ns)
-    return replace(made, budget_bytes=size_bytes)
+    return replace(made, budget_bytes=size_bytes, in_flight=count)
 
 
 def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan | None]:

@@ -298,6 +298,7 @@ def _plan_row(plan: Plan) -> dict[str, object]:
     return {
         **{name: getattr(plan, name) for name in (*_NUMBERS, *_TEXTS)},
         **({"compiled": plan.compiled} if plan.compiled else {}),
+        **({"in_flight": plan.in_flight} if plan.in_flight > 1 else {}),
         "certificate": {
             "status": certificate.status.value,
             "objective_ns": certificate.objective_ns,
@@ -365,6 +366,7 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
             natural(certificate["bound_ns"]),
         ),
         compiled=_read_compiled(row),
+        in_flight=natural(row.get("in_flight", 1)),
         **facts,
     )
     _check_promises(plan)
@@ -506,7 +508,9 @@ def _check_promises(plan: Plan) -> None:
         plan.eager_time_ns,
     ):
         raise ValueError("the schedule needs other bytes or time than the plan states")
-    if plan.peak_bytes > plan.budget_bytes:
+    if plan.in_flight < 1:
+        raise ValueError("no call is in flight")
+    if plan.peak_bytes + (plan.in_flight - 1) * plan.saved_bytes > plan.budget_bytes:
         raise ValueError("the peak is beyond the budget")
     certificate = plan.certificate
     if not certificate.bound_ns <= certificate.objective_ns == plan.time_ns:

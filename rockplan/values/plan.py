@@ -94,6 +94,8 @@ class Plan:
     compiled kernels with those where nothing runs again, and the distance to eager.
     compiled: '' for a plan of the operators of eager execution; 'yes' for one of compiled kernels,
     'near' where these round as eager does.
+    in_flight: how many calls are between forward and backward at once: budget_bytes are those of
+    all of them, peak_bytes of one, beside which each of the others keeps saved_bytes.
     origin: where a plan that was read from a file was made, '' for one that was made here.
     reserved_bytes: what PyTorch's caching allocator takes from a CUDA device for the peak, by a
     model of it (`rockplan.fitting.reserved`); None where that is not known, and on CPU.
@@ -118,6 +120,7 @@ class Plan:
     torch_version: str
     checked: str = ""
     compiled: str = ""
+    in_flight: int = 1
     origin: str = ""
     reserved_bytes: int | None = field(default=None, compare=False)
     trips: tuple[Trip, ...] = ()
