@@ -86,7 +86,7 @@ def solve(
     """
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
-        room = room_of(budget, model, optimizer, step, agreed, with_steps=options.reserve)
+        room = room_of(budget, model, optimizer, step, agreed, options)
         return _solve(unplanned(model), args, kwargs, room, replace(options, group=None), agreed)
 
 
@@ -163,7 +163,7 @@ def plan(
     """The plan that `solve` would execute, with the same arguments and errors."""
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
-        room = room_of(budget, model, optimizer, step, agreed)
+        room = room_of(budget, model, optimizer, step, agreed, options)
         options = replace(options, group=None)
         call = largest_call(model, args, kwargs, options)
         with named_in_refusals(model), call.named_in_errors():
@@ -203,7 +203,7 @@ def plan_each(
     the error that `plan` would raise. Arguments and other errors are those of `plan`."""
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    rooms = [room_of(budget, model, optimizer, step, ALONE) for budget in parsed]
+    rooms = [room_of(budget, model, optimizer, step, ALONE, options) for budget in parsed]
     call = largest_call(model, args, kwargs, options)
     source, problems = prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]

@@ -28,6 +28,7 @@ from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.machine import available_bytes
+from rockplan.options import Options
 from rockplan.python_state import trees
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
@@ -155,18 +156,18 @@ def room_of(
     optimizer: OptimizerLike,
     step: TrainingStep,
     agreed: Agreement,
-    *,
-    with_steps: bool = False,
+    options: Options,
 ) -> Room:
-    """For plans of `model`: what the budget says, in bytes where it is 'auto'. with_steps: of the
-    optimizer for any budget. Raises as `agreed_budget`."""
+    """For plans of `model`: what the budget says, in bytes where it is 'auto'; with options.reserve
+    and an optimizer its steps for any budget. Raises as `agreed_budget`."""
     careful = agreed_budget(budget, model, optimizer, agreed)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     is_auto = parse_budget(budget).is_auto
-    if not (is_auto or with_steps) or optimizer is None or not trained:
+    if not (is_auto or options.reserve) or optimizer is None or not trained:
         return Room(careful, step=step)
     room = Room(careful, None, optimizer_steps(optimizer, trained, step=step), step)
-    if not is_auto:
+    # A timeline is of one call at once.
+    if not is_auto or options.in_flight > 1:
         return room
     assert careful.size_bytes is not None
     # Gradients and state that are there are part of the timeline, too.

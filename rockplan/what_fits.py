@@ -82,6 +82,12 @@ def fit(
         )
     if options.host is not None:
         raise InvalidInput("fit has no plans that page activations to the host; solve has")
+    if options.in_flight > 1:
+        raise InvalidInput(
+            f"fit has no rows with {options.in_flight} calls between forward and backward at once: "
+            "leave in_flight out for one call, or ask rockplan.plan(model, sample, budget, options="
+            f"Options(in_flight={options.in_flight})) what several of one batch need"
+        )
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Of an optimizer of the caller's nothing says that it is the same the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None

@@ -12,6 +12,7 @@ from torch import nn
 
 import rockplan
 from rockplan.api import plan_each
+from rockplan.free_memory import MARGIN
 from rockplan.search.in_flight import needed_bytes
 from tests.blocks import QUICK, Mixer
 
@@ -65,6 +66,29 @@ def test_a_plan_for_calls_in_flight_is_within_the_budget(count: int, has_head: b
         for ours, theirs in zip(step(planned, count), step(eager, count), strict=True):
             assert torch.equal(ours, theirs), budget
         assert len(planned.plans) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_auto_has_room_for_calls_in_flight(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside gradients and the optimizer's state, whose room a timeline of one call would use."""
+    model, sample = stage(has_head=True), X.clone().requires_grad_()
+    options = replace(OPTIONS, in_flight=count)
+    later_bytes = 3 * sum(p.nbytes for p in model.parameters())
+    needed = needed_bytes(rockplan.plan(model, sample, "min", options=options), count)
+    usable_bytes = later_bytes + needed * 5 // 4
+    free_bytes = int(usable_bytes / (1 - MARGIN))
+    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: free_bytes)
+    for plan in (
+        rockplan.plan(model, sample, "auto", optimizer="adamw", options=options),
+        rockplan.plan_of(rockplan.solve(model, sample, "auto", optimizer="adamw", options=options)),
+    ):
+        assert later_bytes + needed_bytes(plan, count) <= usable_bytes
+
+
+def test_fit_of_calls_in_flight_is_refused() -> None:
+    options = replace(OPTIONS, in_flight=2)
+    with pytest.raises(rockplan.InvalidInput, match=r"leave in_flight out.*rockplan\.plan"):
+        rockplan.fit(stage(), X, "8GiB", options=options)
 
 
 @pytest.mark.parametrize("count", [2, 4])
