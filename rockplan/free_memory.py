@@ -22,7 +22,7 @@ from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget
 from rockplan.fitting.allocator import rounded
-from rockplan.fitting.changes import MemoryChange, left_alive, peak_of
+from rockplan.fitting.changes import left_alive, peak_of
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
@@ -38,11 +38,17 @@ MARGIN = 0.1
 libraries (cuBLAS, cuDNN, NCCL) allocate beside it at their first use."""
 
 
-def in_bytes(budget: Budget, model: nn.Module, optimizer: OptimizerLike = None) -> Budget:
+def in_bytes(
+    budget: Budget,
+    model: nn.Module,
+    optimizer: OptimizerLike = None,
+    step: TrainingStep = USUAL,
+) -> Budget:
     """`budget`, where it is 'auto' in bytes: what is free on the device now (on CUDA with what the
     caching allocator holds unused; on CPU what the machine and control groups leave), less MARGIN
-    of it, gradients that do not exist yet, what `optimizer` does not hold yet and the workspaces
-    for products that come with it in the sum, and the bytes that the budget leaves free.
+    of it, gradients that do not exist yet, the copy of an average, what `optimizer` does not hold
+    yet, with what steps inside of backward take, and the workspaces for products that come with it
+    in the sum, and the bytes that the budget leaves free.
 
     Raises InvalidBudget where the model is not on one such device, where nothing is left, and where
     the optimizer's step needs more; InvalidInput for an optimizer as `rockplan.fit` does.
@@ -52,33 +58,40 @@ def in_bytes(budget: Budget, model: nn.Module, optimizer: OptimizerLike = None) 
     device = _device(model)
     free_bytes = _free_bytes(device)
     usable_bytes = int(free_bytes * (1 - MARGIN))
-    state_bytes, step_bytes = _of_optimizer(optimizer, model)
+    own = _of_optimizer(optimizer, model, step)
     sums = optimizer is not None and device.type == "cuda"
+    averaged = (*model.parameters(), *model.buffers()) if step.average else ()
     coming = {
         "gradients that do not exist yet": _missing_gradients_bytes(model),
-        "the optimizer's state": state_bytes,
+        "the optimizer's state": own.state_bytes,
+        "its steps inside of backward": own.inside_bytes,
+        "averages": _blocks(t.nbytes for t in averaged),
         "workspaces": 2 * gpu(device).cublas_bytes if sums else 0,
     }
     left_bytes = usable_bytes - sum(coming.values()) - budget.reserve_bytes
-    if left_bytes <= 0 or left_bytes < step_bytes:
+    if left_bytes <= 0 or left_bytes < own.step_bytes:
         needs = ", ".join(f"{name} need {size}" for name, size in coming.items() if size)
-        step = f", a step of the optimizer needs {step_bytes} more" if step_bytes else ""
+        more = f", a step of the optimizer needs {own.step_bytes} more" if own.step_bytes else ""
         left = "less remains" if left_bytes > 0 else "nothing remains for activations"
         raise InvalidBudget(
             f"budget 'auto': {device} has {free_bytes} bytes free, of which {usable_bytes} are "
-            f"used at most; {needs or 'nothing else comes'}{step}, and {budget.reserve_bytes} "
+            f"used at most; {needs or 'nothing else comes'}{more}, and {budget.reserve_bytes} "
             f"shall be left: {left}. Free memory on the device, or plan a smaller model"
         )
     return replace(budget, is_auto=False, reserve_bytes=0, size_bytes=left_bytes)
 
 
 def agreed_budget(
-    budget: object, model: nn.Module, optimizer: OptimizerLike, agreed: Agreement
+    budget: object,
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    agreed: Agreement,
+    step: TrainingStep = USUAL,
 ) -> Budget:
     """The budget, where it is 'auto' the least bytes of all processes that plan together. Errors
     are those of `in_bytes` and `parse_budget`."""
     parsed = parse_budget(budget)
-    wanted = in_bytes(parsed, model, optimizer)
+    wanted = in_bytes(parsed, model, optimizer, step)
     if not parsed.is_auto:
         return wanted
     sizes = agreed.gathered(str(parsed), wanted.size_bytes or 0)
@@ -113,7 +126,7 @@ class Room:
         careful = replace(self.budget, least_bytes=least_bytes)
         if self.usable_bytes is None or careful.size_bytes is None:
             return make(careful)
-        size_bytes = max(self.usable_bytes - self._state_bytes, careful.size_bytes)
+        size_bytes = max(self.usable_bytes - _state_bytes(self.steps), careful.size_bytes)
         for _ in range(PLANS):
             made = make(replace(careful, size_bytes=size_bytes))
             plan, interface = plan_of(made)
@@ -123,15 +136,6 @@ class Room:
                 return made
             size_bytes = max(min(plan.peak_bytes, size_bytes) - excess_bytes, careful.size_bytes)
         return make(careful)
-
-    @property
-    def _state_bytes(self) -> int:
-        return _blocks(change.size_bytes for change in left_alive(self._state).values())
-
-    @property
-    def _state(self) -> Iterable[MemoryChange]:
-        each = (change for steps in self.steps.each.values() for change in steps.first)
-        return (*self.steps.before, *self.steps.first, *each)
 
     def timeline(self, plan: Plan, interface: Interface) -> Timeline:
         """Of a first step and a later one with a plan."""
@@ -160,7 +164,7 @@ def room_of(
 ) -> Room:
     """For plans of `model`: what the budget says, in bytes where it is 'auto'; with options.reserve
     and an optimizer its steps for any budget. Raises as `agreed_budget`."""
-    careful = agreed_budget(budget, model, optimizer, agreed)
+    careful = agreed_budget(budget, model, optimizer, agreed, step)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     is_auto = parse_budget(budget).is_auto
     if not (is_auto or options.reserve) or optimizer is None or not trained:
@@ -172,7 +176,8 @@ def room_of(
     assert careful.size_bytes is not None
     # Gradients and state that are there are part of the timeline, too.
     gradients_bytes = _blocks(p.nbytes for p in trained.values())
-    usable_bytes = careful.size_bytes + gradients_bytes + room._state_bytes
+    inside_bytes = max(map(_beside_state, room.steps.each.values()), default=0)
+    usable_bytes = careful.size_bytes + gradients_bytes + _state_bytes(room.steps) + inside_bytes
     return replace(room, usable_bytes=usable_bytes)
 
 
@@ -210,18 +215,40 @@ def _missing_gradients_bytes(model: nn.Module) -> int:
     return _blocks(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
-def _of_optimizer(optimizer: OptimizerLike, model: nn.Module) -> tuple[int, int]:
-    """Bytes of the state that is to come, and those that a step takes at most beyond the state."""
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """Bytes of state that is to come, and what a step takes at most beyond it: after the backward
+    pass, when activations are gone, or inside of it, beside them."""
+
+    state_bytes: int = 0
+    step_bytes: int = 0
+    inside_bytes: int = 0
+
+
+def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep) -> _Coming:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optimizer is None or not trained:
-        return 0, 0
-    steps = optimizer_steps(optimizer, trained)
-    state_bytes = _blocks(change.size_bytes for change in left_alive(steps.first).values())
+        return _Coming()
+    steps = optimizer_steps(optimizer, trained, step=step)
     states = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else {}
     held = trees.tree_leaves([states[p] for p in trained.values() if p in states])
     held_bytes = _blocks(t.nbytes for t in held if isinstance(t, torch.Tensor))
-    peaks = (peak_of(steps.first).size_bytes - steps.state_bytes, peak_of(steps.later).size_bytes)
-    return max(state_bytes - held_bytes, 0), max(*peaks, 0)
+    inside_bytes = max(map(_beside_state, steps.each.values()), default=0)
+    return _Coming(max(_state_bytes(steps) - held_bytes, 0), _beside_state(steps), inside_bytes)
+
+
+def _state_bytes(steps: OptimizerSteps) -> int:
+    """What stays after steps, in blocks."""
+    each = (change for own in steps.each.values() for change in left_alive(own.first).values())
+    kept = (*steps.before, *left_alive(steps.first).values(), *each)
+    return _blocks(change.size_bytes for change in kept)
+
+
+def _beside_state(steps: OptimizerSteps) -> int:
+    """What one step takes at most."""
+    kept_bytes = sum(change.size_bytes for change in left_alive(steps.first).values())
+    first_bytes = peak_of(steps.first).size_bytes - kept_bytes
+    return max(first_bytes, peak_of(steps.later).size_bytes, 0)
 
 
 def _blocks(sizes: Iterable[int]) -> int:

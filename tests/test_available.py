@@ -17,9 +17,10 @@ import rockplan
 from rockplan.budget import Budget, parse_budget
 from rockplan.cli.main import app
 from rockplan.fitting.allocator import rounded
+from rockplan.fitting.changes import peak_of
 from rockplan.fitting.gpus import Gpu
-from rockplan.fitting.optimizer import NAMES
-from rockplan.free_memory import MARGIN, in_bytes, machine_bytes
+from rockplan.fitting.optimizer import NAMES, optimizer_steps
+from rockplan.free_memory import MARGIN, _Coming, in_bytes, machine_bytes
 from testing import models
 from testing.training import QUICK, solve_case
 
@@ -154,6 +155,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
+    "adamw foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     "sgd": torch.optim.SGD,
     "sgd-momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
     "foreach": lambda p: torch.optim.RMSprop(p, foreach=True),
@@ -230,10 +232,41 @@ def test_a_step_that_does_not_fit_is_refused() -> None:
         in_bytes(parse_budget("auto"), model, "adan")
 
 
+@pytest.mark.usefixtures("machine")
+def test_what_else_a_step_does_has_room() -> None:
+    """A copy that is averaged, a scaler's tensors; optimizers inside of backward step for one
+    parameter at a time."""
+    model = nn.Sequential(*[nn.Linear(100, 100, bias=False) for _ in range(8)])
+    size_bytes, auto = 8 * WEIGHT, parse_budget("auto")
+
+    def left_bytes(text: str = "auto", **how: Any) -> int:
+        step = rockplan.TrainingStep(**how)
+        found = in_bytes(parse_budget(text), model, MAKERS["adamw foreach"], step).size_bytes
+        assert found is not None
+        return found
+
+    usual = left_bytes()
+    assert left_bytes(average=True) == usual - size_bytes
+    assert left_bytes(grad_scaler=True) < usual
+    alone = nn.Linear(100, 100, bias=False)
+    one_step = peak_of(optimizer_steps(MAKERS["adamw foreach"], {"w": alone.weight}).first)
+    inside = left_bytes(in_backward=True)
+    assert usual - one_step.size_bytes < inside < usual
+    # Temporaries of all of them would not fit.
+    small = f"auto-{inside - 1000}"
+    assert left_bytes(small, in_backward=True) == 1000
+    with pytest.raises(rockplan.InvalidBudget, match="a step of the optimizer needs"):
+        left_bytes(small)
+    assert in_bytes(auto, model, None, rockplan.TrainingStep(average=True)).size_bytes == (
+        (in_bytes(auto, model).size_bytes or 0) - size_bytes
+    )
+
+
 def test_on_cuda_workspaces_are_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_cuda(nn.Linear(100, 100, bias=False))
     monkeypatch.setattr(
-        "rockplan.free_memory._of_optimizer", lambda given, model: (1000 if given else 0, 0)
+        "rockplan.free_memory._of_optimizer",
+        lambda given, model, step: _Coming(1000 if given else 0),
     )
     monkeypatch.setattr("rockplan.free_memory.gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE + 10**8, 1 << 34))
