@@ -719,14 +719,47 @@ def test_the_page_of_a_fit_shows_its_frontier(tmp_path: Path) -> None:
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
 
 
-def test_the_command_says_what_the_function_does(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["fit", "rockplan.examples:mlp", "--gpu", "600MiB", "--batch", "64:4096", "--json"]
-    words += ["--accumulate", "2", "--keep-gradients", "--clip-norm", "--grad-scaler", "--average"]
-    result = CliRunner().invoke(app, [*words, "--time-limit", "2"])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
-    assert rows[0]["way"] == "kept whole" and rows[0]["batch"] == 4096
+LAYERS = """
+import torch
+
+
+def make():
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
+        return torch.nn.Sequential(*layers), torch.empty(2, 512)
+"""
+
+
+def test_the_command_says_what_the_function_does(tmp_path: Path) -> None:
+    """Each of its options where it matters: what comes with the step where gradients and state take
+    most, what holds gradients while a pass runs where that takes most."""
+    file = tmp_path / "layers.py"
+    file.write_text(LAYERS)
+    scope: dict[str, Any] = {}
+    exec(LAYERS, scope)
+    words = ["fit", f"{file}:make", "--gpu", "1GiB", "--json", "--time-limit", "1", "--no-cache"]
+
+    def row(batch: int, flags: list[str], **how: Any) -> object:
+        result = CliRunner().invoke(app, [*words, "--batch", str(batch), *flags])
+        assert result.exit_code == 0, result.output
+        step = rockplan.TrainingStep(**how)
+        own = replace(QUICK, time_limit_s=1.0)
+        sizes = {0: (batch, batch)}
+        asked = rockplan.fit(*scope["make"](), "1GiB", sizes=sizes, step=step, options=own)
+        assert rockplan.Fit.from_json(result.stdout).rows == asked.rows
+        return asked.rows[0].owners
+
+    plain = {batch: row(batch, []) for batch in (2, 4096)}
+    for batch, flag, how in (
+        (4096, ["--accumulate", "2"], {"accumulate": 2}),
+        (4096, ["--keep-gradients"], {"set_to_none": False}),
+        (2, ["--clip-norm"], {"clip_norm": True}),
+        (2, ["--grad-scaler"], {"grad_scaler": True}),
+        (2, ["--average"], {"average": True}),
+        (2, ["--in-backward"], {"in_backward": True}),
+    ):
+        assert row(batch, flag, **how) != plain[batch], flag
     listed = CliRunner().invoke(app, ["fit", "--gpu", "list"])
     assert "h100-80" in listed.stdout
-    refused = CliRunner().invoke(app, [*words[:3], "h1000"])
+    refused = CliRunner().invoke(app, ["fit", "rockplan.examples:mlp", "--gpu", "h1000"])
     assert refused.exit_code == ExitCode.USAGE and "h100-80" in refused.stderr
