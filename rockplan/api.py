@@ -17,11 +17,11 @@ from rockplan.captured_calls import (
     arguments,
     calls_of,
     captured_call,
-    check_options,
     group_of,
     largest_call,
     prepared,
     problems_of,
+    refuse_without_effect,
 )
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.optimizer import OptimizerLike
@@ -49,6 +49,7 @@ from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.budget_curve import curve_of
+from rockplan.search.in_flight import needed_bytes
 from rockplan.sizes import SizedCall
 from rockplan.store.plan_file import read_plans
 from rockplan.values.curve import Curve, best_of
@@ -200,7 +201,9 @@ def plan_each(
     options: Options = DEFAULT_OPTIONS,
 ) -> tuple[Plan | InfeasibleBudget, ...]:
     """The plan of each budget, from one preparation of `model`; for a budget that is too small
-    the error that `plan` would raise. Arguments and other errors are those of `plan`."""
+    the error that `plan` would raise. Arguments and other errors are those of `plan`, but that
+    options.group is InvalidInput."""
+    refuse_without_effect(options, "api.plan_each", "group")
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     rooms = [room_of(budget, model, optimizer, step, ALONE, options) for budget in parsed]
@@ -230,12 +233,14 @@ def pareto(
 ) -> Curve:
     """Predicted time at every useful peak, from one preparation of `model`.
 
-    Arguments and errors are those of `solve`, without a budget. Each point is a plan, the one that
+    Arguments and errors are those of `solve`, without a budget; options.group and in_flight are
+    InvalidInput. Each point is a plan, the one that
     `solve` makes for `budget=point.peak_bytes` where no time limit strikes; with the cache it is
     kept for it. options.time_limit_s holds for each of some 16 plans. Those at which little runs
     again take a second or less, others some seconds each; all of them 22 s for one layer of an
     encoder, 37 to 64 s for the MLP of the examples, on one core.
     """
+    refuse_without_effect(options, "pareto", "group", "in_flight")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     call = largest_call(model, args, kwargs, options)
     _, problems = prepared(model, call, options)
@@ -261,9 +266,10 @@ def load(
     Where it is for several calls in flight, so is what is planned after it.
     Arguments and further errors are those of `solve`. Raises PlanMismatch where no plan is for
     this model and sample, PlanFormatError for a damaged file, InvalidInput where one of its plans
-    pages more to the host than options.host allows, and where options.in_flight is neither 1 nor
-    that of the file.
+    pages more to the host than options.host allows, where options.in_flight is neither 1 nor that
+    of the file, and for options.group.
     """
+    refuse_without_effect(options, "load", "group")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     plans = read_plans(path)
     options = _in_flight_as(plans, options)
@@ -293,7 +299,6 @@ def load(
 
 def _in_flight_as(plans: Sequence[Plan], options: Options) -> Options:
     """For as many calls in flight as the plans of a file are for, whose budget is that of all."""
-    check_options(options)
     count = max(p.in_flight for p in plans)
     if options.in_flight not in (1, count):
         raise InvalidInput(
@@ -313,6 +318,7 @@ def needed_bytes_with(
 ) -> dict[str, int]:
     """What a call needs under options that lower it, as they are written: the bytes of its smallest
     plan, or with everything kept. Arguments are those of `plan`."""
+    refuse_without_effect(options, "explain", "group")
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
     model = unplanned(model)
@@ -332,6 +338,7 @@ def _kept_bytes(call: ModuleCall, options: Options) -> int | None:
             source = captured_call(call, options, is_asked=False)
             if options.tile and source.in_parts is None:
                 return None
-            return problems_of(source, options)[-1].unplanned.peak_bytes
+            unplanned = problems_of(source, options)[-1].unplanned
+            return needed_bytes(unplanned, options.in_flight)
     except RockplanError:
         return None

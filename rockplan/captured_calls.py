@@ -22,7 +22,7 @@ from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
-from rockplan.options import Options
+from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.parts import named_in_refusals
 from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.planned_state import PLANNING, original_forward
@@ -133,6 +133,28 @@ def check_options(options: object) -> None:
             f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
             "are the options"
         )
+
+
+def refuse_without_effect(options: Options, function: str, *names: str) -> None:
+    """Raises InvalidInput for options that mean nothing for a function, with what to do instead."""
+    check_options(options)
+    for name in names:
+        if getattr(options, name) != getattr(DEFAULT_OPTIONS, name):
+            raise InvalidInput(
+                f"Options({name}=...) has no effect in rockplan.{function}, {_INSTEAD[name]}"
+            )
+
+
+_INSTEAD = {
+    "group": (
+        "which every process calls for itself; leave it out, or plan together with rockplan.plan "
+        "or rockplan.solve"
+    ),
+    "in_flight": (
+        "which is of one call; leave it out, or plan for one budget of several calls with "
+        "rockplan.plan"
+    ),
+}
 
 
 def group_of(options: object) -> Any:

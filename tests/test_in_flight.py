@@ -160,6 +160,51 @@ def test_gradients_that_wait_for_hooks_count_beside_calls_in_flight(tmp_path: Pa
     assert needed_bytes(plan, 4) <= plan.budget_bytes
 
 
+def test_what_calls_in_flight_need_with_other_options_is_of_all() -> None:
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = stage(), nn.Linear(32, 512)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.head(self.body(x))
+            labels = torch.zeros(len(x), dtype=torch.int64)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    options = replace(OPTIONS, in_flight=4)
+    planned = rockplan.solve(Logits().train(), X, "100%", options=options)
+    found = [
+        rockplan.explain(planned, unplanned=True, sample_input=X, options=o).needed_bytes_with
+        for o in (OPTIONS, options)
+    ]
+    one, all_four = found
+    assert one and one.keys() <= all_four.keys()
+    assert all(all_four[name] > 2 * one[name] for name in one)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [("pareto", ("group", "in_flight")), ("plan_each", ("group",)), ("load", ("group",))]
+    + [("explain", ("group",))],
+)
+def test_options_without_effect_are_refused(
+    function: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "stage.plan.json"
+    planned = rockplan.solve(stage(), X, "100%", options=OPTIONS)
+    rockplan.save_plan(planned, path)
+    calls = {
+        "pareto": lambda o: rockplan.pareto(stage(), X, options=o),
+        "plan_each": lambda o: plan_each(stage(), X, ["min"], options=o),
+        "load": lambda o: rockplan.load(stage(), X, path, options=o),
+        "explain": lambda o: rockplan.explain(planned, sample_input=X, options=o),
+    }
+    for name in names:
+        given: dict[str, Any] = {name: 2 if name == "in_flight" else object()}
+        with pytest.raises(rockplan.InvalidInput, match=rf"Options\({name}=.*{function}.*leave it"):
+            calls[function](replace(OPTIONS, **given))
+
+
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, "2", None])
 def test_how_many_calls_are_in_flight_is_a_number(count: Any) -> None:
     with pytest.raises(rockplan.InvalidInput, match="in_flight is .*at least 1"):
