@@ -171,6 +171,8 @@ def new_or_known_program(
         known = _known(call.module, way)
         if (same := _same(known, way)) is not None:
             return built_program(call, same, way, options)
+        if agreed is not ALONE:  # what one adapts, all have to run
+            continue
         if (replayed := _adapted(known, way, budget, options)) is not None:
             program = built_program(call, replayed.plan, way, options)
             digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
@@ -186,6 +188,9 @@ def _new_program(
     agreed: Agreement = ALONE,
 ) -> PlannedProgram:
     def make() -> Plan:
+        for way in () if agreed is ALONE else source.ways:
+            if (replayed := _adapted(_known(call.module, way), way, budget, options)) is not None:
+                return replayed.plan
         with advised(call, source, options):
             problems = problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))

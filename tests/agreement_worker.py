@@ -89,6 +89,21 @@ def check_whole(group: Any, budgets: tuple[str, ...]) -> None:
         step(copy.deepcopy(planned), x[:90])
 
 
+def check_sizes() -> None:
+    """Of sizes that are planned ahead, one adapts the plan of the largest for all."""
+    adapted = programs.adapted
+    made: list[rockplan.Plan] = []  # where there is one that could be adapted
+    programs.adapted = lambda known, *args: made.extend(known[:1]) or adapted(known, *args)  # type: ignore[func-returns-value]
+    options = replace(TOGETHER, group=dist.group.WORLD, sizes={0: (100, 256)})
+    try:
+        planned: Any = rockplan.solve(network(), torch.randn(200, 32), "50%", options=options)
+    finally:
+        programs.adapted = adapted
+    plans = [(p.graph_digest, p.schedule, p.peak_bytes, p.time_ns) for p in planned.plans]
+    assert len(plans) == 3 and len({*everywhere(digest(plans))}) == 1
+    assert len(made) == 2 * (dist.get_rank() == 0)
+
+
 def check_blocks(options: rockplan.Options, budgets: tuple[str, ...], is_sharded: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = batch(256) + dist.get_rank()
@@ -251,6 +266,7 @@ def main() -> None:
     check_whole(dist.group.WORLD, ("60%", "min"))
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     check_whole(halves[dist.get_rank() // 2], ("40%", "25%"))
+    check_sizes()
     check_blocks(replace(TOGETHER, group=dist.group.WORLD), ("40%",), is_sharded=False)
     check_blocks(TOGETHER, ("60%", "min"), is_sharded=True)
     check_errors()
