@@ -8,7 +8,9 @@ import gc
 import os
 import pickle
 import random
+import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import rockplan
 from rockplan.errors import HostMemoryError
 from rockplan.paging.pages import Pages
 from rockplan.runtime.planned_state import latest_of
+from rockplan.values.graph import producers
 from testing.models import CASES, Case, gpt2, llama
 from testing.random_networks import network
 from testing.training import (
@@ -112,6 +115,26 @@ def test_random_networks_page_too() -> None:
         equal += 1
         pages += planned.code.count("frame.page_in(")
     assert equal >= 4 and pages >= 40, (equal, pages)
+
+
+def test_copies_out_begin_in_the_order_of_the_clock() -> None:
+    """Also those of one operation, such as the means and deviations of a normalization."""
+    torch.manual_seed(0)
+    layers = [[nn.Linear(16, 16), nn.LayerNorm(16)] for _ in range(3)]
+    model = nn.Sequential(*(module for layer in layers for module in layer))
+    turned = 0
+    for seed in range(6):
+        planned: Any = rockplan.solve(model, torch.randn(512, 16), "100%", options=QUICK)
+        page(planned, seed)
+        plan: Any = planned.plan
+        begun = re.findall(r'frame\.page_out\("(\w+)"', planned.code)
+        names = {v.data: v.name for v in reversed(plan.graph.values) if v.view is None}
+        leaves = [names[trip.data] for trip in plan.trips]
+        assert [name.split("_v")[0] for name in begun] == leaves
+        maker = producers(plan.graph)
+        pairs = pairwise(trip.data for trip in plan.trips)
+        turned += sum(maker[a] == maker[b] and a > b for a, b in pairs)
+    assert turned
 
 
 def test_compiled_kernels_page_too() -> None:

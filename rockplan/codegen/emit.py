@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
-from rockplan.codegen.paged import copy_of, leaving
 from rockplan.errors import BackwardError, UnsupportedModel
 from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.graph_builder.operators.rows import row_of
+from rockplan.oracles.clock import leaving
 from rockplan.oracles.lifetimes import taken_over
-from rockplan.values.copies import STORE
+from rockplan.values.copies import STORE, copy_of
 from rockplan.values.graph import (
     Call,
     CDGraph,
@@ -314,15 +314,17 @@ class _Emitter:
                 self._compute(node, self._taken.get(position))
             else:
                 self._copy(copy)
-            for store in self._leaving.get(position, ()):
-                self._page_out([ref.index for ref in refs(store)])
+            for _, store in self._leaving.get(position, ()):
+                self._page_out(store)
             self._alive.update(node.writes)
             return
         self._alive.discard(event.data)
         if event.data not in self._handed_data:
             self._drop(event.data)
 
-    def _page_out(self, values: Sequence[int]) -> None:
+    def _page_out(self, store: ComputeNode) -> None:
+        """The beginning of a copy to the host."""
+        values = [ref.index for ref in refs(store.calls[0])]
         page, first = self._name(values[0]), self._graph.values[values[0]]
         size_bytes = self._graph.data[first.data].size_bytes
         self._pages[page] = (page, size_bytes, first.spec.device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rockplan.oracles.graph_view import view_of
 from rockplan.values.copies import Trip
-from rockplan.values.graph import CDGraph, Queue
+from rockplan.values.graph import CDGraph, ComputeNode, Queue
 from rockplan.values.schedule import Compute, Schedule
 
 
@@ -45,7 +45,7 @@ class Clock:
 
 def clock(graph: CDGraph, schedule: Schedule) -> Clock:
     """The clock of `schedule`, which must be legal (`verify`)."""
-    leaving = _leaving(graph, schedule) if view_of(graph).has_copies else {}
+    stores = leaving(graph, schedule) if view_of(graph).has_copies else {}
     now_ns, starts_ns = 0, [0]
     free_ns = dict.fromkeys(Queue, 0)
     there_ns: dict[int, int] = {}
@@ -76,10 +76,10 @@ def clock(graph: CDGraph, schedule: Schedule) -> Clock:
                 if node.queue is Queue.COMPUTE:
                     now_ns += node.time_ns
                 done_ns = now_ns
-            if leaving or there_ns:
+            if stores or there_ns:
                 there_ns.update(dict.fromkeys(node.writes, done_ns))
-            for store, time_ns in leaving.get(position, ()):
-                out_ns[store] = copied(store, Queue.OUT, done_ns, time_ns)
+            for place, store in stores.get(position, ()):
+                out_ns[place] = copied(place, Queue.OUT, done_ns, store.time_ns)
         starts_ns.append(now_ns)
     return Clock(tuple(starts_ns), waits_ns, tuple(copies))
 
@@ -132,18 +132,18 @@ def _waits_for(graph: CDGraph, schedule: Schedule, clocked: Clock) -> dict[int, 
     return waits_ns
 
 
-def _leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
-    """Position at which a storage is made -> those of the copies out of it, in order, and what
-    each takes."""
+def leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, ComputeNode]]]:
+    """Position at which a storage is made -> the copies out of it, and where they stand: in this
+    order they begin, by the clock and in the code."""
     made: dict[int, int] = {}
-    leaving: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    found: defaultdict[int, list[tuple[int, ComputeNode]]] = defaultdict(list)
     for position, event in enumerate(schedule.events):
         if not isinstance(event, Compute):
             made.pop(event.data, None)
             continue
         node = graph.nodes[event.node]
         if node.queue is Queue.OUT:
-            leaving[max(made[d] for d in node.reads)].append((position, node.time_ns))
-        for d in node.writes:
+            found[max(made[d] for d in node.reads)].append((position, node))
+        for d in node.writes:  # a re-execution drops its copy of what is alive
             made.setdefault(d, position)
-    return dict(leaving)
+    return dict(found)

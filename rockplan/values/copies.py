@@ -138,6 +138,11 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
     )
 
 
+def copy_of(node: ComputeNode) -> Call | None:
+    """The call of a node that copies a storage to the host or back, None of others."""
+    return node.calls[0] if node.calls and node.calls[0].op in (STORE, FETCH) else None
+
+
 def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
     """`graph` in which each of `storages` may be made again of nothing and for nothing: what a
     search sees of copies that come when they are needed. Nodes are numbered as by `with_copies`,
