@@ -17,7 +17,7 @@ from rockplan.oracles.simulate import host_bytes, simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.copies import HostLink, paged, with_copies, without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Queue, as_eager
-from rockplan.values.schedule import Compute, Schedule, keep_all, with_frees
+from rockplan.values.schedule import Compute, Free, Schedule, keep_all, with_frees
 from testing.graphs import gelu_of_product, random_graph, with_random_takes
 
 LINK = HostLink(1_000_000_000, 500_000_000)
@@ -210,3 +210,23 @@ def test_a_fetch_needs_its_store() -> None:
     (page,) = paged(graph)
     with pytest.raises(IllegalSchedule, match="fetch_h reads host_h, which is not alive"):
         verify(graph, with_frees(graph, (0, 1), (page.fetch, 4, 5)))
+
+
+def test_copies_of_what_is_there_are_illegal() -> None:
+    """Code has nothing for them: no room is free for a fetch, and a store has ended."""
+    graph = with_copies(gelu_of_product(), [2], LINK)
+    (page,) = paged(graph)
+    legal = with_frees(graph, (0, 1, page.store), (page.fetch, 4, 5))
+    verify(graph, legal)
+    kept = tuple(e for e in legal.events[: legal.forward_length] if e != Free(page.data))
+    fetched = Schedule(kept + legal.events[legal.forward_length :], len(kept))
+    with pytest.raises(IllegalSchedule, match="fetch_h makes what is alive"):
+        verify(graph, fetched)
+    at = legal.events.index(Compute(page.store))
+    twice = (*legal.events[:at], Compute(page.store), *legal.events[at:])
+    with pytest.raises(IllegalSchedule, match="store_h makes what is alive"):
+        verify(graph, Schedule(twice, legal.forward_length + 1))
+    again = with_frees(graph, (0, 1, page.store, page.store), (page.fetch, 4, 5))
+    assert Free(page.host) in again.events[: again.forward_length]
+    with pytest.raises(IllegalSchedule, match="store_h may run only once"):
+        verify(graph, again)

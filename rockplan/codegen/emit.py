@@ -336,8 +336,6 @@ class _Emitter:
             self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
             return
         data = self._graph.values[call.made[0]].data
-        if data in self._alive:
-            return
         page = self._name(call.made[0])
         self._line(f'{_tuple(map(self._name, call.made))} = frame.page_in("{page}")')
         self._live[data] += call.made

@@ -4,7 +4,8 @@ takes: CDGraph, Schedule. returns: nothing; raises IllegalSchedule with the firs
 
 Rules:
 1. forward nodes run at least once, all of them before the backward phase; backward nodes run at
-   least once, in the backward phase only; nodes that are optional need not run
+   least once, in the backward phase only; nodes that are optional need not run, and do not while
+   all that they make is alive; those of the forward phase run once at most
 2. whatever a node reads is alive
 3. only what is alive, not resident and not held is freed
 4. a node that is not recomputable runs once, and so does one that makes a gradient of `handed`:
@@ -51,8 +52,11 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
                 raise IllegalSchedule(
                     f"event {position}: {node.name} reads {graph.data[d].name}, which is not alive"
                 )
+        if node.optional and alive.issuperset(node.writes):
+            raise IllegalSchedule(f"event {position}: {node.name} makes what is alive")
         if node.index in executed:
-            if not node.recomputable or not handed.isdisjoint(node.writes):
+            is_once = node.optional and node.phase is Phase.FORWARD
+            if is_once or not node.recomputable or not handed.isdisjoint(node.writes):
                 raise IllegalSchedule(f"event {position}: {node.name} may run only once")
         elif node.random or not node.recomputable:
             if node.index < last_effect:
