@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -101,20 +102,35 @@ def _pools() -> list[tuple[str, str | None]]:
 def test_copies_hold_no_tensor_and_both_directions_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each copy waits for the other one to have begun."""
-    meeting = threading.Barrier(2, timeout=20)
+    """Each copy waits until the other one has begun, and then for us."""
+    meeting = threading.Barrier(3, timeout=20)
+
+    def meets_twice() -> None:
+        meeting.wait()
+        meeting.wait()
+
     for name in ("pwritev", "preadv"):
-        monkeypatch.setattr(os, name, _after(meeting.wait, getattr(os, name)))
+        monkeypatch.setattr(os, name, _after(meets_twice, getattr(os, name)))
     arena = FileArena(8192, str(tmp_path))
     tensor, target = torch.ones(1024), torch.empty(1024)
+    before = uses(tensor), uses(target)
     copies = [
         arena.begin_out(0, tensor.untyped_storage()),
         arena.begin_in(4096, target.untyped_storage()),
     ]
+    meeting.wait()
+    assert (uses(tensor), uses(target)) == before
+    meeting.wait()
     for copy in copies:
-        assert not [r for r in gc.get_referrers(tensor) if r is not globals() and "Copy" in repr(r)]
         copy.wait()
     assert target.eq(0).all()
+
+
+def uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold its storage: tensors, and objects of Python."""
+    storage = tensor.untyped_storage()
+    tensors = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return tensors, sys.getrefcount(storage)
 
 
 def _after(wait: Callable[[], object], work: Callable[..., int]) -> Callable[..., int]:
