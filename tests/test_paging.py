@@ -177,35 +177,6 @@ def test_each_wait_is_needed(case: Case, wait: str, monkeypatch: pytest.MonkeyPa
         planned.load_state_dict(eager.state_dict())
 
 
-def wrong(size_bytes: int) -> torch.UntypedStorage:
-    """Of no number: memory that is not written to may hold what was computed before."""
-    return torch.UntypedStorage(size_bytes).fill_(255)
-
-
-@pytest.mark.parametrize("too_early", ["page_out", "page_in"])
-def test_poison_shows_what_is_copied_too_early(case: Case, too_early: str) -> None:
-    """A copy out of what is not computed yet, one in of what is not on the host yet."""
-    planned, eager = planned_and_eager(case)
-    code = latest_of(planned).executable
-    (name, *_), *_ = code.code.pages
-    with poisoned(planned, "at once"), pytest.MonkeyPatch.context() as patch:
-        begins = getattr(Pages, too_early)
-
-        def does(self: Pages, page: str, *tensors: torch.Tensor) -> Any:
-            made = begins(self, page, *tensors)
-            if page == name:
-                if tensors:  # what was copied is not what was computed
-                    arena: Any = self._arena
-                    arena.begin_out(self._offset(page), wrong(tensors[0].nbytes))
-                else:
-                    made[0].untyped_storage().copy_(wrong(made[0].nbytes))
-            return made
-
-        patch.setattr(Pages, too_early, does)
-        with pytest.raises(AssertionError, match="differs in"):
-            train_side_by_side(case, planned, eager, 1)
-
-
 # -- ways to train -------------------------------------------------------------------------------
 
 
