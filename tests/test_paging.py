@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
-from rockplan.errors import HostMemoryError
+from rockplan.errors import CaptureError, HostMemoryError
 from rockplan.paging.pages import Pages
 from rockplan.runtime.planned_state import latest_of
 from rockplan.values.graph import producers
@@ -107,9 +107,10 @@ def test_random_networks_page_too() -> None:
         case = Case(f"network {seed}", model, inputs, {}, loss_of)
         eager = twin(case)
         try:
-            planned: Any = page(solve_case(case, "100%", options=QUICK), seed, least_bytes=1)
-        except rockplan.RockplanError:
+            planned: Any = solve_case(case, "100%", options=QUICK)
+        except CaptureError:  # of a backward pass that eager does not run either
             continue
+        page(planned, seed, least_bytes=1)
         with poisoned(planned):
             train_side_by_side(case, planned, eager, 1)
         equal += 1
