@@ -43,7 +43,7 @@ from rockplan.search.planning import plan_anew
 from rockplan.search.problem import Problem, problem_of
 from rockplan.values.copies import HostLink, with_copies, with_fetches
 from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.schedule import Compute, Schedule, keep_all
+from rockplan.values.schedule import Schedule, keep_all, kept_data
 from testing.gpu_cases import GPT2, LLAMA
 
 RESULTS = Path(__file__).parent / "results"
@@ -176,12 +176,7 @@ def all_paged(graph: CDGraph, schedule: Schedule, link: HostLink, once_ns: int) 
 
 
 def saved(graph: CDGraph, schedule: Schedule) -> list[int]:
-    alive: set[int] = set()
-    for event in schedule.events[: schedule.forward_length]:
-        if isinstance(event, Compute):
-            alive.update(graph.nodes[event.node].writes)
-        else:
-            alive.discard(event.data)
+    alive = kept_data(graph, schedule)
     read = {d for i in schedule.phases[1] for d in graph.nodes[i].reads}
     kinds = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
     large = {d for d in alive if graph.data[d].size_bytes >= LEAST_BYTES}

@@ -26,7 +26,7 @@ from rockplan.runtime.program import PlannedProgram, build_program
 from rockplan.values.copies import HostLink, paged, with_copies
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.plan import Plan
-from rockplan.values.schedule import Compute, Free, Schedule, with_frees
+from rockplan.values.schedule import Compute, Free, Schedule, kept_data, with_frees
 
 LINK = HostLink(1_000_000_000, 1_000_000_000)
 POISON = 0xFF
@@ -38,13 +38,8 @@ POISON = 0xFF
 
 def pageable(plan: Plan, least_bytes: int) -> list[int]:
     """Storages that the forward phase leaves to the backward phase, and that only the plan has."""
-    graph, schedule = plan.graph, plan.schedule
-    alive: set[int] = set()
-    for event in schedule.events[: schedule.forward_length]:
-        if isinstance(event, Free):
-            alive.discard(event.data)
-        else:
-            alive.update(graph.nodes[event.node].writes)
+    graph = plan.graph
+    alive = kept_data(graph, plan.schedule)
     others = {*graph.held, *graph.outputs, *graph.dropped}
     of = (graph.data[d] for d in sorted(alive - others))
     return [d.index for d in of if d.size_bytes >= least_bytes and d.kind is DataKind.ACTIVATION]

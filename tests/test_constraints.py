@@ -21,8 +21,8 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, DataKind, producers
 from rockplan.values.names import activation_names
-from rockplan.values.plan import kept_data, recomputations
-from rockplan.values.schedule import keep_all, with_frees
+from rockplan.values.plan import recomputations
+from rockplan.values.schedule import keep_all, kept_data, with_frees
 from testing.exhaustive import assert_agrees, listing_bits
 from testing.graphs import DEFAULT, Ranges, graph_or_block, random_chain
 from testing.models import Case
@@ -128,7 +128,7 @@ def plan(budget: Any = "60%", **options: Any) -> rockplan.Plan:
 
 def kept_names(plan: rockplan.Plan) -> set[str]:
     names = activation_names(plan.graph)
-    return {names[d] for d in kept_data(plan)}
+    return {names[d] for d in kept_data(plan.graph, plan.schedule)}
 
 
 def remade_names(plan: rockplan.Plan) -> set[str]:

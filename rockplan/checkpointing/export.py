@@ -32,8 +32,8 @@ from rockplan.oracles.verify import verify
 from rockplan.runtime.planned_state import plan_of
 from rockplan.store.fingerprint import VERSION
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, as_eager, producers
-from rockplan.values.plan import Plan, format_bytes, kept_data, plan_in, recomputations
-from rockplan.values.schedule import Schedule, with_frees
+from rockplan.values.plan import Plan, format_bytes, plan_in, recomputations
+from rockplan.values.schedule import Schedule, kept_data, with_frees
 
 _CASTS = frozenset(row.name for row in ROWS if row.casts)
 
@@ -115,7 +115,7 @@ def _wrapped(plan: Plan, path: str) -> Wrapped | None:
     if not any(n.index in again for n in nodes):
         return None
     can_be_kept = _operators_to_keep(nodes)
-    kept_storages = kept_data(plan)
+    kept_storages = kept_data(plan.graph, plan.schedule)
     seen: Counter[str] = Counter()
     kept: dict[str, list[int]] = defaultdict(list)
     saved = set()
@@ -229,7 +229,7 @@ def _bytes(graph: CDGraph, data: frozenset[int] | tuple[int, ...]) -> int:
 
 def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
     graph = plan.graph
-    kept, planned = _kept_here(graph, wrapped), kept_data(plan)
+    kept, planned = _kept_here(graph, wrapped), kept_data(plan.graph, plan.schedule)
     inside = {d for m in wrapped for n in m.nodes for d in graph.nodes[n].writes}
     simulation = _simulated(graph, wrapped)
     text = _HEADER.format(

@@ -22,8 +22,8 @@ from rockplan.reports.explain import WIDTH
 from rockplan.values.curve import Curve
 from rockplan.values.graph import as_eager
 from rockplan.values.names import operator_of
-from rockplan.values.plan import Plan, format_bytes, kept_data, recomputations
-from rockplan.values.schedule import keep_all
+from rockplan.values.plan import Plan, format_bytes, recomputations
+from rockplan.values.schedule import keep_all, kept_data
 
 PLAIN_WIDTH = 200
 """Columns of a table that no terminal shows."""
@@ -192,7 +192,7 @@ def shares_by_operator(plan: Plan) -> list[CostShare]:
 
 
 def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
-    kept = kept_data(plan)
+    kept = kept_data(plan.graph, plan.schedule)
     operations: Tally = {}
     times: Tally = {}
     sizes: Tally = {}

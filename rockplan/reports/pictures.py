@@ -39,7 +39,8 @@ from rockplan.values.curve import Curve
 from rockplan.values.graph import producers
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.names import operation_names, operator_of
-from rockplan.values.plan import Plan, format_bytes, kept_data, plan_in, recomputations
+from rockplan.values.plan import Plan, format_bytes, plan_in, recomputations
+from rockplan.values.schedule import kept_data
 
 Format = Literal["svg", "png"]
 
@@ -267,7 +268,7 @@ def graph_dot(plan: Plan, *, operations: bool = False) -> str:
 
 
 def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    kept = kept_data(plan)
+    kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     titles = block_titles(plan)
     for index, block in enumerate(plan.blocks):

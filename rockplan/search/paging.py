@@ -28,7 +28,7 @@ from rockplan.search.problem import Goal
 from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
 from rockplan.values.graph import CDGraph, DataKind, Queue, TensorSpec
 from rockplan.values.plan import Plan, format_bytes
-from rockplan.values.schedule import Compute, keep_all
+from rockplan.values.schedule import Compute, keep_all, kept_data
 
 Planned = Callable[[Goal, Incumbent], Incumbent]
 
@@ -120,7 +120,7 @@ def by_worth(graph: CDGraph) -> list[int]:
     """Storages that may be paged, those first that take longest to make for each byte, of equal
     ones those that are made first."""
     view = GraphView(graph)
-    kept = _kept(graph)
+    kept = kept_data(graph, keep_all(graph))
     outside = {*graph.outputs, *graph.held, *graph.handed, *graph.dropped}
     read = {d for n in graph.backward for d in n.reads}
     specs: dict[int, list[TensorSpec]] = {}
@@ -142,18 +142,6 @@ def by_worth(graph: CDGraph) -> list[int]:
         return (FOREVER if time_ns == NEVER else time_ns) / view.sizes[d]
 
     return sorted(able, key=lambda d: (-worth(d), view.producer[d], d))
-
-
-def _kept(graph: CDGraph) -> frozenset[int]:
-    """What is alive between the phases where nothing runs again."""
-    everything = keep_all(graph)
-    alive: set[int] = set()
-    for event in everything.events[: everything.forward_length]:
-        if isinstance(event, Compute):
-            alive.update(graph.nodes[event.node].writes)
-        else:
-            alive.discard(event.data)
-    return frozenset(alive)
 
 
 def chosen(

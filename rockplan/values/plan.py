@@ -13,7 +13,7 @@ from rockplan.values.columns import aligned
 from rockplan.values.copies import Trip
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, is_kernel, required
 from rockplan.values.names import activation_names, operator_of, pattern_of
-from rockplan.values.schedule import Compute, Schedule
+from rockplan.values.schedule import Schedule, kept_data
 
 
 class Status(Enum):
@@ -160,17 +160,6 @@ def plan_in(planned: object) -> Plan:
     )
 
 
-def kept_data(plan: Plan) -> frozenset[int]:
-    """Storages that are alive on the device between the forward and the backward phase."""
-    alive: set[int] = set()
-    for event in plan.schedule.events[: plan.schedule.forward_length]:
-        if isinstance(event, Compute):
-            alive.update(plan.graph.nodes[event.node].writes)
-        else:
-            alive.discard(event.data)
-    return frozenset(d for d in alive if plan.graph.data[d].kind is not DataKind.HOST)
-
-
 def recomputations(plan: Plan) -> dict[int, int]:
     """node -> how often it runs again, for the nodes that do; copies do not."""
     nodes = plan.graph.nodes
@@ -297,7 +286,7 @@ def _held_lines(plan: Plan) -> list[str]:
 
 def _block_lines(plan: Plan) -> list[str]:
     """One line for each block; neighbours that differ only in layer numbers are one line."""
-    kept = kept_data(plan)
+    kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     rows: dict[tuple[str, str, str], int] = {}
     for block in plan.blocks:
@@ -313,7 +302,8 @@ def _block_lines(plan: Plan) -> list[str]:
 
 def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
     """What of the forward is kept for backward, and what of it runs again, in words."""
-    return _listed(plan, plan.graph.forward, kept_data(plan), recomputations(plan))
+    kept = kept_data(plan.graph, plan.schedule)
+    return _listed(plan, plan.graph.forward, kept, recomputations(plan))
 
 
 def _listed(

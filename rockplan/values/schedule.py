@@ -124,6 +124,17 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
     return Schedule(tuple(events), forward_length)
 
 
+def kept_data(graph: CDGraph, schedule: Schedule) -> frozenset[int]:
+    """Storages that are alive on the device between the forward and the backward phase."""
+    alive: set[int] = set()
+    for event in schedule.events[: schedule.forward_length]:
+        if isinstance(event, Compute):
+            alive.update(graph.nodes[event.node].writes)
+        else:
+            alive.discard(event.data)
+    return frozenset(d for d in alive if graph.data[d].kind is not DataKind.HOST)
+
+
 def merge_handovers(
     graph: CDGraph,
     schedule: Schedule,
