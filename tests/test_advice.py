@@ -85,7 +85,7 @@ def kept(self: Any, x: Tensor) -> Tensor:
 
 def kept_buffer(self: Any, x: Tensor) -> Tensor:
     if "bias" not in self._buffers:
-        self.register_buffer("bias", torch.outer(torch.arange(4.0), torch.arange(8.0)))
+        self.register_buffer("bias", (x - x.mean()).detach())
     return self.b(self.a(x)) + self.bias
 
 
