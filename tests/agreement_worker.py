@@ -21,8 +21,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import rockplan
 from rockplan import programs
+from testing.blocks import QUICK, Mixer, Stack, batch
+from testing.sharding import everywhere, sharded
 from testing.training import assert_same_state
-from tests.blocks import QUICK, Mixer, Stack, batch
 
 TOGETHER = rockplan.Options(**{**QUICK, "time_limit_s": 0.5}, cache=False)
 
@@ -31,12 +32,6 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
     return nn.Sequential(*layers, nn.Linear(32, 4)).train()
-
-
-def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def digest(thing: object) -> str:
@@ -110,9 +105,7 @@ def check_blocks(options: rockplan.Options, budgets: tuple[str, ...], is_sharded
     for budget in budgets:
         ours, eager = Stack().train(), Stack().train()
         for model in (ours, eager) if is_sharded else ():
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            sharded(model, mesh)
         rockplan.solve_blocks(ours, x, budget, options=options)
         assert len({*everywhere(digest_of_blocks(ours))}) == 1, budget
         assert torch.equal(step(ours, x), step(eager, x))
@@ -200,9 +193,7 @@ def trainer_step(is_planned: bool) -> list[torch.Tensor]:
     index = mesh["pp"].get_local_rank()
     with torch.device("meta"):
         part = Stage().train()
-    for layer in part.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(part, mesh=mesh["dp"])
+    sharded(part, mesh["dp"])
     part.to_empty(device="cpu")
     part.init_weights()
     if is_planned:

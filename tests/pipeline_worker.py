@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 
 import rockplan
-from tests.blocks import QUICK, Mixer
+from testing.blocks import QUICK, Mixer
 
 MICROBATCHES, ROWS, WIDTH = 4, 32, 16
 SCHEDULES: dict[str, tuple[Any, int]] = {

@@ -24,8 +24,8 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 import rockplan
 from rockplan.libraries import key_value_cache
+from testing.blocks import QUICK
 from testing.training import assert_same_state
-from tests.blocks import QUICK
 from tests.following import OPTIONS, Net, assert_planned, made_once
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

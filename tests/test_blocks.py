@@ -28,7 +28,7 @@ from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.schedule import Schedule
-from tests.blocks import QUICK, Mixer, Stack, batch, train
+from testing.blocks import QUICK, Mixer, Stack, batch, train
 
 OPTIONS = rockplan.Options(**QUICK)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import rockplan
 from rockplan.blocks.find import named_blocks
-from tests.blocks import QUICK, Mixer
+from testing.blocks import QUICK, Mixer
 
 OPTIONS = rockplan.Options(**QUICK)
 X = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))

@@ -23,8 +23,8 @@ import rockplan
 from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
+from testing.blocks import QUICK
 from testing.training import assert_same_state
-from tests.blocks import QUICK
 from tests.trainers import (
     Rows,
     history,

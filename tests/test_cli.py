@@ -69,7 +69,7 @@ def process(*words: str, **settings: Any) -> subprocess.Popen[str]:
 
 # Blocks
 
-STACK = "tests.blocks:factory"
+STACK = "testing.blocks:factory"
 
 
 def test_blocks_are_planned_for_each_budget() -> None:

@@ -14,7 +14,7 @@ import rockplan
 from rockplan.api import plan_each
 from rockplan.free_memory import MARGIN
 from rockplan.search.in_flight import needed_bytes
-from tests.blocks import QUICK, Mixer
+from testing.blocks import QUICK, Mixer
 
 OPTIONS = rockplan.Options(**QUICK)
 X = torch.randn(128, 32, generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,8 @@ from rockplan.cli.main import app
 from rockplan.options import SizeRange
 from rockplan.sizes import sized_calls
 from testing import models
+from testing.blocks import QUICK, Stack, batch, train
 from testing.training import assert_same_state
-from tests.blocks import QUICK, Stack, batch, train
 from tests.planning import heard, set_times
 
 OPTIONS: dict[str, Any] = {**QUICK, "cache": False}

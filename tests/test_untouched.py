@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import rockplan
 from rockplan.cli.main import app
-from tests.blocks import QUICK, Mixer
+from testing.blocks import QUICK, Mixer
 
 OPTIONS = rockplan.Options(**QUICK)
 

@@ -1,4 +1,4 @@
-"""A model of equal blocks, and steps of it, for tests of `solve_blocks`."""
+"""A model of equal blocks, and steps of it, for tests and benchmarks of `solve_blocks`."""
 
 from __future__ import annotations
 
