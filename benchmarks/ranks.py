@@ -7,9 +7,10 @@ those of one that plans alone while the others wait. Then steps under `fully_sha
 sharded before they are planned; and the time that plans for several calls in flight take, beside
 the best plan of one call within the same budget.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4]
+    OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4] [--parts peak]
 
-Writes benchmarks/results/ranks.jsonl and ranks.md. NCCL is not seen: there is one device at most.
+Writes benchmarks/results/ranks.jsonl and ranks.md; rows of other parts stay. NCCL is not
+seen: there is one device at most.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 
 import rockplan
 from benchmarks.timing import machine
 from rockplan.api import plan_each
 from rockplan.search.in_flight import needed_bytes
-from testing.sharding import MODES, accumulating
+from testing.blocks import Mixer, Stack, batch
+from testing.sharding import MODES, everywhere, in_mode, peaks, sharded
 
 RESULT = Path(__file__).parent / "results" / "ranks.md"
 ROWS_FILE = RESULT.with_suffix(".jsonl")
@@ -49,43 +50,12 @@ STEPS = 3
 WIDTH, ROWS = 64, 256
 
 
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.head = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 4)
-        self.layers = nn.ModuleList(Mixer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        h = self.first(x)
-        for layer in self.layers:
-            h = layer(h)
-        return {"loss": self.head(h).pow(2).mean()}
-
-
 def stack() -> Any:
-    return Stack().train()
+    return Stack(4, WIDTH).train()
 
 
 def sample() -> torch.Tensor:
-    return torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-
-def sharded(model: Any, mesh: DeviceMesh, **how: Any) -> Any:
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **how)
-    return fully_shard(model, mesh=mesh, **how)
+    return batch(ROWS) + dist.get_rank()
 
 
 def whole(budget: str, options: rockplan.Options) -> object:
@@ -109,12 +79,6 @@ KINDS: dict[str, Callable[[str, rockplan.Options], object]] = {
     "blocks": blocks,
     "sharded blocks": sharded_blocks,
 }
-
-
-def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def planned(make: Callable[[], object]) -> tuple[int, float]:
@@ -146,80 +110,84 @@ def agreement_rows() -> Iterator[dict[str, Any]]:
 
 def peak_rows() -> Iterator[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for mode, (how, then) in MODES.items():
+    for mode in MODES:
         for budget in ("60%", "min"):
-            model = sharded(stack(), mesh, **how)
-            model = model if then is None else then(model)
+            model = in_mode(stack(), mesh, mode)
+            row: dict[str, Any] = {"mode": mode, "budget": budget}
             try:
                 rockplan.solve_blocks(model, sample(), budget, options=OPTIONS)
             except rockplan.InfeasibleBudget:
+                yield row
                 continue
             plan = rockplan.blocks_of(model)
-
-            def step(model: Any = model, accumulates: bool = then is accumulating) -> None:
-                for exchanges in (False, False, True) if accumulates else (True,):
-                    model.set_requires_gradient_sync(exchanges)
-                    model(sample())["loss"].backward()
-
-            found = sorted(rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(STEPS))
+            found = peaks(model, sample(), mode, STEPS)
             of_all = everywhere((plan.peak_bytes, found[0], found[STEPS // 2], found[-1]))
             predicted, *measured = (max(values) for values in zip(*of_all, strict=True))
-            yield {"mode": mode, "budget": budget, "predicted": predicted, "measured": measured}
+            yield {**row, "predicted": predicted, "measured": measured}
 
 
 def in_flight_rows() -> Iterator[dict[str, Any]]:
     """On one process."""
     torch.manual_seed(0)
-    stage = nn.Sequential(*[Mixer() for _ in range(4)]).train()
+    stage = nn.Sequential(*[Mixer(WIDTH) for _ in range(4)]).train()
     x = torch.randn(ROWS, WIDTH).requires_grad_()
     options = replace(OPTIONS, cache=True)
     shares = [f"{percent}%" for percent in (*range(100, 60, -20), *range(60, 14, -5))]
     each = [p for p in plan_each(stage, x, shares, options=options) if isinstance(p, rockplan.Plan)]
     for count in (2, 4):
         for share in ("25%", "20%"):
+            row = {"count": count, "share": share}
             try:
                 ours = rockplan.plan(stage, x, share, options=replace(options, in_flight=count))
             except rockplan.InfeasibleBudget:
+                yield row
                 continue
             within = [p for p in each if needed_bytes(p, count) <= ours.budget_bytes]
             best = min((p.overhead for p in within), default=None)
-            yield {"count": count, "share": share, "ours": ours.overhead, "best": best}
+            yield {**row, "ours": ours.overhead, "best": best}
 
 
-def work() -> None:
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "agreement": agreement_rows,
+    "peak": peak_rows,
+    "in flight": in_flight_rows,
+}
+
+
+def work(parts: list[str]) -> None:
     """Of each process; the first prints rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parts = [agreement_rows]
-    if dist.get_world_size() == 2:
-        parts.append(peak_rows)
+    is_first, has_two = dist.get_rank() == 0, dist.get_world_size() == 2
     for part in parts:
-        for row in part():
-            if dist.get_rank() == 0:
-                print(json.dumps({"part": part.__name__, **row}), flush=True)
-    if dist.get_world_size() == 2 and dist.get_rank() == 0:
-        for row in in_flight_rows():
-            print(json.dumps({"part": "in_flight_rows", **row}), flush=True)
-    dist.barrier()
+        if part == "agreement" or has_two and (part == "peak" or is_first):
+            for row in PARTS[part]():
+                if is_first:
+                    print(json.dumps({"part": part, **row}), flush=True)
+        dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # processes of gloo abort now and then while Python shuts down
 
 
-def run_on(count: int) -> None:
-    """Rows are written as they come."""
+def run_on(count: int, parts: list[str], run: dict[str, str]) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "benchmarks.ranks"]
-    command += ["--is-worker"]
+    command += ["--is-worker", "--parts", *parts]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as processes:
+        assert processes.stdout is not None
+        for line in processes.stdout:
             if line.startswith("{"):
-                row = {"processes": count, **json.loads(line)}
-                with ROWS_FILE.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    if run.returncode:
+                yield {"processes": count, **run, **json.loads(line)}
+    if processes.returncode:
         raise SystemExit(f"{count} processes failed")
+
+
+def this_run() -> dict[str, str]:
+    """Where rows are from: the day and the commit."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {"date": str(datetime.date.today()), "commit": found.stdout.strip()}
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
@@ -241,64 +209,81 @@ def agreement_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def peak_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    least = row["measured"][0] / row["predicted"] - 1
+    named = (row["mode"], row["budget"])
+    if "predicted" not in row:
+        return (*named, "nothing fits", "", "", "", "", "")
+    least, _, most = (f"{size / row['predicted'] - 1:+.1%}" for size in row["measured"])
     sizes = (f"{size:,}" for size in (row["predicted"], *row["measured"]))
-    return (row["mode"], row["budget"], *sizes, f"{least:+.1%}")
+    return (*named, *sizes, least, most)
 
 
 def in_flight_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    named = (str(row["count"]), row["share"])
+    if "ours" not in row:
+        return (*named, "nothing fits", "")
     best = "none fits" if row["best"] is None else f"{row['best']:+.1%}"
-    return (str(row["count"]), row["share"], f"{row['ours']:+.1%}", best)
+    return (*named, f"{row['ours']:+.1%}", best)
 
 
 def report() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.is_worker:
-        work()
-    ROWS_FILE.unlink(missing_ok=True)
+        work(arguments.parts)
+    known = [json.loads(line) for line in ROWS_FILE.read_text().splitlines()]
+    rows = [row for row in known if row["part"] not in arguments.parts]
+    run = this_run()
     for count in arguments.counts:
-        run_on(count)
-    rows = [json.loads(line) for line in ROWS_FILE.read_text().splitlines()]
+        rows += run_on(count, arguments.parts, run)
+    ROWS_FILE.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def of(part: str) -> list[dict[str, Any]]:
         return [row for row in rows if row["part"] == part]
 
-    today, where = datetime.date.today(), machine(torch.device("cpu"))
+    def when(part: str) -> str:
+        runs = dict.fromkeys(f"{row['date']}, {row['commit']}" for row in of(part))
+        return f"({'; '.join(runs)}.)"
+
+    where = machine(torch.device("cpu"))
     lines = [
         "# Several processes",
         "",
-        f"`python -m benchmarks.ranks`, {today}: {where}. Processes of gloo, four blocks of width "
+        f"`python -m benchmarks.ranks`: {where}. Processes of gloo, four blocks of width "
         "64, 256 rows. NCCL is unseen: there is no second device.",
         "",
         "Digests: how many plans there are. Together: one process measures and solves for all with "
         "the same graph (`Options(group=...)`; sharded blocks always). One: the first process "
-        "alone, while the others wait. Each: every process for itself. Seconds: of the slowest.",
+        "alone, while the others wait. Each: every process for itself. Seconds: of the slowest. "
+        f"{when('agreement')}",
         "",
         *table(
             ("processes", "what", "budget", "digests together", "s", "s of one", "ratio")
             + ("digests of each", "s"),
-            map(agreement_cells, of("agreement_rows")),
+            map(agreement_cells, of("agreement")),
         ),
         "",
         "Sharded by `fully_shard` on two processes, then planned: bytes beyond parameters and "
         f"`.grad`, the largest of both, of {STEPS} steps. A collective of gloo lets go of its "
-        "memory at another moment in each step; the least is what a step needs.",
+        "memory late in some steps: the least is what a step needs without that, the most with it. "
+        f"{when('peak')}",
         "",
         *table(
-            ("mode", "budget", "predicted", "least", "median", "most", "least over predicted"),
-            map(peak_cells, of("peak_rows")),
+            ("mode", "budget", "predicted", "least", "median", "most")
+            + ("least over predicted", "most over predicted"),
+            map(peak_cells, of("peak")),
         ),
         "",
         "Calls in flight: extra time of the plan of `Options(in_flight=k)`, and of the best of the "
         "plans for 12 budgets of one call whose peak and k - 1 times what they keep are within the "
-        "same bytes. Budgets are shares of what k calls need unplanned.",
+        "same bytes. Budgets are shares of what k calls need unplanned. "
+        f"{when('in flight')}",
         "",
         *table(
             ("k", "budget", "in_flight", "best of one call"),
-            map(in_flight_cells, of("in_flight_rows")),
+            map(in_flight_cells, of("in flight")),
         ),
     ]
     RESULT.write_text("\n".join(lines) + "\n")
