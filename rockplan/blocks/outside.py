@@ -23,10 +23,10 @@ from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
 from rockplan.python_state.sharding import (
-    exchanged,
     sharded_modules,
     waiting_bytes,
     waits_for_exchange,
+    with_exchange,
 )
 from rockplan.runtime.autograd import ends_of_backward
 from rockplan.untouched import untouched
@@ -57,7 +57,7 @@ def measured_step(
     with untouched(model, *call, written) as held, torch.enable_grad():
 
         def run(what: Callable[[], Any], exchanges: bool = True) -> Any:
-            with held.draws_restored(), exchanged(model) if exchanges else nullcontext():
+            with held.draws_restored(), with_exchange(model) if exchanges else nullcontext():
                 return what()
 
         run(step)  # gradients are there, and caches of operators

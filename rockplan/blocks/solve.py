@@ -96,9 +96,9 @@ def solve_blocks(
     chance, wrappers that come later (`fully_shard`, `DistributedDataParallel`, trainers).
 
     sample_input, sample_kwargs: one batch, as for `solve`. budget: peak bytes of a whole step, as
-    for `solve`; what runs beside the blocks is measured in two steps of the sample, and `blocks_of`
-    says what it needs. optimizer: for 'auto', as for `solve`; there is room for all gradients at
-    once. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
+    for `solve`; what runs beside the blocks is measured in a few steps of the sample, and
+    `blocks_of` says what it needs. optimizer: for 'auto', as for `solve`; there is room for all
+    gradients at once. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
     blocks that `compare` finds. loss: of the result of the model, for the measured steps; None: the
     model returns its loss, or what the caller's needs is left out.
     Calls of other shapes are planned when they come, under what their block has of the budget;

@@ -44,7 +44,7 @@ _EXCHANGES = ("reduce_grads", "all_reduce_grads")
 
 
 @contextlib.contextmanager
-def exchanged(model: nn.Module) -> Iterator[None]:
+def with_exchange(model: nn.Module) -> Iterator[None]:
     """Backward passes exchange gradients inside, whatever was asked for."""
     flags = [(group, flag) for group in _groups(model) for flag in _EXCHANGES]
     before = [getattr(group, flag) for group, flag in flags]
