@@ -21,11 +21,16 @@ from torch import nn
 
 import rockplan
 from benchmarks.gpu_worker import Row, Worker, worker
-from rockplan.captured_sizes import resized
+from rockplan.captured_sizes import resized, storage_sizes
 from rockplan.checkpointing.wrap import per_block, repeated_blocks, sharing_copy
 from rockplan.fitting import ways
-from rockplan.fitting.allocator import Request, replay
-from rockplan.fitting.changes import MemoryChange, peak_of
+from rockplan.fitting.changes import (
+    REPLAYED_STEPS,
+    MemoryChange,
+    peak_of,
+    replayed_steps,
+    usage,
+)
 from rockplan.fitting.gpus import CONTEXT_BYTES, gpu
 from rockplan.fitting.optimizer import optimizer_steps
 from rockplan.fitting.scheduled import first_gradients
@@ -37,7 +42,6 @@ from testing.gpu_cases import LossCase, case_of
 
 EXPANDABLE, LARGEST = "-expandable", "-largest"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-STEPS = 3
 PLANNING_S = 10.0
 
 PART_BYTES = 24 << 30
@@ -67,7 +71,7 @@ MODULES: dict[str, Callable[[LossCase], nn.Module]] = {
 
 
 def train(case: LossCase, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(STEPS):
+    for _ in range(REPLAYED_STEPS):
         optimizer.zero_grad()
         case.step(module)
         optimizer.step()
@@ -107,31 +111,23 @@ class Steps:
         trained = {name: named[name] for name in first_gradients(graph, interface).values()}
         steps = optimizer_steps(optimizer, trained)
         passes = passes_of(graph, schedule, interface, steps)
-        first, later = timeline_of({}, passes, steps).steps
-        return (*first, *later * (STEPS - 1))
-
-    def requests(self, way: str, optimizer: str) -> tuple[list[Request], list[Request]]:
-        """For what is there before a step, and for what steps ask."""
-        held = [Request(("held", n), size) for n, size in enumerate(self.held_bytes())]
-        return held, [change.request for change in self.changes(way, optimizer)]
+        return replayed_steps(*timeline_of({}, passes, steps).steps)
 
     def predicted(self, way: str, optimizer: str) -> Row:
+        changes = self.changes(way, optimizer)
         if self.device.type != "cuda":
-            changes = self.changes(way, optimizer)
             return {"allocated_predicted_bytes": peak_of(changes).size_bytes}
-        held, asked = self.requests(way, optimizer)
-        usage = replay([*held, *asked], self.is_expandable)
+        found = usage(self.held_bytes(), changes, expandable=self.is_expandable)
         return {
-            "allocated_predicted_bytes": usage.allocated_peak_bytes,
-            "reserved_predicted_bytes": usage.reserved_peak_bytes,
+            "allocated_predicted_bytes": found.allocated_peak_bytes,
+            "reserved_predicted_bytes": found.reserved_peak_bytes,
         }
 
     def held_bytes(self) -> list[int]:
         """Of storages that are there before a step, and of workspaces of cuBLAS."""
         model, sample = self.case.model, (*self.case.args, *self.case.kwargs.values())
         tensors = [*model.parameters(), *model.buffers(), *sample]
-        storages = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return [*storages.values(), *[gpu(self.device).cublas_bytes] * 2]
+        return [*storage_sizes(tensors), *[gpu(self.device).cublas_bytes] * 2]
 
     def measured(self, way: str, optimizer: str) -> Row:
         case = self.case

@@ -23,7 +23,9 @@ from rockplan.captured_calls import (
     problems_of,
     refuse_without_effect,
 )
+from rockplan.captured_sizes import storage_sizes
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
+from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.reserved import block_bytes, device_of, is_expandable, take
 from rockplan.fitting.training_step import USUAL, TrainingStep
@@ -138,8 +140,8 @@ def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
         return
     module = call.module
     held = tensors((call.args, call.kwargs, [*module.parameters(), *module.buffers()]))
-    first, later = room.timeline(program.plan, program.interface).steps
-    size_bytes = block_bytes((t.nbytes for t in held), (*first, *later, *later))
+    steps = room.timeline(program.plan, program.interface).steps
+    size_bytes = block_bytes(storage_sizes(held), replayed_steps(*steps))
     if size_bytes:
         take(device, size_bytes)
 

@@ -10,7 +10,7 @@ say is seen at a small size (`operators.layouts.SEEN`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -54,14 +54,14 @@ these are tensors with memory."""
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
-    """graph: in eager's order, with times by `rates`; works: of its nodes' calls; known_bytes: of
-    inputs and of what is computed from their values; form: equal for calls at other sizes whose
-    schedules carry over."""
+    """graph: in eager's order, with times by `rates`; works: of its nodes' calls; input_sizes: of
+    storages of inputs; known_bytes: of these and of what is computed from their values; form: equal
+    for calls at other sizes whose schedules carry over."""
 
     graph: CDGraph
     interface: Interface
     profile: Profile
-    input_bytes: int
+    input_sizes: tuple[int, ...]
     known_bytes: int
     works: tuple[tuple[Work, ...], ...]
     rates: tuple[float, float]
@@ -73,7 +73,7 @@ class PricedCall:
         data = (d.size_bytes for d in self.graph.data)
         inside = (n.workspace_bytes for n in self.graph.nodes)
         works = (number for ws in self.works for w in ws for number in (w.moved_bytes, w.flops))
-        return (*data, *inside, *works, self.input_bytes, self.known_bytes)
+        return (*data, *inside, *works, *self.input_sizes, self.known_bytes)
 
     def with_numbers(self, numbers: Sequence[int]) -> PricedCall:
         left = iter(numbers)
@@ -91,9 +91,9 @@ class PricedCall:
             for node in self.graph.nodes
         )
         graph = replace(self.graph, data=data, nodes=nodes)
-        input_bytes, known_bytes = left
+        *sizes, known_bytes = left
         return replace(
-            self, graph=graph, input_bytes=input_bytes, known_bytes=known_bytes, works=works
+            self, graph=graph, input_sizes=tuple(sizes), known_bytes=known_bytes, works=works
         )
 
 
@@ -111,17 +111,18 @@ def priced_call(
     check_index_ranges(graph, lowered.samples)
     keys = call_keys(graph)
     profile = roofline(graph, *rates, keys)
-    input_bytes = _bytes_of(trees.tree_leaves(arguments))
-    known_bytes = input_bytes + _bytes_of(lowered.samples.values())
+    input_sizes = storage_sizes(trees.tree_leaves(arguments))
+    known_bytes = sum(input_sizes) + sum(storage_sizes(lowered.samples.values()))
     works = tuple(tuple(work_of(graph, call) for call in node.calls) for node in graph.nodes)
     priced = price(graph, profile, keys)
-    return PricedCall(priced, lowered.interface, profile, input_bytes, known_bytes, works, rates)
+    return PricedCall(priced, lowered.interface, profile, input_sizes, known_bytes, works, rates)
 
 
-def _bytes_of(leaves: Any) -> int:
+def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
+    """Bytes of the storages of tensors, each once."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return tuple(storages.values())
 
 
 def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:

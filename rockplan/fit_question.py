@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -21,9 +20,9 @@ from rockplan.captured_sizes import (
     SizedCalls,
     priced_call,
     resized,
+    storage_sizes,
 )
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
-from rockplan.fitting.allocator import Request, Usage, replay
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.known import answer_key
@@ -68,20 +67,26 @@ class FitQuestion:
     _smallest: dict[int, Schedule] = field(default_factory=dict)
 
     @property
-    def resident(self) -> dict[Holding, int]:
-        parameters = _bytes_of(self.model.parameters())
-        buffers = _bytes_of(self.model.buffers())
+    def resident(self) -> dict[Holding, tuple[int, ...]]:
+        """Bytes of each storage."""
+        parameters = storage_sizes(self.model.parameters())
+        buffers = storage_sizes(self.model.buffers())
         return {
             Holding.PARAMETERS: parameters,
             Holding.BUFFERS: buffers,
-            Holding.AVERAGES: parameters + buffers if self.step.average else 0,
+            Holding.AVERAGES: parameters + buffers if self.step.average else (),
             # Forward and backward multiply in threads of their own.
-            Holding.WORKSPACES: 2 * self.on.cublas_bytes,
+            Holding.WORKSPACES: (self.on.cublas_bytes,) * 2,
         }
 
+    @property
+    def _model_bytes(self) -> int:
+        own = self.resident.items()
+        return sum(sum(sizes) for owner, sizes in own if owner is not Holding.WORKSPACES)
+
     def refuse_too_small(self) -> None:
-        room = self.on.usable_bytes - self.resident[Holding.WORKSPACES]
-        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
+        room = self.on.usable_bytes - sum(self.resident[Holding.WORKSPACES])
+        held = self._model_bytes
         if held > room:
             known = self.known_without_capture()
             shards = f"no less than {-(-known // room)}" if room > 0 else "no number of"
@@ -94,8 +99,7 @@ class FitQuestion:
     def known_without_capture(self) -> int:
         trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
         steps = self.steps(trained)
-        held = sum(self.resident.values()) - self.resident[Holding.WORKSPACES]
-        return held + _bytes_of(trained.values()) + steps.state_bytes
+        return self._model_bytes + sum(storage_sizes(trained.values())) + steps.state_bytes
 
     def steps(self, trained: Iterable[str]) -> OptimizerSteps:
         """Of the optimizer, of these parameters."""
@@ -187,7 +191,7 @@ class FitQuestion:
         gradients = first_gradients(graph, call.interface)
         steps = self.steps(gradients.values())
         passes = passes_of(graph, schedule, call.interface, steps)
-        resident = {**self.resident, Holding.INPUTS: call.input_bytes}
+        resident = {**self.resident, Holding.INPUTS: call.input_sizes}
         return timeline_of(
             resident,
             passes,
@@ -200,14 +204,14 @@ class FitQuestion:
         usable_bytes = self.on.usable_bytes
         if timeline.peak.size_bytes > usable_bytes:
             return False
-        return usage_of(timeline, usable_bytes).failed_at is None
+        return timeline.usage(usable_bytes).failed_at is None
 
     def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
         """A plan for what is left of the device when the optimizer has its state, beside gradients
         that are not there yet; where that does not fit, for less, down to what `schedule` needs."""
         usable_bytes = self.on.usable_bytes
         gradients = first_gradients(call.graph, call.interface)
-        alive = sum(self.resident.values()) + call.input_bytes
+        alive = sum(map(sum, self.resident.values())) + sum(call.input_sizes)
         left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
         least_bytes = simulate(call.graph, schedule).peak_bytes
         for tries in range(TRIES, 0, -1):
@@ -221,18 +225,6 @@ class FitQuestion:
                 return faster
             if asked_bytes <= least_bytes:
                 break
-            over_bytes = usage_of(timeline, None).reserved_peak_bytes - usable_bytes
+            over_bytes = timeline.usage().reserved_peak_bytes - usable_bytes
             left_bytes -= max(over_bytes, left_bytes // 50)
         return schedule
-
-
-def usage_of(timeline: Timeline, capacity_bytes: int | None) -> Usage:
-    resident = [Request(owner, size_bytes) for owner, size_bytes in timeline.resident.items()]
-    changes = (change.request for change in timeline.changes)
-    return replay([*resident, *changes], capacity_bytes=capacity_bytes)
-
-
-def _bytes_of(tensors: Any) -> int:
-    """Of their storages, each once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())

@@ -19,7 +19,7 @@ from rockplan.captured_calls import arguments
 from rockplan.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput
-from rockplan.fit_question import BATCH, LENGTH, FitQuestion, Scheduled, usage_of
+from rockplan.fit_question import BATCH, LENGTH, FitQuestion, Scheduled
 from rockplan.fitting.answer import Fit, FitRow
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import OptimizerLike
@@ -182,7 +182,7 @@ class _Length:
         found = question.timeline(call, graph, schedule)
         time_ns = simulate(graph, schedule).time_ns
         kept_ns = simulate(*self.ways[KEPT](self.calls.at(samples, self.length))).time_ns
-        usage = usage_of(found, question.on.usable_bytes if batch else None)
+        usage = found.usage(question.on.usable_bytes if batch else None)
         peak = found.peak
         tokens_per_ns = samples * (self.length or 1) / max(time_ns, 1)
         return FitRow(

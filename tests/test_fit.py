@@ -32,7 +32,7 @@ from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
 from rockplan.errors import ForwardRaises, InvalidInput
 from rockplan.examples import mlp
-from rockplan.fitting.changes import Holding, MemoryChange, peak_of
+from rockplan.fitting.changes import Holding, MemoryChange, peak_of, usage
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.timeline import Passes, passes_of, timeline_of
@@ -342,13 +342,39 @@ def test_a_peak_says_who_has_it() -> None:
     )
     passes = Passes((activation, activation.freed, gradient), (activation, activation.freed))
     optimizer = OptimizerSteps("own", 20, (state, inside, inside.freed), (inside, inside.freed))
-    steps = timeline_of({Holding.PARAMETERS: 10}, passes, optimizer)
+    steps = timeline_of({Holding.PARAMETERS: (10,)}, passes, optimizer)
     assert steps.peak.size_bytes == 10 + 20 + 100
     held = {owner: size for owner, size in steps.peak.owners.items() if size}
     assert held == {Holding.PARAMETERS: 10, Holding.OPTIMIZER: 20, Holding.ACTIVATIONS: 100}
-    assert peak_of(steps.steps[0], steps.resident).size_bytes == 10 + 100
-    kept = timeline_of({Holding.PARAMETERS: 10}, passes, optimizer, set_to_none=False)
+    assert peak_of(steps.steps[0], steps.resident_bytes).size_bytes == 10 + 100
+    kept = timeline_of({Holding.PARAMETERS: (10,)}, passes, optimizer, set_to_none=False)
     assert kept.peak.size_bytes == 10 + 20 + 10 + 100
+
+
+class Rows(torch.nn.Module):
+    """Products beside each other, whose weights take 7 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(1024, 1792, bias=False) for _ in range(40)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).sum() for layer in self.layers]).sum()
+
+
+def test_parameters_are_asked_for_one_by_one() -> None:
+    """Two of them have a segment of 20 MiB: what fits as one block does not fit so."""
+    with torch.device("meta"):
+        model, x = Rows(), torch.empty(2, 1024)
+    held_bytes = sum(p.nbytes for p in model.parameters())
+    found = rockplan.fit(model, x, "4GiB", optimizer=None, options=QUICK).rows[0]
+    segments_bytes = 20 * (20 << 20)
+    allocated = usage([7 << 20] * 40, ())
+    assert allocated.reserved_peak_bytes == segments_bytes > 1.42 * held_bytes
+    # With as many gradients, in segments of the same size.
+    assert found.reserved_bytes >= 2 * segments_bytes
 
 
 def test_batches_fit_as_the_allocator_finds_memory() -> None:

@@ -25,7 +25,7 @@ import torch
 import rockplan
 from benchmarks import gpu_fit, stand_in
 from benchmarks.gpu_table import table
-from rockplan.fitting.allocator import Request, replay
+from rockplan.fitting.changes import Holding, MemoryChange, usage
 from testing.gpu_cases import case_of
 
 NAMES = ("llama", "gpt2-large", "resnet-50")
@@ -54,16 +54,16 @@ def rows_of(name: str, is_expandable: bool) -> Iterator[Row]:
             if is_expandable:
                 yield row | {"expandable": reserved_bytes(steps, optimizer, 0)}
                 continue
-            held, asked = steps.requests("rockplan", optimizer)
-            exact = replay([*held, *asked], expandable=True)
-            needed_bytes = exact.allocated_peak_bytes - sum(one.size_bytes or 0 for one in held)
+            held, asked = steps.held_bytes(), steps.changes("rockplan", optimizer)
+            exact = usage(held, asked, expandable=True)
+            needed_bytes = exact.allocated_peak_bytes - sum(held)
             blocks = [needed_bytes * share // 100 for share in SHARES]
             said = [after_block(held, asked, block) for block in blocks]
             best_bytes = min(zip(said, blocks, strict=True))[1]
             yield row | {
                 "allocated_bytes": exact.allocated_peak_bytes,
                 "default": reserved_bytes(steps, optimizer, 0),
-                "default said": replay([*held, *asked]).reserved_peak_bytes,
+                "default said": usage(held, asked).reserved_peak_bytes,
                 "block": reserved_bytes(steps, optimizer, blocks[0]),
                 "block said": said[0],
                 "best": reserved_bytes(steps, optimizer, best_bytes),
@@ -71,9 +71,9 @@ def rows_of(name: str, is_expandable: bool) -> Iterator[Row]:
             }
 
 
-def after_block(held: list[Request], asked: list[Request], block_bytes: int) -> int:
-    block = [Request("block", block_bytes), Request("block", None)]
-    return replay([*held, *block, *asked]).reserved_peak_bytes
+def after_block(held: list[int], asked: tuple[MemoryChange, ...], block_bytes: int) -> int:
+    block = MemoryChange("block", block_bytes, Holding.CALLER)
+    return usage(held, (block, block.freed, *asked)).reserved_peak_bytes
 
 
 def reserved_bytes(steps: gpu_fit.Steps, optimizer: str, block_bytes: int) -> int:

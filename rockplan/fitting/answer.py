@@ -17,7 +17,7 @@ class FitRow:
     """The largest batch of one way that fits, at one length; what its steps need and take.
 
     length: None where lengths do not vary; batch: 0 where none fits, then all figures are of the
-    smallest batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, two
+    smallest batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, three
     steps from the start; owners: (who, bytes) at the peak of what is asked for, with what the
     allocator reserves beyond that: together reserved_bytes. overhead: of time,
     over everything kept; tokens_per_s: an estimate by the device's peaks (samples, where lengths do

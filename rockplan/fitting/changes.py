@@ -1,6 +1,7 @@
 """Changes: what a step asks of an allocator, in order, and who asks.
 
-takes: changes. returns: the most bytes alive, and who has them then.
+takes: changes. returns: the most bytes alive, and who has them then; what the caching allocator
+holds for them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from rockplan.fitting.allocator import Request
+from rockplan.fitting.allocator import Request, Usage, replay
+
+REPLAYED_STEPS = 3
+"""The first one finds no segments; the third one mostly takes none."""
 
 
 class Holding(Enum):
@@ -72,6 +76,27 @@ def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | N
         if live_bytes > peak.size_bytes:
             peak = Peak(live_bytes, dict(alive), position)
     return peak
+
+
+def replayed_steps(
+    first: Iterable[MemoryChange], later: Iterable[MemoryChange]
+) -> tuple[MemoryChange, ...]:
+    """Of as many steps as are replayed, all but the first alike."""
+    return (*first, *tuple(later) * (REPLAYED_STEPS - 1))
+
+
+def usage(
+    held: Iterable[int],
+    changes: Iterable[MemoryChange],
+    *,
+    expandable: bool = False,
+    capacity_bytes: int | None = None,
+) -> Usage:
+    """What the caching allocator holds for `changes` beside what is there: `held`, bytes of each
+    storage, which it was asked for one by one."""
+    there = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
+    asked = (change.request for change in changes)
+    return replay((*there, *asked), expandable, capacity_bytes)
 
 
 def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:

@@ -14,15 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from rockplan.fitting.allocator import Request, replay
-from rockplan.fitting.changes import MemoryChange
+from rockplan.fitting.changes import Holding, MemoryChange, replayed_steps, usage
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
-
-STEPS = 3
-"""The first one finds no segments; the third one mostly takes none."""
 
 WORTH = 0.01
 """Share of what is reserved. Of twelve plans of full size (benchmarks/results/reserve.md) those
@@ -45,22 +41,19 @@ def with_reserved(plan: Plan) -> Plan:
     cublas_bytes = gpu(device).cublas_bytes
     first = scheduled_changes(graph, plan.schedule, {}, cublas_bytes)
     later = scheduled_changes(graph, plan.schedule, {})
-    requests = [Request(("held", number), size_bytes) for number, size_bytes in enumerate(held)]
-    requests += (change.request for change in (*first, *later * (STEPS - 1)))
-    usage = replay(requests, is_expandable())
-    return replace(plan, reserved_bytes=usage.reserved_peak_bytes - sum(held))
+    found = usage(held, replayed_steps(first, later), expandable=is_expandable())
+    return replace(plan, reserved_bytes=found.reserved_peak_bytes - sum(held))
 
 
 def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
     """Of one block that is allocated and given back before training, from which others are split:
     what `changes` need at most, beside what is there (`held`, bytes of storages); 0 where that
     saves less than what is WORTH it."""
-    there = [Request(("held", number), size_bytes) for number, size_bytes in enumerate(held)]
-    asked = [change.request for change in changes]
-    plain = replay([*there, *asked])
-    needed_bytes = replay(asked, expandable=True).allocated_peak_bytes
-    block = (Request("block", needed_bytes), Request("block", None))
-    split = replay([*there, *block, *asked])
+    there, asked = tuple(held), tuple(changes)
+    plain = usage(there, asked)
+    needed_bytes = usage((), asked, expandable=True).allocated_peak_bytes
+    block = MemoryChange("block", needed_bytes, Holding.CALLER)
+    split = usage(there, (block, block.freed, *asked))
     is_worth_it = split.reserved_peak_bytes < (1 - WORTH) * plain.reserved_peak_bytes
     return needed_bytes if is_worth_it else 0
 

@@ -12,7 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from rockplan.fitting.changes import Holding, MemoryChange, Peak, left_alive, peak_of
+from rockplan.fitting.allocator import Usage
+from rockplan.fitting.changes import (
+    Holding,
+    MemoryChange,
+    Peak,
+    left_alive,
+    peak_of,
+    replayed_steps,
+    usage,
+)
 from rockplan.fitting.optimizer import OptimizerSteps
 from rockplan.fitting.scheduled import all_gradients, first_gradients, scheduled_changes
 from rockplan.values.graph import CDGraph
@@ -52,10 +61,11 @@ def passes_of(
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """Two steps from nothing but what the model is: the first makes the state of the optimizer, the
-    second is like all that follow. steps: the changes of each; resident: bytes before."""
+    second is like all that follow. steps: the changes of each; resident: bytes of each storage that
+    is there before."""
 
-    resident: Mapping[Holding, int]
-    steps: tuple[tuple[MemoryChange, ...], ...]
+    resident: Mapping[Holding, tuple[int, ...]]
+    steps: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
 
     @property
     def changes(self) -> tuple[MemoryChange, ...]:
@@ -63,7 +73,16 @@ class Timeline:
 
     @property
     def peak(self) -> Peak:
-        return peak_of(self.changes, self.resident)
+        return peak_of(self.changes, self.resident_bytes)
+
+    @property
+    def resident_bytes(self) -> dict[Holding, int]:
+        return {owner: sum(sizes) for owner, sizes in self.resident.items()}
+
+    def usage(self, capacity_bytes: int | None = None) -> Usage:
+        """Of a device with so many bytes for the caching allocator, over several steps."""
+        held = (size for sizes in self.resident.values() for size in sizes)
+        return usage(held, replayed_steps(*self.steps), capacity_bytes=capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +105,18 @@ class SizedTimeline:
             return x + more * (y - x)
 
         after = self.other.resident
-        resident = {owner: sized(size, after[owner]) for owner, size in self.one.resident.items()}
-        steps = tuple(
+        resident = {
+            owner: tuple(map(sized, sizes, after[owner]))
+            for owner, sizes in self.one.resident.items()
+        }
+        first, later = (
             tuple(
                 replace(x, size_bytes=sized(x.size_bytes, y.size_bytes))
                 for x, y in zip(*both, strict=True)
             )
             for both in zip(self.one.steps, self.other.steps, strict=True)
         )
-        return Timeline(resident, steps)
+        return Timeline(resident, (first, later))
 
     def most(self, size_bytes: int, batches: tuple[int, int]) -> int:
         """The largest batch, of those from `first` on, that never has more bytes alive; one below
@@ -112,16 +134,16 @@ class SizedTimeline:
 
 def _kind(timeline: Timeline) -> object:
     changes = [(c.key, c.owner, c.is_free) for c in timeline.changes]
-    return timeline.resident.keys(), changes
+    return {owner: len(sizes) for owner, sizes in timeline.resident.items()}, changes
 
 
 def _alive(timeline: Timeline) -> Iterator[int]:
     changes = (change.change_bytes for change in timeline.changes)
-    return accumulate(changes, initial=sum(timeline.resident.values()))
+    return accumulate(changes, initial=sum(timeline.resident_bytes.values()))
 
 
 def timeline_of(
-    resident: Mapping[Holding, int],
+    resident: Mapping[Holding, tuple[int, ...]],
     passes: Passes,
     optimizer: OptimizerSteps,
     *,
