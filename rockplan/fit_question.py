@@ -23,9 +23,9 @@ from rockplan.captured_sizes import (
     storage_sizes,
 )
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
+from rockplan.fitting.answer_key import answer_key
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu
-from rockplan.fitting.known import answer_key
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, waits_of
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of

@@ -32,6 +32,7 @@ from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
 from rockplan.errors import ForwardRaises, InvalidInput
 from rockplan.examples import mlp
+from rockplan.fitting.answer_key import answer_key
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of, usage
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients
@@ -698,9 +699,60 @@ def test_an_answer_is_kept_for_what_it_was_given_for(monkeypatch: pytest.MonkeyP
     assert captures(options=everything)[0] > 1
 
 
+def kept_to(most: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x[:, :most]
+
+
+def without_constants(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :8]
+
+
+def with_other_constants(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :9]
+
+
+class Cutting:
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : self._most]
+
+
+@dataclasses.dataclass
+class Settings:
+    _most: int
+
+
+KEYS: dict[str, tuple[object, object]] = {
+    "number": (8, 9),
+    "container": ([8], [9]),
+    "closure": (kept_to(8), kept_to(9)),
+    "constant": (without_constants, with_other_constants),
+    "inner constant": (lambda x: [y for y in x if y > 8], lambda x: [y for y in x if y > 9]),
+    "default": (lambda x, most=8: x[:, :most], lambda x, most=9: x[:, :most]),
+    "keyword default": (lambda x, *, most=8: x[:, :most], lambda x, *, most=9: x[:, :most]),
+    "partial": (functools.partial(torch.clamp, max=8), functools.partial(torch.clamp, max=9)),
+    "method": (Cutting(8).cut, Cutting(9).cut),
+    "private number of a configuration": (Settings(8), Settings(9)),
+}
+
+
+@pytest.mark.parametrize("name", [*KEYS])
+@pytest.mark.parametrize("attribute", ["most", "_most"])
+def test_what_a_module_holds_is_in_its_key(name: str, attribute: str) -> None:
+    def key(value: object) -> dict[str, str]:
+        model = torch.nn.Linear(2, 2)
+        setattr(model, attribute, value)
+        return answer_key(model, torch.empty(2, 2), "graph")
+
+    one, other = KEYS[name]
+    assert key(one) == key(one) != key(other)
+
+
 KEY = """
 import testing, torch
-from rockplan.fitting.known import answer_key
+from rockplan.fitting.answer_key import answer_key
 from testing import models
 
 torch.manual_seed(0)

@@ -65,12 +65,6 @@ class Usage:
     retries: int
     failed_at: int | None
 
-    @property
-    def fragmentation(self) -> float:
-        """Share of the reserved peak that is above the allocated one."""
-        above_bytes = self.reserved_peak_bytes - self.allocated_peak_bytes
-        return above_bytes / max(self.reserved_peak_bytes, 1)
-
 
 def replay(
     requests: Iterable[Request], expandable: bool = False, capacity_bytes: int | None = None

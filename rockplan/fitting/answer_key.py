@@ -1,10 +1,11 @@
-"""Known: answers that were given before, by what they depend on.
+"""Answer key: by what an answer is kept that was given before.
 
-takes: a model, a sample, a small capture, what was asked. returns: the key of an answer, None where
-nothing tells whether it would be the same. guarantees: it has the source of this package, versions,
-the graph of a small call to the byte, and of each module its class, the file that its class is
-written in, and its plain attributes, also inside of containers and configurations: what decides
-the graphs of other sizes.
+takes: a model, a sample, a small capture, what was asked. returns: the key of an answer.
+guarantees: it has the source of this package, versions, the graph of a small call to the byte, and
+of each module its class, the file that its class is written in, and its attributes, also inside of
+containers, configurations and functions (code, constants, defaults, closures): what decides the
+graphs of other sizes. Not seen: what is deeper than a few containers or functions, attributes of
+objects without `__dict__`, global variables, and the files of functions that a forward calls.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type)
 _VALUES = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _DEPTH = 6
 _OF_TORCH = "torch.nn."
+_OWN = frozenset(vars(nn.Module()))
+"""What each module has, of which parameters, buffers and modules are in lines of their own."""
 
 
 def answer_key(model: nn.Module, sample: object, graph: object, **asked: object) -> dict[str, str]:
@@ -55,7 +59,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
         for of in kind.__mro__:
             if not of.__module__.startswith(_OF_TORCH):
                 yield _source(of)
-        own = (item for item in vars(module).items() if not item[0].startswith("_"))
+        own = (item for item in vars(module).items() if item[0] not in _OWN)
         yield from (f"{name}.{key} = {_described(value, seen)}" for key, value in own)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     for name, tensor in tensors:
@@ -98,8 +102,18 @@ def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) ->
     if isinstance(value, nn.Module) or not depth or id(value) in seen:
         return type(value).__qualname__
     seen.add(id(value))
-    if code := getattr(value, "__code__", None):
-        return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {len(code.co_consts)}"
+    if isinstance(value, CodeType):
+        constants = _described(value.co_consts, seen, depth - 1)
+        return f"{value.co_name} {value.co_code.hex()} {value.co_names} {constants}"
+    if isinstance(value, FunctionType):
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        return _described(
+            [value.__code__, value.__defaults__, value.__kwdefaults__, cells], seen, depth
+        )
+    if isinstance(value, MethodType):
+        return _described([value.__func__, value.__self__], seen, depth)
+    if isinstance(value, functools.partial):
+        return _described([value.func, value.args, value.keywords], seen, depth)
     if isinstance(value, list | tuple | set | frozenset):
         inside = [_described(v, seen, depth - 1) for v in value]
         return f"[{', '.join(sorted(inside) if isinstance(value, set | frozenset) else inside)}]"
@@ -108,7 +122,16 @@ def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) ->
     return f"{type(value).__qualname__} {{{', '.join(pairs)}}}"
 
 
+def _cell(cell: CellType) -> object:
+    """Its content; None while there is none."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 def _attributes(value: object) -> dict[str, Any]:
-    """Without private numbers: hashes, which are others in each process, and counters."""
+    """Without hashes, such as configurations of transformers keep, which are others in each
+    process."""
     held = getattr(value, "__dict__", {})
-    return {k: v for k, v in held.items() if k[0] != "_" or type(v) not in (int, float)}
+    return {k: v for k, v in held.items() if not k.endswith("hash")}
