@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from rockplan.fitting.allocator import Request, Usage, replay
@@ -81,8 +81,21 @@ def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | N
 def replayed_steps(
     first: Iterable[MemoryChange], later: Iterable[MemoryChange]
 ) -> tuple[MemoryChange, ...]:
-    """Of as many steps as are replayed, all but the first alike."""
-    return (*first, *tuple(later) * (REPLAYED_STEPS - 1))
+    """Of as many steps as are replayed, all but the first alike. What a step leaves, and no step
+    gives back (a norm, a factor of a scaler), goes when the next one has made its own."""
+    again = tuple(later)
+    alive: dict[Hashable, MemoryChange] = {}
+    changes = []
+    for number, step in enumerate((first, *[again] * (REPLAYED_STEPS - 1))):
+        for change in step:
+            before = alive.pop(change.key, None)
+            if not change.is_free:
+                made = replace(change, key=(number, change.key))
+                alive[change.key] = made
+                changes.append(made)
+            if before is not None:
+                changes.append(before.freed)
+    return tuple(changes)
 
 
 def usage(
