@@ -29,7 +29,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import rockplan
 from benchmarks.fit import with_loss
 from benchmarks.timing import where
-from rockplan.captured_calls import arguments, captured_call, problems_of
+from rockplan.captures.captured_calls import arguments, captured_call, problems_of
 from rockplan.fitting.optimizer import optimizer_steps
 from rockplan.fitting.timeline import passes_of, timeline_of
 from rockplan.fitting.ways import kept_whole

@@ -26,7 +26,7 @@ import torch
 
 import rockplan
 from benchmarks.timing import where
-from rockplan.captured_calls import arguments, captured_call, problems_of
+from rockplan.captures.captured_calls import arguments, captured_call, problems_of
 from rockplan.checkpointing import wrap
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.fitting.changes import Holding, peak_of

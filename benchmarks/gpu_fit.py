@@ -21,7 +21,6 @@ from torch import nn
 
 import rockplan
 from benchmarks.gpu_worker import Row, Worker, worker
-from rockplan.captured_sizes import resized, storage_sizes
 from rockplan.checkpointing.wrap import per_block, repeated_blocks, sharing_copy
 from rockplan.fitting import ways
 from rockplan.fitting.changes import (
@@ -33,11 +32,13 @@ from rockplan.fitting.changes import (
 )
 from rockplan.fitting.gpus import CONTEXT_BYTES, gpu
 from rockplan.fitting.optimizer import optimizer_steps
+from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.timeline import passes_of, timeline_of
 from rockplan.runtime.planned_state import programs_of
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule
+from rockplan.will_it_fit.captured_sizes import resized
 from testing.gpu_cases import LossCase, case_of
 
 EXPANDABLE, LARGEST = "-expandable", "-largest"

@@ -30,7 +30,6 @@ from benchmarks.timing import where
 from rockplan.budget import Budget
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InfeasibleBudget
-from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import per_block
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
@@ -44,6 +43,7 @@ from rockplan.search.problem import Problem, problem_of
 from rockplan.values.copies import HostLink, with_copies, with_fetches
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.schedule import Schedule, keep_all, kept_data
+from rockplan.will_it_fit.twin import twin_of, with_values
 from testing.gpu_cases import GPT2, LLAMA
 
 RESULTS = Path(__file__).parent / "results"

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.comparison import Comparison, compare
     from rockplan.explained import explain
-    from rockplan.fitting.answer import Fit
     from rockplan.fitting.training_step import TrainingStep
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
@@ -54,12 +53,13 @@ if TYPE_CHECKING:
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
     from rockplan.runtime.planned_state import code_of, plan_of
-    from rockplan.what_fits import fit
+    from rockplan.will_it_fit.answer import Fit
+    from rockplan.will_it_fit.what_fits import fit
 
 _LATE = {
     "BlocksPlan": "rockplan.blocks.report",
     "Comparison": "rockplan.comparison",
-    "Fit": "rockplan.fitting.answer",
+    "Fit": "rockplan.will_it_fit.answer",
     "TrainingStep": "rockplan.fitting.training_step",
     "blocks_of": "rockplan.blocks.solve",
     "as_checkpoint_code": "rockplan.checkpointing.export",
@@ -70,7 +70,7 @@ _LATE = {
     "draw_memory": "rockplan.reports.pictures",
     "draw_schedule": "rockplan.reports.pictures",
     "explain": "rockplan.explained",
-    "fit": "rockplan.what_fits",
+    "fit": "rockplan.will_it_fit.what_fits",
     "html_report": "rockplan.reports.html",
     "load": "rockplan.api",
     "measured_timeline": "rockplan.graph_builder.costs.ruler",

@@ -12,7 +12,7 @@ from torch import nn
 
 from rockplan.agreement import ALONE, Agreement, agreement
 from rockplan.budget import Budget, parse_budget
-from rockplan.captured_calls import (
+from rockplan.captures.captured_calls import (
     CapturedCall,
     arguments,
     calls_of,
@@ -23,16 +23,16 @@ from rockplan.captured_calls import (
     problems_of,
     refuse_without_effect,
 )
-from rockplan.captured_sizes import storage_sizes
+from rockplan.captures.parts import named_in_refusals
+from rockplan.captures.sizes import SizedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.fitting.reserved import block_bytes, device_of, is_expandable, take
+from rockplan.fitting.reserved import block_bytes, device_of, is_expandable, storage_sizes, take
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.free_memory import Room, room_of
 from rockplan.graph_builder.operators.facts import tensors
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.parts import named_in_refusals
 from rockplan.programs import (
     advise,
     advised,
@@ -52,7 +52,6 @@ from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.budget_curve import curve_of
 from rockplan.search.in_flight import needed_bytes
-from rockplan.sizes import SizedCall
 from rockplan.store.plan_file import read_plans
 from rockplan.values.curve import Curve, best_of
 from rockplan.values.interface import Interface

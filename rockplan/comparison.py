@@ -23,7 +23,8 @@ from torch import nn
 
 from rockplan.api import solve
 from rockplan.budget import Budget, parse_budget
-from rockplan.captured_calls import arguments
+from rockplan.captures.captured_calls import arguments
+from rockplan.captures.untouched import untouched
 from rockplan.checkpointing import wrap
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
@@ -35,7 +36,6 @@ from rockplan.python_state import trees
 from rockplan.reports.pictures import Series
 from rockplan.runtime.planned_state import plan_of, unplanned
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
-from rockplan.untouched import untouched
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report

@@ -23,7 +23,7 @@ from torch import nn
 
 from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
-from rockplan.captured_calls import CapturedCall, captured_call, problems_of
+from rockplan.captures.captured_calls import CapturedCall, captured_call, problems_of
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError

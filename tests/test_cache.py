@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan.fitting.answer import Fit
 from rockplan.store import documents
 from rockplan.store.cache import KINDS, Cache
 from rockplan.store.documents import dump_family, dump_profile, parse_family, parse_profile
 from rockplan.store.plan_file import dump_plans, parse_plans
+from rockplan.will_it_fit.answer import Fit
 from tests.cache_worker import KEY, hammer
 from tests.planning import WITHOUT_SEARCH, hearing
 

@@ -23,16 +23,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
 import rockplan
-from rockplan import fit_question, plan_of
-from rockplan.captured_calls import arguments, captured_call, problems_of
-from rockplan.captured_sizes import PricedCall, Size, SizedCalls, priced_call, resized
+from rockplan import plan_of
+from rockplan.captures.captured_calls import arguments, captured_call, problems_of
 from rockplan.checkpointing import wrap
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
 from rockplan.errors import ForwardRaises, InvalidInput
 from rockplan.examples import mlp
-from rockplan.fitting.answer_key import answer_key
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of, usage
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients
@@ -44,6 +42,9 @@ from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
+from rockplan.will_it_fit import question
+from rockplan.will_it_fit.answer_key import answer_key
+from rockplan.will_it_fit.captured_sizes import PricedCall, Size, SizedCalls, priced_call, resized
 from testing import models
 from testing.training import QUICK, solve_case
 
@@ -666,13 +667,13 @@ def test_an_answer_is_kept_for_what_it_was_given_for(monkeypatch: pytest.MonkeyP
     """A second time one small capture is all; of a model that is another at other sizes, or an
     optimizer of the caller's, it is worked out anew."""
     captured: list[object] = []
-    own = fit_question.priced_call
+    own = question.priced_call
 
     def counted(*call: Any) -> PricedCall:
         captured.append(call)
         return own(*call)
 
-    monkeypatch.setattr(fit_question, "priced_call", counted)
+    monkeypatch.setattr(question, "priced_call", counted)
     x = torch.zeros(2, 8, 64)
 
     def captures(most: int = 64, **asked: Any) -> tuple[int, rockplan.Fit]:
@@ -752,7 +753,7 @@ def test_what_a_module_holds_is_in_its_key(name: str, attribute: str) -> None:
 
 KEY = """
 import testing, torch
-from rockplan.fitting.answer_key import answer_key
+from rockplan.will_it_fit.answer_key import answer_key
 from testing import models
 
 torch.manual_seed(0)

@@ -25,6 +25,8 @@ LIBRARIES = {
         "search",
         "blocks",
         "fitting",
+        "captures",
+        "will_it_fit",
         "cli",
     },
     "highspy": {"ilp"},

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 import rockplan
 from rockplan.budget import Budget
-from rockplan.captured_calls import captured_call
+from rockplan.captures.captured_calls import captured_call
 from rockplan.graph_builder.costs.call_key import call_key, call_keys
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import measure

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import rockplan
+from rockplan.captures.sizes import sized_calls
 from rockplan.cli.main import app
 from rockplan.options import SizeRange
-from rockplan.sizes import sized_calls
 from testing import models
 from testing.blocks import QUICK, Stack, batch, train
 from testing.training import assert_same_state

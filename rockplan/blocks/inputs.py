@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from rockplan.captures.untouched import untouched
 from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
@@ -32,7 +33,6 @@ from rockplan.python_state.sharding import sharded_modules
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import original_forward
-from rockplan.untouched import untouched
 
 
 @dataclass(frozen=True, slots=True)

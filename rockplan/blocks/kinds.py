@@ -15,7 +15,7 @@ from typing import Any
 
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
-from rockplan.captured_calls import CapturedCall, captured_call
+from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rockplan.captures.untouched import untouched
 from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
@@ -29,7 +30,6 @@ from rockplan.python_state.sharding import (
     with_exchange,
 )
 from rockplan.runtime.autograd import ends_of_backward
-from rockplan.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment
 
 Step = Callable[[], object]

@@ -45,7 +45,8 @@ from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget
-from rockplan.captured_calls import arguments, check_options, group_of, largest_call
+from rockplan.captures.captured_calls import arguments, check_options, group_of, largest_call
+from rockplan.captures.sizes import SizedCall
 from rockplan.comparison import Loss, device_of, step_of
 from rockplan.dp.block_sequence import Others
 from rockplan.errors import (
@@ -69,7 +70,6 @@ from rockplan.runtime.planned_state import is_in_place, latest_of, make_program_
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options, peak_of
-from rockplan.sizes import SizedCall
 from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming

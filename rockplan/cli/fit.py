@@ -98,7 +98,7 @@ def fit(
             )
             answer = _answer(model, gpu, optimizer, sizes, step, options, autocast)
             if html is not None:
-                from rockplan.fitting.page import fit_page
+                from rockplan.will_it_fit.page import fit_page
 
                 write_whole(Path(html), fit_page(answer))
             text = answer.to_json() if as_json else str(answer)

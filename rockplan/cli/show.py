@@ -88,7 +88,7 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
-    from rockplan.captured_calls import arguments, captured_call  # which import torch
+    from rockplan.captures.captured_calls import arguments, captured_call  # which import torch
     from rockplan.runtime.program import ModuleCall
 
     subject = make_subject(model)

@@ -40,7 +40,7 @@ from rockplan.values.curve import Curve
 from rockplan.values.plan import Plan
 
 if TYPE_CHECKING:
-    from rockplan.sizes import SizedCall
+    from rockplan.captures.sizes import SizedCall
 
 EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
@@ -153,7 +153,7 @@ def solve(
 
 
 def _largest(subject: Subject, options: Options) -> SizedCall:
-    from rockplan.captured_calls import arguments, largest_call
+    from rockplan.captures.captured_calls import arguments, largest_call
 
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
     return largest_call(subject.model, args, kwargs, options)

@@ -45,6 +45,13 @@ def with_reserved(plan: Plan) -> Plan:
     return replace(plan, reserved_bytes=found.reserved_peak_bytes - sum(held))
 
 
+def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
+    """Bytes of the storages of tensors, each once."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return tuple(storages.values())
+
+
 def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
     """Of one block that is allocated and given back before training, from which others are split:
     what `changes` need at most, beside what is there (`held`, bytes of storages); 0 where that

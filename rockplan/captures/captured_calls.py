@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockplan.captures.first_call import after_a_first_call
+from rockplan.captures.parts import named_in_refusals
+from rockplan.captures.sizes import SizedCall, sized_calls
 from rockplan.codegen import rng_replay
 from rockplan.errors import InvalidInput, StoredByTheFirstCall
-from rockplan.first_call import after_a_first_call
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
@@ -23,13 +25,11 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.parts import named_in_refusals
 from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.problem import Problem, measured
-from rockplan.sizes import SizedCall, sized_calls
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.progress import report
 from rockplan.values.released import Releasable, releasable

@@ -10,7 +10,7 @@ say is seen at a small size (`operators.layouts.SEEN`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.captured_calls import captured_call
+from rockplan.captures.captured_calls import captured_call
+from rockplan.captures.sizes import sized_calls
 from rockplan.errors import InvalidInput, RockplanError
+from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys
 from rockplan.graph_builder.costs.estimate import Work, roofline, work_of
 from rockplan.graph_builder.costs.index_ranges import check_index_ranges
@@ -30,7 +32,6 @@ from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
-from rockplan.sizes import sized_calls
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.profile import Profile
@@ -116,13 +117,6 @@ def priced_call(
     works = tuple(tuple(work_of(graph, call) for call in node.calls) for node in graph.nodes)
     priced = price(graph, profile, keys)
     return PricedCall(priced, lowered.interface, profile, input_sizes, known_bytes, works, rates)
-
-
-def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
-    """Bytes of the storages of tensors, each once."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return tuple(storages.values())
 
 
 def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:

@@ -13,20 +13,11 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from rockplan.budget import Budget
-from rockplan.captured_sizes import (
-    Arguments,
-    PricedCall,
-    Size,
-    SizedCalls,
-    priced_call,
-    resized,
-    storage_sizes,
-)
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
-from rockplan.fitting.answer_key import answer_key
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
+from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients, waits_of
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
@@ -38,6 +29,15 @@ from rockplan.search.problem import Problem, problem_of_priced
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
+from rockplan.will_it_fit.answer_key import answer_key
+from rockplan.will_it_fit.captured_sizes import (
+    Arguments,
+    PricedCall,
+    Size,
+    SizedCalls,
+    priced_call,
+    resized,
+)
 
 BATCH, LENGTH = 0, 1
 """Dimensions of the sample's tensors, in `sizes`."""

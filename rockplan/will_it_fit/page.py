@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rockplan.fitting.answer import Fit, FitRow
 from rockplan.reports.html import page, section, table
 from rockplan.reports.palette import COLOURS
 from rockplan.values.plan import format_bytes
+from rockplan.will_it_fit.answer import Fit, FitRow
 
 _WIDTH, _HEIGHT = 1000, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 28, 48

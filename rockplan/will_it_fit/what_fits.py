@@ -1,8 +1,8 @@
 """Fit: which batch of which length trains on a device, kept whole, checkpointed, or planned.
 
 takes: a module, a sample, a device, an optimizer, ranges of sizes. returns: Fit. guarantees: no
-step runs, and no memory of the size of a model on the meta device is touched (`fitting.twin`); each
-row comes of one timeline of two steps, and its batch is one whose timeline the allocator's model
+step runs, and no memory of the size of a model on the meta device is touched (`twin`); each row
+comes of one timeline of two steps, and its batch is one whose timeline the allocator's model
 finds memory for.
 """
 
@@ -15,17 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.captured_calls import arguments
-from rockplan.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
+from rockplan.captures.captured_calls import arguments
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput
-from rockplan.fit_question import BATCH, LENGTH, FitQuestion, Scheduled
-from rockplan.fitting.answer import Fit, FitRow
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
-from rockplan.fitting.twin import twin_of, with_values
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options
@@ -34,6 +30,10 @@ from rockplan.runtime.planned_state import unplanned
 from rockplan.search.problem import cache_of
 from rockplan.values.graph import CDGraph, as_eager
 from rockplan.values.schedule import Schedule
+from rockplan.will_it_fit.answer import Fit, FitRow
+from rockplan.will_it_fit.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
+from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled
+from rockplan.will_it_fit.twin import twin_of, with_values
 
 NOTES = (
     "exact: parameters, gradients, optimizer, activations; of checkpointing, within 2 %. by a "

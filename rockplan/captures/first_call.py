@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockplan.captures.untouched import untouched
 from rockplan.python_state import trees
 from rockplan.python_state.holders import Held
 from rockplan.python_state.object_slots import Element
 from rockplan.python_state.snapshot import Snapshot
-from rockplan.untouched import untouched
 
 
 @contextlib.contextmanager

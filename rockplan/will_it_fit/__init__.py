@@ -1,0 +1,1 @@
+"""Whether training fits on a device: captures at several sizes, the largest batches, the answer."""
