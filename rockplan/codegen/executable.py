@@ -13,7 +13,6 @@ from rockplan.codegen import rng_replay
 from rockplan.codegen.emit import Code, emit
 from rockplan.codegen.load import Functions, SliceFunction, load
 from rockplan.codegen.result_aliasing import Relations, relations
-from rockplan.errors import InvalidInput
 from rockplan.paging.arenas import pool_of
 from rockplan.paging.pages import Layout, Pages
 from rockplan.values.garbage_collection import paused_collection
@@ -99,14 +98,9 @@ def _layout(code: Code, host_path: str | None) -> Layout | None:
     """Of what the code pages to the host."""
     if not code.pages:
         return None
-    devices = sorted({device for _, _, device in code.pages})
-    if len(devices) > 1:
-        raise InvalidInput(
-            f"activations on several devices ({', '.join(devices)}) cannot be paged to the host; "
-            "plan without host"
-        )
+    (device,) = {device for _, _, device in code.pages}  # several were refused before the search
     pages = ((name, size_bytes) for name, size_bytes, _ in code.pages)
-    return Layout.of(pages, pool_of(devices[0], host_path))
+    return Layout.of(pages, pool_of(device, host_path))
 
 
 def _early(

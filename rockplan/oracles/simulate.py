@@ -22,8 +22,7 @@ class Simulation:
     """Bytes beyond resident storages; time in nanoseconds under the graph's prices.
 
     saved_bytes: alive between forward and backward; peak_event: index of the event at the peak.
-    time_ns: of which computations wait for copies for waited_ns. host_peak_bytes: in the memory of
-    the host.
+    time_ns: with what computations wait for copies. host_peak_bytes: in the memory of the host.
     """
 
     peak_bytes: int
@@ -33,7 +32,6 @@ class Simulation:
     time_ns: int
     peak_event: int
     host_peak_bytes: int = 0
-    waited_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,9 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
     boundary = schedule.forward_length
     peak_bytes = max(during, default=0)
     if not view_of(graph).has_copies:
-        time_ns, waited_ns, host_peak_bytes = _sum_ns(graph, schedule), 0, 0
+        time_ns, host_peak_bytes = _sum_ns(graph, schedule), 0
     else:
-        clocked = clock(graph, schedule)
-        time_ns, waited_ns = clocked.time_ns, sum(clocked.waits_ns.values())
+        time_ns = clock(graph, schedule).time_ns
         host_peak_bytes = max(host_bytes(graph, schedule), default=0)
     return Simulation(
         peak_bytes=peak_bytes,
@@ -65,7 +62,6 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
         time_ns=time_ns,
         peak_event=during.index(peak_bytes) if during else 0,
         host_peak_bytes=host_peak_bytes,
-        waited_ns=waited_ns,
     )
 
 
