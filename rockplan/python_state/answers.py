@@ -1,6 +1,8 @@
-"""Answers: what a tensor says of itself, of which more than attributes can be asked.
+"""Answers: what a tensor's methods and attributes say of it (is it pinned? how large is its
+storage?).
 
-takes: a tensor, a question. returns: its answer, to be compared at each call.
+takes: a tensor, the name of a method or attribute. returns: its answer, which guards compare at
+each call.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ ASKED: Mapping[str, Callable[[torch.Tensor], object]] = {
     "is_pinned": torch.Tensor.is_pinned,
     "_is_view": torch.Tensor._is_view,
 }
-"""Questions that are asked by calling a method."""
+"""Method -> how to call it. (Other names are read as attributes.)"""
 
 PLACE: Mapping[str, Callable[[torch.Tensor], object]] = {
     "storage_offset": torch.Tensor.storage_offset,
     "untyped_storage": lambda tensor: tensor.untyped_storage().nbytes(),
 }
-"""Questions of where in memory a tensor is, by the method that is called, with what is compared.
-Whoever asks a view has asked what it is a view of."""
+"""Method that says where in memory a tensor is -> what is compared of its answer. A question to a
+view counts as one to its base, too."""
 
 
 def answer_of(tensor: torch.Tensor, attribute: str) -> Any:
-    """What `tensor` says of itself, `ABSENT` where it has no such attribute."""
+    """Return what `tensor` answers to the method or attribute of that name, `ABSENT` if it has
+    none."""
     ask = ASKED.get(attribute) or PLACE.get(attribute)
     return getattr(tensor, attribute, ABSENT) if ask is None else ask(tensor)

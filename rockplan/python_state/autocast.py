@@ -11,8 +11,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """dtypes: for each device type the dtype of autocast, None if it is off; cached: a weight that
-    is used several times is cast once."""
+    """An autocast state. dtypes: of each of `DEVICE_TYPES` the dtype of autocast, None if it is off
+    there; cached: True if a weight that is used several times is cast once."""
 
     dtypes: tuple[torch.dtype | None, ...]
     cached: bool
@@ -25,7 +25,7 @@ OFF = Autocast((None,) * len(DEVICE_TYPES), cached=True)
 
 
 def autocast_state() -> Autocast:
-    """The autocast state of this thread."""
+    """Return the autocast state of this thread."""
     dtypes = tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in DEVICE_TYPES
@@ -35,7 +35,7 @@ def autocast_state() -> Autocast:
 
 @contextlib.contextmanager
 def under_autocast(state: Autocast) -> Iterator[None]:
-    """Run under the autocast state of another moment."""
+    """Run under the autocast state that `autocast_state` returned at another time."""
     with contextlib.ExitStack() as stack:
         for kind, dtype in zip(DEVICE_TYPES, state.dtypes, strict=True):
             if dtype is not None or torch.is_autocast_enabled(kind):

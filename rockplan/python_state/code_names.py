@@ -1,4 +1,4 @@
-"""Names that code has: of attributes, global variables, imported modules; what it compares by."""
+"""Code names: names of attributes, global variables and imported modules that a code object has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Texts that are names count as well: `getattr(self, "kept")`, `globals()["KEPT"]`."""
+    """Return all names in `code` and its inner functions. String constants that are identifiers
+    count as well: `getattr(self, "kept")`, `globals()["KEPT"]`."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
     return frozenset(code.co_names).union(texts, *map(names_in, inner))
@@ -20,7 +21,8 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def global_names_in(code: types.CodeType) -> frozenset[str]:
-    """Of `names_in`, those of global variables; all where the code may look up any of them."""
+    """Return the names of global variables in `code`; all of `names_in` where the code may look up
+    any variable by its text."""
     names = names_in(code)
     if names & _BY_TEXT:
         return names
@@ -40,12 +42,12 @@ _BY_TEXT = frozenset(
         *("getmodule", "attrgetter"),
     )
 )
-"""Names of what gives global variables by their names."""
+"""Names of functions and attributes by which code looks up global variables by text."""
 
 
 @functools.cache
 def imported_in(code: types.CodeType) -> frozenset[str]:
-    """Names of modules that it imports while it runs."""
+    """Return the names of the modules that `code` imports while it runs."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     own: Iterable[str] = ()
     if _IMPORT in code.co_code[::2]:
@@ -57,7 +59,8 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def files_of(name: str, package: str) -> Iterable[dict[str, Any]]:
-    """Variables of the module that is imported by `name`, also relative to a package around."""
+    """Yield the variables of the modules that `import name` in `package` may mean: the absolute
+    name, and the name relative to the package and to each package around it."""
     parts = package.split(".")
     around = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
     for path in (name, *(f"{p}.{name}".strip(".") for p in around)):
@@ -68,7 +71,8 @@ def files_of(name: str, package: str) -> Iterable[dict[str, Any]]:
 
 @functools.cache
 def compares_objects(code: types.CodeType) -> bool:
-    """Does it say `a is b` or `id(a)`, with neither None nor another constant?"""
+    """True if the code says `a is b` or `id(a)`, other than `a is None` and comparisons with
+    constants."""
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IS_OP" and before != "LOAD_CONST":

@@ -1,10 +1,10 @@
-"""Contents: what is in the lists, dictionaries, configuration objects and functions that a module
-refers to, as a value that compares equal until something in them changes; and how to put it back.
+"""Contents: what the lists, dictionaries, configuration objects and functions that a module refers
+to hold, as a value that compares equal until something in them changes.
 
 takes: an attribute of a module, and the tensors that a plan has as constants. returns: Contents.
-guarantees: nothing is looked into whose parts are not known: loggers, locks, modules, optimizers.
-Of an object that holds one of these, the plain values count that it shows (without an underscore):
-what else it has may be a cache or a record that grows with every step.
+guarantees: objects whose parts are not known (loggers, locks, modules, optimizers) are not looked
+into. Of an object that has one of these as an attribute, only the plain public attributes count
+(without an underscore): others may be a cache or a record that grows with every step.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _PLAIN = (
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     type,
 )
-# What they refer to may change.
+# Their object (`__self__`) may change.
 _BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, *_BOUND_IN_C)
-# Most are of these, which are found faster: by identity, for classes may have no hash.
+# The commonest plain classes, tested first and by identity (a metaclass may define no hash).
 _USUAL = frozenset(map(id, (type(None), bool, int, float, str)))
 _MAXIMUM_DEPTH = 6
-# Of what a function refers to, which may be more than it reads: 1000 numbers take about 0.1 ms.
+# Elements of a collection that a function refers to (it may read fewer): 1000 take about 0.1 ms.
 _MAXIMUM_LENGTH = 1000
-# Classes of the standard library that are what a class of the user's would be.
+# Classes of the standard library whose attributes are looked into like those of a user's class.
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 _SHOWN = (*_FUNCTIONS, torch.Tensor, numpy.ndarray)
@@ -60,7 +60,7 @@ _BUFFERS = (bytearray, array, numpy.ndarray)
 
 
 class _Identity:
-    """Stands for an object that is compared by identity, and stays alive meanwhile."""
+    """Wraps an object to compare it by identity, and keeps it alive meanwhile."""
 
     __slots__ = ("object",)
 
@@ -75,8 +75,8 @@ class _Identity:
 
 
 class _OfCaller(_Identity):
-    """Of the caller's: a copy of a planned module is called with the same, and a pickle of one
-    with something else."""
+    """Wraps an object of the caller's. A deep copy of a planned module compares equal to the same
+    object; an unpickled one, to no object."""
 
     __slots__ = ()
 
@@ -88,16 +88,17 @@ class _OfCaller(_Identity):
 
 
 class _Unknown(Exception):
-    """There is something inside that cannot be looked into."""
+    """Raised for an object that cannot be looked into."""
 
 
-# The last three are raised by == of values of other libraries.
+# The last three may be raised by `==` of a library's values.
 _ERRORS = (_Unknown, RuntimeError, ValueError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What was in `container`, as `read` found it."""
+    """The contents of `container`, as `read` returned them. constants: tensors that are compared by
+    identity; a container with other tensors cannot be read."""
 
     container: object
     constants: tuple[torch.Tensor, ...]
@@ -105,7 +106,7 @@ class Contents:
     contents: Any
 
     def hold(self) -> bool:
-        """True if it still is."""
+        """True if `container` still has these contents."""
         try:
             return bool(self.read(self.container, self.constants) == self.contents)
         except _ERRORS:
@@ -113,8 +114,8 @@ class Contents:
 
 
 def described(argument: object) -> Any:
-    """An argument of a call that is no tensor, as a hashable value that equals what reads the same:
-    by content, and by identity as far as that cannot be looked into."""
+    """Return a hashable value for an argument that is no tensor. Arguments with the same contents
+    get equal values; parts that cannot be looked into compare by identity."""
     try:
         contents = _hashable(_Reading(None).value(argument, strict=False))
         hash(contents)  # a class of the user's may define == alone
@@ -124,6 +125,8 @@ def described(argument: object) -> Any:
 
 
 def _hashable(frozen: Any) -> Any:
+    """Turn lists into tuples, sets into frozen sets, and identities into those of the caller's
+    objects."""
     if isinstance(frozen, list | tuple):
         return type(frozen), tuple(map(_hashable, frozen))
     if isinstance(frozen, set):
@@ -132,7 +135,7 @@ def _hashable(frozen: Any) -> Any:
 
 
 def is_same(a: object, b: object) -> bool:
-    """Does who reads `a` read what is in `b`, kinds of numbers and signs of zeros included?"""
+    """True if code that reads `a` would read the same in `b`: 2 is not 2.0, and 0.0 is not -0.0."""
     if a is b:
         return True
     try:
@@ -146,8 +149,8 @@ def _read(value: object) -> Any:
 
 
 def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Contents | None:
-    """What is in a collection, an array, an object with attributes (a configuration) or a function.
-    None for what does not change, or cannot be looked into."""
+    """Return the contents of a collection, an array, an object with attributes (a configuration) or
+    a function; None if they cannot change, or cannot be looked into."""
     if _is_value(container) or isinstance(container, torch.Tensor) or _is_plain_tuple(container):
         return None
     for read in (_everything, _plain_attributes):
@@ -161,7 +164,8 @@ def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Conte
 
 
 def _is_value(value: object) -> bool:
-    """Is it plain? Fractions are of an abstract class, which asks for a hash of other classes."""
+    """True for plain immutable values. (Fractions are compared by class: isinstance asks an
+    abstract class, which needs a hash.)"""
     return isinstance(value, _PLAIN) or type(value) is Fraction
 
 
@@ -178,7 +182,8 @@ def _plain_attributes(container: object, constants: Sequence[torch.Tensor]) -> A
 
 
 class _Reading:
-    """One pass over a container. constants: tensors that count, by identity; None: all do."""
+    """One pass over a container. constants: tensors that may occur, compared by identity; None: any
+    tensor may."""
 
     def __init__(self, constants: Sequence[torch.Tensor] | None) -> None:
         self._constants = constants
@@ -186,7 +191,8 @@ class _Reading:
         self._functions = 0
 
     def value(self, value: object, strict: bool) -> Any:
-        """strict: what cannot be looked into raises _Unknown, and is else compared by identity."""
+        """Return the contents of any object. strict: raise _Unknown for an object that cannot be
+        looked into; else the object compares by identity."""
         kind = type(value)
         if kind is str or kind is int or value is None:
             return value
@@ -207,7 +213,8 @@ class _Reading:
             return _Identity(value)
 
     def plain_attributes(self, value: object) -> Any:
-        """What an object shows that has other attributes, which cannot be looked into."""
+        """Return the class and the plain public attributes of an object that has other attributes
+        which cannot be looked into."""
         if _is_of_library(type(value)):
             raise _Unknown
         attributes = []
@@ -219,6 +226,8 @@ class _Reading:
         return type(value), attributes
 
     def inside(self, value: object, strict: bool) -> Any:
+        """Return the contents of an object that is not plain; raises _Unknown beyond
+        `_MAXIMUM_DEPTH`."""
         if len(self._path) > _MAXIMUM_DEPTH:
             raise _Unknown
         self._path.append(id(value))
@@ -246,7 +255,8 @@ class _Reading:
         return type(value), self._named(_attributes(value), strict=True)
 
     def _function(self, function: Any) -> Any:
-        """Itself if it refers to nothing that can change."""
+        """Return the contents of what a function refers to; the function itself if none of it can
+        change."""
         state = _referred(function)
         if not state:
             return _leaf(function)
@@ -257,7 +267,7 @@ class _Reading:
             self._functions -= 1
 
     def _elements(self, value: Any, strict: bool) -> Any:
-        """What a collection holds, and what a class derived from one has besides."""
+        """Return the elements of a collection, and the attributes of one of a derived class."""
         if self._functions and len(value) > _MAXIMUM_LENGTH:
             raise _Unknown
         if isinstance(value, set | frozenset):
@@ -279,6 +289,7 @@ class _Reading:
         return [(name, self.value(v, strict)) for name, v in attributes]
 
     def _buffer(self, value: bytearray | array[Any] | numpy.ndarray) -> Any:
+        """Return the kind, shape and bytes of an array; a large array compares by identity."""
         if isinstance(value, numpy.ndarray) and value.dtype == object:
             return [*value.shape, *(self.value(v, strict=False) for v in value.ravel().tolist())]
         if not is_small(value):
@@ -289,8 +300,9 @@ class _Reading:
 
 
 def _referred(function: Any) -> tuple[Any, ...]:
-    """What decides what a function does, where that may change: its code and what is in its cells,
-    its defaults and attributes; the object of a method; what a partial passes on."""
+    """Return the objects that decide what a function does and may change: code, cells, defaults and
+    attributes of a function; function and object of a method; function and arguments of a partial.
+    Empty if there are none."""
     if isinstance(function, functools.partial):
         return function.func, function.args, function.keywords
     if isinstance(function, types.MethodType):
@@ -317,13 +329,13 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _root(value: Any) -> str:
-    """The package that a class or function is of."""
+    """Return the top package of a class or function."""
     return str(value.__module__).partition(".")[0]
 
 
 def _leaf(value: Any) -> Any:
-    """A plain value as what equals it alone: neither 2.0 nor True is 2, -0.0 is not 0.0, and NaN
-    is NaN."""
+    """Return a value that only the same plain value equals: 2, 2.0 and True differ, 0.0 and -0.0
+    differ, and NaN equals NaN."""
     kind = type(value)
     if kind is str or kind is int or value is None:
         return value
@@ -340,7 +352,8 @@ def _leaf(value: Any) -> Any:
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
-    """Names and values of the attributes of an object, in its dictionary and its slots."""
+    """List (name, value) of the attributes of an object, in its dictionary and its slots. Raises
+    _Unknown if it has none, or is a module or a tensor."""
     attributes = getattr(value, "__dict__", None)
     named = slots(type(value))
     has_none = not isinstance(attributes, dict) and not named
@@ -357,7 +370,8 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
 
 @once_for_each_class
 def _is_of_library(kind: type) -> bool:
-    """Derived from a class of PyTorch, or one of the standard library."""
+    """True for a class of the standard library, and for a class that derives from one of
+    PyTorch's."""
     if any(kind is known for known in _NAMESPACES):
         return False
     roots = [*map(_root, kind.__mro__)]
@@ -368,8 +382,8 @@ _NOTHING = object()
 
 
 def data_in(value: object) -> Any:
-    """The plain data that `value` is or holds: `contents_of` without functions, what is compared
-    by identity, and None, which all stand for nothing."""
+    """Return the plain data that `value` is or holds: its contents without functions, without
+    objects that compare by identity, and without None. Returns None if nothing remains."""
     contents = _data(_Reading(()).value(value, strict=False))
     return None if contents is _NOTHING else contents
 
@@ -379,7 +393,7 @@ def _data(frozen: Any) -> Any:
         return _NOTHING
     if isinstance(frozen, list):
         return [contents for contents in map(_data, frozen) if contents is not _NOTHING]
-    if isinstance(frozen, tuple):  # of a name, a key or a kind, and what it stands for
+    if isinstance(frozen, tuple):  # (name, key or class; contents)
         contents = _data(frozen[1])
         return _NOTHING if contents is _NOTHING else (frozen[0], contents)
     return frozen
@@ -391,7 +405,7 @@ def is_plain(value: object) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Copy a collection, and the collections in it."""
+    """Return a copy of a collection and of the collections in it; any other value itself."""
     if isinstance(value, dict):
         return type(value)((k, copied(v)) for k, v in value.items())
     if isinstance(value, list | deque | set):

@@ -1,8 +1,9 @@
 """Given: containers and objects of the caller's into which a forward puts what it computes.
 
-takes: a call before and after its forward. returns: the result together with what is in such
-containers then; what the caller gave stands there by its place in the call. guarantees: a planned
-call leaves the same in the caller's own objects, and returns these where the forward does.
+takes: the arguments of a call, before and after its forward. returns: the result together with the
+contents of such containers after the forward, in which arguments of the call stand by their
+position. guarantees: a planned call leaves the same contents in the caller's own objects, and
+returns these objects where the forward does.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from rockplan.values.interface import GivenLeaf
 
 @dataclass(frozen=True, slots=True)
 class GivenContainer:
-    """Stands for the container or object of the arguments of this number (`trees.objects`)."""
+    """Stands for a container or object of the call. number: its position in `_objects(call)`."""
 
     number: int
 
 
 Number = tuple[int, int]
+"""(position of an object in `_objects(call)`, position in its `kinds_of`): one holder."""
 
 
 class WithContents(NamedTuple):
-    """What a forward returns, and what it leaves in containers of the caller's, by number and
-    position among their `kinds_of`; added: what it puts into objects."""
+    """The result of a forward with the contents that it left in the caller's containers, and with
+    the tensors that it added to the caller's objects (`added`)."""
 
     result: Any
     contents: dict[Number, Any]
@@ -44,8 +46,9 @@ class WithContents(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GivenCall:
-    """What a call is made with, before its forward runs. leaves, numbers: of leaves, and of
-    containers and objects, by identity."""
+    """The arguments of a call, before its forward runs. leaves: identity of a leaf -> its position
+    among the leaves; numbers: identity of a container or object -> its position; alive: keeps these
+    identities valid."""
 
     leaves: Mapping[int, int]
     numbers: Mapping[int, int]
@@ -54,6 +57,7 @@ class GivenCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GivenCall:
+        """Note the arguments and the elements of each container and object among them."""
         leaves = trees.tree_leaves((args, kwargs))
         objects = [*_objects((args, kwargs))]
         positions = {id(x): i for i, x in reversed([*enumerate(leaves)]) if not _is_plain(x)}
@@ -67,8 +71,8 @@ class GivenCall:
         return cls(positions, numbers, tuple(holders), (leaves, objects))
 
     def with_contents(self, result: Any) -> Any:
-        """Return `result` with what the forward has put into the caller's containers, which hold
-        their former content after this. Just `result` if there is nothing."""
+        """Return `result` with what the forward put into the caller's containers, and put their
+        former content back. Returns `result` alone if the forward put nothing there."""
         contents: dict[Number, Any] = {}
         added: dict[Number, dict[Any, Any]] = {}
         changed: list[_GivenHolder] = []
@@ -77,19 +81,23 @@ class GivenCall:
             if same_elements(now, holder.before):
                 continue
             if not holder.is_of_object:
-                told = {key: self._told(value) for key, value in now}
-                contents[holder.number] = [*told.values()] if holder.kind is LIST else told
+                contents_now = {key: self._by_position(value) for key, value in now}
+                contents[holder.number] = (
+                    [*contents_now.values()] if holder.kind is LIST else contents_now
+                )
             elif (came := holder.tensors_that_came(now)) is not None:
-                added[holder.number] = {key: self._told(value) for key, value in came.items()}
+                added[holder.number] = {
+                    key: self._by_position(value) for key, value in came.items()
+                }
             else:
                 continue
             changed.append(holder)
         for holder in changed:
             holder.kind.write(holder.owner, holder.before)
-        return WithContents(self._told(result), contents, added) if changed else result
+        return WithContents(self._by_position(result), contents, added) if changed else result
 
-    def _told(self, node: Any) -> Any:
-        """With what the caller gave by its place."""
+    def _by_position(self, node: Any) -> Any:
+        """Return `node` with the arguments of the call in it replaced by their positions."""
         if id(node) in self.leaves:
             return GivenLeaf(self.leaves[id(node)])
         if id(node) in self.numbers:
@@ -97,10 +105,11 @@ class GivenCall:
         children = trees.children(node)
         if children is None:
             return node
-        return trees.with_children(node, [self._told(child) for child in children])
+        return trees.with_children(node, [self._by_position(child) for child in children])
 
 
 def _is_plain(leaf: Any) -> bool:
+    """True for leaves other than tensors that are equal wherever they are."""
     return isinstance(leaf, trees.UNCHANGING) and not isinstance(leaf, torch.Tensor)
 
 
@@ -112,9 +121,10 @@ def has_contents(spec: trees.TreeSpec) -> bool:
 def returned(
     leaves: Sequence[Any], spec: trees.TreeSpec, call: tuple[Any, ...], given: Sequence[Any]
 ) -> Any:
-    """Return the result of a planned call, and write the other leaves into the caller's containers.
+    """Return the result of a planned call, and write the contents that it carries into the caller's
+    containers.
 
-    call: (args, kwargs); given: the leaves of `call`.
+    leaves, spec: the flattened result; call: (args, kwargs); given: the leaves of `call`.
     """
     objects = [*_objects(call)] if has_contents(spec) else []
 
@@ -137,8 +147,8 @@ def returned(
 
 
 def as_given(call: tuple[Any, ...], leaves: Sequence[Any], spec: trees.TreeSpec) -> list[Any]:
-    """Copy the objects of a call that a planned call with a result of `spec` writes into. Returns
-    the leaves."""
+    """Return the leaves of a call, with copies of the objects that a planned call with a result of
+    `spec` adds tensors to."""
     objects = [*_objects(call)]
     added = trees.tree_unflatten([None] * spec.num_leaves, spec).added
     written = {id(objects[number]) for number, _ in added}
@@ -151,7 +161,8 @@ def as_given(call: tuple[Any, ...], leaves: Sequence[Any], spec: trees.TreeSpec)
 
 
 def _objects(call: tuple[Any, ...]) -> Iterator[Any]:
-    """Containers and objects of a call, and containers that those wrap."""
+    """Yield the containers and objects of a call, and the dictionaries that UserDicts among them
+    wrap."""
     for value in trees.objects(call):
         yield value
         yield from _wrapped(value)
@@ -163,8 +174,8 @@ def _wrapped(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _GivenHolder:
-    """One of the `kinds_of` an object of the call, and what it holds before the forward runs.
-    is_of_object: by attributes, or in what it wraps."""
+    """A holder of a container or object of the call, and its elements before the forward runs.
+    is_of_object: True for attributes of an object, and for a dictionary that an object wraps."""
 
     number: tuple[int, int]
     owner: Any
@@ -173,12 +184,15 @@ class _GivenHolder:
     is_of_object: bool
 
     def tensors_that_came(self, now: list[Element]) -> dict[Any, torch.Tensor] | None:
-        """Into an object; None where others did, or something went: that may be what the next call
-        changes, where comparisons of calls cannot look into it."""
-        known, held = dict(self.before), dict(now)
-        came = {key: value for key, value in now if known.get(key, now) is not value}
-        is_more = known.keys() <= held.keys()
-        return came if is_more and all(isinstance(v, torch.Tensor) for v in came.values()) else None
+        """Return the elements that were added or replaced, if all are tensors and none was removed;
+        else None. (Another change may be one that the next call needs, and comparing calls would
+        not see it.)"""
+        before, after = dict(self.before), dict(now)
+        came = {key: value for key, value in now if before.get(key, now) is not value}
+        keeps_all = before.keys() <= after.keys()
+        return (
+            came if keeps_all and all(isinstance(v, torch.Tensor) for v in came.values()) else None
+        )
 
 
 def _can_be_copied(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Gradients: those of tensors set aside while steps run that are not the caller's.
+"""Gradients: `.grad` of tensors, set aside while steps run that are not the caller's.
 
-takes: tensors. guarantees: each has the very gradient that it had, with its values: a
-step that ran inside has added nothing to it.
+takes: tensors. guarantees: afterwards each has the very gradient that it had, with its values: the
+step inside added nothing to it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 @contextlib.contextmanager
 def gradients_aside(tensors: Iterable[object]) -> Iterator[None]:
-    """The leaves among `tensors` have no gradient on entry. (One that stayed would be added to in
-    place.)"""
+    """Take the gradients off the leaves among `tensors`, and put them back on exit. (Autograd would
+    add to a gradient in place.)"""
     leaves = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.is_leaf}
     before = [(t, t.grad) for t in leaves.values() if t.requires_grad or t.grad is not None]
     try:

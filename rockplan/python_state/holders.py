@@ -1,6 +1,7 @@
-"""Holders: which rows of `object_slots` an object has, where it is, and what follows from that.
+"""Holders: objects that hold other objects and can be changed, and the places that messages and
+addresses name.
 
-takes: any object. returns: (owner, kind) of each way in which it holds others.
+takes: any object. returns: (owner, row of `object_slots`) for each way in which it holds others.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from rockplan.python_state.object_slots import (
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.interface import ABSENT, Address
 
-# Copied where a forward is recorded, and compared at every call: 1 MiB takes about 0.1 ms.
+# Arrays up to this size are copied at a recording and compared at every call (about 0.1 ms a MiB).
 _MAXIMUM_ARRAY_BYTES = 1 << 20
 _ARRAYS = (bytearray, array, numpy.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """An owner, and how it holds elements."""
+    """An owner, and the row of `object_slots` by which it holds elements."""
 
     owner: Any
     kind: Kind
@@ -80,16 +81,16 @@ class Holder:
 
 HOLDING_NOTHING = (type(None), bool, int, float, complex, str, bytes)
 
-# Keys by which an element is found at another time.
+# Classes of keys that find the same element again later.
 _FOUND_AGAIN = (*HOLDING_NOTHING, tuple, torch.dtype, torch.device, type)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something is. text: 'self.tables', 'TABLES[4]', "the argument 'x'"; module: the path of
-    the submodule that has it, if one has; is_callers: it is of an argument of the call; address:
-    how to come to it at another time, None where there is no way; is_guarded: it is the user's, and
-    neither an argument nor what attributes of the module hold, which are compared elsewhere."""
+    """Where an object is. text: 'self.tables', 'TABLES[4]', "the argument 'x'"; module: path of the
+    submodule that holds it, if one does; is_callers: it is part of an argument of the call;
+    address: steps that lead to it again later, None if there are none; is_guarded: it is the
+    user's, beside arguments and attributes of modules (for which other guards are)."""
 
     text: str
     module: str | None = None
@@ -106,11 +107,13 @@ class Place:
 
     @property
     def is_users(self) -> bool:
-        """Is it the module's, the caller's, or of the user's files?"""
+        """True for a place of the module, of the caller's arguments or of the user's files; False
+        for one of a library."""
         return self.module is not None or self.is_callers or self.is_guarded
 
     def inside(self, text: str, step: str | None, key: Any) -> Place:
-        """Return the place of an element of this place."""
+        """Return the place of an element of this place. step: 'attribute' or 'item'; None if no
+        address leads there."""
         address = self.address
         if address is not None:
             kind, root, steps = address
@@ -119,7 +122,7 @@ class Place:
         return Place(text, self.module, self.is_callers, address, self.is_guarded)
 
     def unaddressed(self, text: str, is_guarded: bool) -> Place:
-        """Where something is that is found by no steps."""
+        """Return a place like this one under another name and without an address."""
         return Place(text, self.module, self.is_callers, None, is_guarded)
 
     def guarded(self) -> Place:
@@ -139,15 +142,15 @@ def identity_of(owner: Any, kind: Kind) -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class Held(Holder):
-    """A holder that can be changed, and where. is_registry: of parameters, buffers or
-    submodules."""
+    """A holder that can be changed, and its place. is_registry: it is `_parameters`, `_buffers` or
+    `_modules` of a module."""
 
     place: Place
     is_registry: bool = False
 
     @property
     def identity(self) -> Identity:
-        """Of the same holder, whenever it is reached."""
+        """A key that stays the same whenever the holder is reached."""
         return identity_of(self.owner, self.kind)
 
     def element(self, key: Any) -> Place:
@@ -159,7 +162,8 @@ class Held(Holder):
 
 
 def holder_at(owner: Any, step: str, key: Any) -> Holder:
-    """Find the holder of the element that this step of an address names. Raises LookupError."""
+    """Return the holder of `owner` that has the element of this step ('attribute' or 'item') and
+    key. Raises LookupError."""
     if isinstance(owner, types.ModuleType):
         return Holder(vars(owner), ITEMS)
     if isinstance(owner, type):
@@ -219,15 +223,15 @@ _PLAIN = {
         (types.CellType, CELL),
     )
 }
-"""Of objects that are of these classes themselves, and so have no attributes."""
+"""Class, by identity -> row. For these very classes, not derived ones: they have no attributes."""
 
 _ALONE = (CELL, CONTEXT, WAITING, TEXT, GENERATOR)
-"""Objects that hold in this way are not asked for attributes."""
+"""Rows of objects whose attributes are not listed."""
 
 
 @once_for_each_class
 def _own_kinds(kind: type) -> tuple[Kind, ...]:
-    """List how objects of a class hold elements beside attributes."""
+    """List the rows by which objects of a class hold elements, other than attributes."""
     rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
         (types.CellType, CELL),
         (contextvars.ContextVar, CONTEXT),
@@ -246,12 +250,13 @@ def _own_kinds(kind: type) -> tuple[Kind, ...]:
 
 
 def is_function_cache(value: object) -> bool:
-    """Is it a functools.lru_cache?"""
+    """True for a function with functools.lru_cache."""
     return isinstance(value, functools._lru_cache_wrapper)
 
 
 def cached_in(cache: Any) -> Iterator[Any]:
-    """Yield what a functools.lru_cache keeps, also inside of tuples, lists and dictionaries."""
+    """Yield the results that a functools.lru_cache keeps, and the elements of tuples, lists and
+    dictionaries among them."""
     waiting: list[Any] = gc.get_referents(cache) if cache.cache_info().currsize else []
     seen: set[int] = set()
     while waiting:
@@ -269,7 +274,7 @@ def is_keeper(value: object) -> bool:
 
 @once_for_each_class
 def _is_of_keepers(kind: type) -> bool:
-    # Abstract classes ask for a hash of it.
+    # By identity: isinstance asks an abstract class, which needs a hash.
     return any(base is keeper for base in kind.__mro__ for keeper in _KEEPERS)
 
 
@@ -304,8 +309,8 @@ _CONTENT = (Bytes, str, bytes, int)
 
 
 def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-    """`value` with `of(tensor)` for each tensor that it is or weakly refers to, or that tuples in
-    it hold; itself where there is none."""
+    """Return `value` with each tensor replaced by `of(tensor)`: itself, in tuples, behind a weak
+    reference. Returns `value` itself if `of` returns None for all."""
     if isinstance(value, torch.Tensor):
         other = of(value)
         return value if other is None else other
@@ -322,7 +327,8 @@ def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> A
 
 @once_for_each_class
 def _is_of_nodes(kind: type) -> bool:
-    """The class of nodes is abstract, and asks for a hash of others."""
+    """True for classes of autograd nodes. (Their abstract class needs a hash of the class, which
+    may have none.)"""
     try:
         return issubclass(kind, torch.autograd.graph.Node)
     except TypeError:
@@ -330,8 +336,8 @@ def _is_of_nodes(kind: type) -> bool:
 
 
 def tensors_in(value: Any) -> Iterable[Any]:
-    """The tensors, and nodes of autograd, that it is, or that tuples and frozen sets in it hold, or
-    that it refers to weakly."""
+    """Yield the tensors and autograd nodes that `value` is, holds in tuples and frozen sets, or
+    refers to weakly."""
     if isinstance(value, torch.Tensor) or _is_of_nodes(type(value)):
         yield value
     elif isinstance(value, tuple | frozenset):

@@ -1,8 +1,8 @@
-"""Leftovers: tensors of a recorded run that are still alive when the run is forgotten.
+"""Leftovers: tensors of a recorded run that are still alive when the run is over.
 
-takes: weak references to every tensor that a run made. guarantees: whatever holds one of them then
-(a cache that no name leads to, a thread's own data, an object of a library) is found by asking
-Python who refers to it, loses it, and is named.
+takes: weak references to every tensor that a run made. guarantees: any object that still holds one
+(a cache that no name leads to, a thread's own data, an object of a library) is found through
+Python's garbage collector, loses the tensor, and is named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rockplan.python_state.holders import cached_in, kinds_of, tensors_in
 from rockplan.python_state.object_slots import CELL, Element, Kind
 
 _DEEPEST = 5
-"""Tuples, views and the like between a tensor and what can be changed."""
+"""Most levels of tuples, views and the like between a tensor and a holder that can be changed."""
 
 _YOUNG, _ALL = 0, 2
 """Generations of Python's garbage collector."""
@@ -34,15 +34,16 @@ _YOUNG, _ALL = 0, 2
 
 @dataclass(slots=True)
 class Leftovers:
-    """What is alive of what was made while recording."""
+    """Weak references to the tensors that were made while recording."""
 
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
     def note(self, objects: Iterable[object]) -> None:
-        """Remember tensors among `objects`: none of them may outlive the recording."""
+        """Note the tensors among `objects`: none of them may outlive the recording."""
         self.made += [weakref.ref(o) for o in objects if isinstance(o, torch.Tensor)]
 
     def alive(self) -> list[torch.Tensor]:
+        """Return the noted tensors that are still alive."""
         return [tensor for ref in self.made if (tensor := ref()) is not None]
 
     @contextlib.contextmanager
@@ -57,9 +58,12 @@ class Leftovers:
             raise
 
     def _empty_closures(self, frames: list[types.FrameType]) -> None:
-        """A frame that is cleared keeps its function, and with it variables of the functions
-        around: PyTorch has arguments of modules with hooks there. What anything else holds as well
-        may be called again, and stays: `remove` takes out of it what is ours."""
+        """Empty the cells that keep a tensor of the recording alive through a cleared frame.
+
+        A cleared frame keeps its function, and with it variables of the functions around: PyTorch
+        has arguments of modules with hooks there. A function or cell that another object refers to
+        as well may be used again: it stays, and `remove` takes our tensors out of it.
+        """
         identities = frozenset(map(id, self.alive()))
         for function in _held_once(gc.get_referents(*frames)) if identities else ():
             cells = function.__closure__ if isinstance(function, types.FunctionType) else ()
@@ -68,13 +72,13 @@ class Leftovers:
                     del cell.cell_contents
 
     def remove(self) -> str | None:
-        """Remove tensors of the recording from whatever still holds them. Returns the first holder,
-        None if there was none.
+        """Remove tensors of the recording from whatever still holds them. Returns the name of the
+        first holder, None if there was none.
 
         Function caches are emptied and not named: they fill themselves.
         """
-        # What is young first: nothing has aged while collections were paused, and all that was made
-        # when libraries were imported takes longer to look through than a small forward to record.
+        # The young generation first: nothing aged while collections were paused, and going through
+        # the objects of all imported libraries takes longer than recording a small forward.
         for generation in (_YOUNG, _ALL):
             if not self.alive():
                 return None
@@ -91,6 +95,8 @@ class Leftovers:
         gc.collect()
 
     def _remove_others(self) -> str | None:
+        """Remove the tensors from holders, level by level (up to `_DEEPEST`), until none is alive.
+        Returns the name of the first holder."""
         first: str | None = None
         for _ in range(_DEEPEST):
             alive = self.alive()
@@ -120,14 +126,14 @@ def _is_cleared(frame: types.FrameType) -> bool:
         frame.clear()
     except RuntimeError:
         return False
-    # Up to Python 3.12 a frame keeps the dictionary of its variables that somebody has looked at (a
-    # debugger, pytest), as it was; whoever looks again brings it up to date.
+    # Up to Python 3.12 a frame keeps the dictionary of variables that a debugger or pytest has
+    # asked for, with the old values; asking again empties it.
     _ = frame.f_locals
     return True
 
 
 def _held_once(things: list[Any]) -> list[Any]:
-    """Keep the objects that exactly one other object refers to."""
+    """Return the objects that exactly one other object refers to."""
     example = [object()]
     one_other = [*example]
     (most,) = map(sys.getrefcount, example)
@@ -137,13 +143,13 @@ def _held_once(things: list[Any]) -> list[Any]:
 
 
 def _content(cell: types.CellType) -> object:
-    """With values of a dictionary as a tuple."""
+    """Return the content of a cell; of a dictionary, a tuple of its values."""
     content = next((held for _, held in CELL.elements(cell)), None)
     return tuple(content.values()) if type(content) is dict else content
 
 
 def _function_caches() -> Iterator[Any]:
-    """Every functools.lru_cache that exists, found without a line of Python for each object."""
+    """Yield every functools.lru_cache of the process, without a line of Python for each object."""
     everything = gc.get_objects()
     kinds = map(type, everything)
     return itertools.compress(
@@ -152,9 +158,12 @@ def _function_caches() -> Iterator[Any]:
 
 
 def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
-    """What held one of them is called; nothing that is found holds any of them any more.
+    """Take these tensors from all objects that hold them, directly or through objects that cannot
+    be changed. Returns the name of the first holder, None if there is none.
 
-    All of a level are asked for at once: each question takes a look at every object there is."""
+    All objects of a level are looked up at once: each look-up goes through every object of the
+    process.
+    """
     taken: list[tuple[Any, Kind, Any]] = []
     level: list[object] = [*ours]
     seen = {id(ours), id(taken), *map(id, ours)}
@@ -180,8 +189,8 @@ def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
 
 
 def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, Any]]:
-    """Remove these objects from the holders of `referrer`. Returns (referrer, kind, key of the
-    first object) for each holder that was changed."""
+    """Remove the objects of these identities from the holders of `referrer`. Returns (referrer,
+    kind, key of the first object) for each holder that was changed."""
     if isinstance(referrer, torch.Tensor | tuple | frozenset):
         return []
     dropped = []
@@ -196,12 +205,13 @@ def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, An
 
 
 def _is_one(element: Element, identities: frozenset[int]) -> bool:
-    """True if the element, or its key, is one of these objects."""
+    """True if the element, or its key, has one of these identities."""
     return not identities.isdisjoint(map(id, element))
 
 
 def _described(owner: Any) -> str:
-    """Describe a dictionary by the object or the file whose variables it holds."""
+    """Name an object for a message: a dictionary of variables by its module or object, another
+    object by the global variable that it is, else by its class."""
     if isinstance(owner, dict) and isinstance(owner.get("__name__"), str) and "__spec__" in owner:
         return f"the module {owner['__name__']}"
     for referrer in gc.get_referrers(owner):
@@ -212,6 +222,7 @@ def _described(owner: Any) -> str:
 
 
 def _global_name(owner: Any) -> str | None:
+    """Return the name of the global variable whose value is `owner`, None if there is none."""
     for name, module in list(sys.modules.items()):
         variables = getattr(module, "__dict__", None) or {}
         for key, value in list(variables.items()):

@@ -1,6 +1,7 @@
-"""Memory: what tensors hold, kept while steps run that are not the caller's, and put back.
+"""Memory: the storages of tensors and their values, kept while steps run that are not the caller's,
+and put back.
 
-takes: tensors. guarantees: after `put_back` each has the very memory that it had, with its values.
+takes: tensors. guarantees: after `put_back` each has the very storage that it had, with its values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Of one tensor. memory: an alias of it, which a forward may replace (`tensor.data = ...`)."""
+    """The memory and values of one tensor. memory: an alias of the tensor, which keeps its storage
+    even if a forward gives the tensor another one (`tensor.data = ...`); copy: the values."""
 
     tensor: torch.Tensor
     memory: torch.Tensor
@@ -26,11 +28,13 @@ def content_of(tensor: torch.Tensor) -> Content:
 
 
 def is_copyable(value: Any) -> bool:
+    """True for dense tensors with elements: neither meta nor nested nor sparse."""
     is_tensor = isinstance(value, torch.Tensor) and not (value.is_meta or value.is_nested)
     return is_tensor and value.layout is torch.strided
 
 
 def put_back(contents: Iterable[Content]) -> None:
+    """Give each tensor its storage and values back, where they differ."""
     with torch.no_grad():
         for content in contents:
             tensor, memory = content.tensor, content.memory
@@ -41,7 +45,8 @@ def put_back(contents: Iterable[Content]) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """By which tensors over the same memory are known; of a wrapper, those of what is inside."""
+    """Return a key of the storage of a tensor: tensors that share memory have the same. Of a
+    wrapper (DTensor), the keys of the tensors inside."""
     if is_wrapper(tensor):
         flatten: Any = tensor
         inside = (getattr(tensor, name) for name in flatten.__tensor_flatten__()[0])
@@ -53,17 +58,18 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Is it of a class that keeps its elements in other tensors (DTensor)?"""
+    """True for tensors whose class keeps the elements in other tensors (DTensor)."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
 def has_other_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Was it given another one than `memory`? (What keeps others has none of its own.)"""
+    """True if `tensor` has another storage or shape than `memory`. (A wrapper has no storage of its
+    own.)"""
     if is_wrapper(tensor):
         return False
     return memory_of(tensor) != memory_of(memory) or tensor.shape != memory.shape
 
 
 def is_same_content(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits up to the payload of NaNs."""
+    """True for equal values; NaNs are equal whatever their payload."""
     return a is b or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))

@@ -1,8 +1,8 @@
 """Object slots: one table of how objects hold others and can be changed.
 
-Each row (`Kind`) lists the slots of an owner, writes them, and names one. guarantees: reading and
-writing calls no code of the owner's class (dictionaries that import or compute what they are asked
-for stay as they are).
+Each row (`Kind`) lists the elements of an owner, writes them, and names one. guarantees: reading
+and writing calls no code of the owner's class (a dictionary that imports or computes values when
+asked for them is not asked).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LONGEST_KEY = 40
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """elements: of an owner, in order; write: makes them what it holds, where they are others;
-    named: what a message calls an element, from the name of the owner and the key; step: the key
-    is that of an 'attribute' or an 'item'; 'all': the elements are set together; None: they cannot
-    be set later."""
+    """One way in which objects hold elements. elements: list those of an owner, in order; write:
+    make the owner hold exactly these elements; named: name an element in a message, from the name
+    of the owner and the key; step: the key finds an 'attribute' or an 'item'; 'all': the elements
+    can only be set together; None: no address leads to an element."""
 
     elements: Callable[[Any], list[Element]]
     write: Callable[[Any, list[Element]], None]
@@ -44,7 +44,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Of global variables those that code names."""
+    """Global variables of a file, and the names among them that reached code has."""
 
     variables: dict[str, Any]
     names: frozenset[str]
@@ -75,7 +75,7 @@ def _default(owner: str, key: Any) -> str:
     return f"the default {key!r} of {owner}"
 
 
-# Rows of what holds one value, or each by itself
+# Rows of owners of one value, and of owners whose elements are set one by one
 
 
 def _one(
@@ -86,7 +86,7 @@ def _one(
     step: str | None = None,
     clear: Callable[[Any], object] = lambda owner: None,
 ) -> Kind:
-    """Of an owner of one value. read: `_NOTHING` where it has none."""
+    """Make the row of owners of one value. read: returns `_NOTHING` for an empty owner."""
 
     def elements(owner: Any) -> list[Element]:
         value = read(owner)
@@ -107,7 +107,7 @@ def _each(
     drop: Callable[[Any, Any], object],
     named: Callable[[str, Any], str],
 ) -> Kind:
-    """Of an owner of attributes that are set one by one."""
+    """Make the row of owners of attributes that are set one by one."""
 
     def write(owner: Any, wanted: list[Element]) -> None:
         now, others = dict(elements(owner)), dict(wanted)
@@ -121,6 +121,8 @@ def _each(
 
 
 def _sequence(base: Any) -> Kind:
+    """Make the row of lists or deques, which are cleared and filled again."""
+
     def elements(owner: Any) -> list[Element]:
         return [*enumerate(base.__iter__(owner))]
 
@@ -131,7 +133,7 @@ def _sequence(base: Any) -> Kind:
     return Kind(elements, write, _key, "all")
 
 
-# How each reads and writes
+# Reading and writing, kind by kind
 
 
 def _base(owner: Any) -> Any:
@@ -143,6 +145,7 @@ def _items(owner: Any) -> list[Element]:
 
 
 def _write_items(owner: Any, elements: list[Element]) -> None:
+    """Make a dictionary hold these elements. It is cleared only if keys or their order differ."""
     base = _base(owner)
     if [*map(id, base.keys(owner))] != [id(key) for key, _ in elements]:
         base.clear(owner)
@@ -152,7 +155,7 @@ def _write_items(owner: Any, elements: list[Element]) -> None:
 
 
 def _set(owner: Any) -> list[Element]:
-    """Members are their own keys."""
+    """List the members of a set; members are their own keys."""
     return [(value, value) for value in set.__iter__(owner)]
 
 
@@ -162,15 +165,15 @@ def _write_set(owner: Any, elements: list[Element]) -> None:
     set.update(owner, [value for _, value in elements])
 
 
-def _rewind(empty: set[Any], length: int) -> None:
-    """`pop` goes on in the table of a set where the last one found something, also after `clear`:
-    from the start again, of tables for up to `length` members."""
-    last = (1 << max(6, (16 * length).bit_length())) - 1
-    set.update(empty, range(last + 1))
-    for other in range(last):
-        set.discard(empty, other)  # which leaves the table as large as it is
-    set.pop(empty)
-    set.clear(empty)
+def _rewind(emptied: set[Any], length: int) -> None:
+    """Reset the position in the hash table from which `set.pop` searches (CPython keeps it, even
+    over `clear`), for tables of up to `length` members. The set is empty before and after."""
+    last = (1 << max(6, (16 * length).bit_length())) - 1  # more than any such table has slots
+    set.update(emptied, range(last + 1))
+    for member in range(last):
+        set.discard(emptied, member)  # the table does not shrink
+    set.pop(emptied)  # the search stops at the last slot: the next one starts at the first
+    set.clear(emptied)
 
 
 def _cell(owner: types.CellType) -> Any:
@@ -195,8 +198,8 @@ def _slot(slot: types.MemberDescriptorType, owner: Any) -> Any:
 
 @once_for_each_class
 def slots(kind: type) -> dict[Any, types.MemberDescriptorType]:
-    """The slots that classes of Python declare: by name, or by themselves where something else
-    has that name in a class that is derived from theirs."""
+    """Return the `__slots__` of a class: name -> slot. A slot whose name a derived class uses for
+    something else has itself as the key."""
     found: dict[Any, types.MemberDescriptorType] = {}
     taken: set[str] = set()
     for base in kind.__mro__:
@@ -255,11 +258,11 @@ _METHODS: dict[str, Any] = {
     "numpy.random": numpy.random.get_state,
 }
 EVERYBODYS = {name: method.__self__ for name, method in _METHODS.items()}
-"""Generators that functions of a module draw from."""
+"""Name -> the generator that functions of Python's `random` and of numpy.random draw from."""
 
 
 def _state(owner: Any) -> Any:
-    """Return the state of a generator as bytes; `_NOTHING` for random.SystemRandom."""
+    """Return the state of a generator as bytes, `_NOTHING` for random.SystemRandom."""
     if isinstance(owner, random.SystemRandom):
         return _NOTHING
     if isinstance(owner, random.Random):
@@ -285,7 +288,7 @@ def _rewrite(owner: Any, text: Any) -> None:
 
 
 def _shorten(owner: queue.SimpleQueue[Any], length: int) -> None:
-    """Drop the items that came last."""
+    """Keep the first `length` items of a queue."""
     items = [owner.get_nowait() for _ in range(owner.qsize())]
     for value in items[:length]:
         owner.put(value)
@@ -293,7 +296,7 @@ def _shorten(owner: queue.SimpleQueue[Any], length: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What was in an array; equal to what has the same bytes."""
+    """The bytes of an array, which compare equal to the same bytes in the same shape."""
 
     content: bytes
     shape: tuple[int, ...]

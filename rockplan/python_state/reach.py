@@ -1,13 +1,13 @@
-"""Reach: every object of Python's that a forward can come to, by a name each.
+"""Reach: every object that a forward can get at through names, each with its place.
 
-takes: a module, its forward and the arguments of a call. returns: what can be reached from them:
-attributes, containers and objects, and of the code of its methods, and of the functions that these
-name, the global variables, class attributes, cells and defaults. guarantees: of classes and objects
-with many methods only those are followed whose names some reached code has; nothing is imported or
-computed; libraries of tensors and the standard library are not looked into.
+takes: a module, its forward and the arguments of a call. returns: attributes, containers and
+objects that can be reached from them; and for the code of methods, and of functions that this code
+names, the global variables, class attributes, cells and defaults. guarantees: methods and class
+attributes are followed only if some reached code has their name; nothing is imported or computed;
+libraries of tensors and the standard library are not looked into.
 
-What cannot be reached by names (`getattr(self, "f" + x)`) is not found here: `leftovers` finds
-fake tensors wherever they are.
+Names that are computed (`getattr(self, "f" + x)`) are not followed: `leftovers` finds fake tensors
+wherever they are.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from rockplan.python_state.object_slots import CLASS, EVERYBODYS, NAMESPACE, Kin
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.interface import Address
 
-# Their classes, functions and global variables are not looked into.
+# Packages whose classes, functions and global variables are not looked into.
 _CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "triton", "rockplan", "builtins"}
 _CLOSED |= set(sys.stdlib_module_names) - {"__main__"}
 PLAIN = frozenset(map(id, HOLDING_NOTHING))
-"""Classes of what holds nothing, by identity."""
+"""Identities of the classes of values that hold nothing."""
 
 _FIRST_NAMES = ("forward", "__call__")
 # Objects: a module of 12 layers reaches 4,000; a table of a million strings is not gone through.
@@ -59,15 +59,16 @@ _UNSEEN = (types.ModuleType, types.CodeType, types.FrameType)
 
 
 NOT_FOLLOWED: dict[int, Any] = {}
-"""By identity, classes and functions that a recording does not run: what they come to is theirs."""
+"""Identity -> class or function that a recording does not run: what it reaches does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """holders: those that can be changed; objects: (where, what) of everything that is reached, in
-    the order of reaching; namespaces: global variables of the files of reached functions;
-    names: that the code of these functions has; compares_objects: one compares two by `is`; shared:
-    where containers of the arguments are met again."""
+    """What a forward can reach. holders: objects that can be changed; objects: (place, object) of
+    everything, in the order of reaching; namespaces: global variables of the files of reached
+    functions; names: all names in the code of these functions; compares_objects: some of this code
+    compares objects by `is`; shared: second places of containers that are also part of the
+    arguments."""
 
     holders: tuple[Held, ...]
     objects: tuple[tuple[Place, Any], ...]
@@ -106,7 +107,8 @@ def reached(
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Arguments by the names that the signature of `forward` gives them, else by position."""
+    """List (name, argument) by the signature of `forward`; arguments that it does not name are
+    numbered."""
     parameters: list[inspect.Parameter] = []
     with contextlib.suppress(TypeError, ValueError):
         parameters = list(inspect.signature(forward).parameters.values())
@@ -121,7 +123,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(slots=True)
 class _Walk:
-    """names: that reached code has; waiting: members of classes that nothing has named yet."""
+    """The state of one search, breadth first. real: as in `reached`; tree: identities of the
+    submodules; pending: (object, place) to be looked into; seen: identities; alive: keeps these
+    valid; names: all names in reached code; waiting: name -> members of classes to be followed once
+    some code has that name; variables: by identity of a file's variables, these and the names read;
+    of_arguments: identities of what the arguments reach."""
 
     real: Mapping[int, torch.Tensor]
     tree: frozenset[int] = frozenset()
@@ -138,6 +144,8 @@ class _Walk:
     shared: list[Place] = field(default_factory=list)
 
     def meet(self, value: Any, place: Place) -> None:
+        """Queue an object at its first place. A container of the arguments that is met again is
+        shared."""
         if id(type(value)) in PLAIN:
             return
         if id(value) in self.seen:
@@ -148,12 +156,14 @@ class _Walk:
         self.pending.append((value, place))
 
     def run(self) -> None:
+        """Look into all queued objects and what they lead to."""
         while self.pending and len(self.objects) < _MOST:
             value, place = self.pending.popleft()
             self.objects.append((place, value))
             self._look_into(value, place)
 
     def found(self) -> Reached:
+        """Return all that was reached, with one holder for the global variables of each file."""
         for variables, names in self.variables.values():
             place = _file(variables)
             self.holders.append(Held(Namespace(variables, frozenset(names)), NAMESPACE, place))
@@ -170,11 +180,12 @@ class _Walk:
     def _look_into(self, value: Any, place: Place) -> None:
         if isinstance(value, type | types.FunctionType) and id(value) in NOT_FOLLOWED:
             return
-        # Of a proxy, what it stands for.
+        # A proxy is looked into as the class that it pretends to be.
         kind: Any = type(value)
         _step(kind if value.__class__ is kind else value.__class__)(self, value, place)
 
     def _object(self, value: Any, place: Place) -> None:
+        """Look into an object that no row of `_STEPS` describes: its class, and its elements."""
         kind: Any = type(value)
         if _is_closed(kind) and not is_keeper(value) and not isinstance(value, _CONTAINERS):
             return
@@ -185,7 +196,8 @@ class _Walk:
         self._hold(self.real.get(id(value), value), place.guarded())
 
     def _fixed(self, value: Any, place: Place) -> None:
-        """What refers to others for ever: a tuple, a weak reference, a view of a dictionary."""
+        """Look into an object that always refers to the same others: a tuple, a weak reference, a
+        view of a dictionary."""
         if isinstance(value, types.MappingProxyType):
             self._beyond(gc.get_referents(value), place)
         elif isinstance(value, weakref.ref):
@@ -195,18 +207,21 @@ class _Walk:
         self._hold(value, place)
 
     def _beyond(self, values: Iterable[Any], place: Place) -> None:
+        """Meet objects that have no name of their own, under the name of `place`."""
         for value in values:
             self.meet(value, place.inside(place.text, None, ""))
 
     def _is_old(self, value: Any) -> bool:
-        """True if nothing about the object is new. (Building the names of places is what takes
-        time.)"""
+        """True if meeting the object changes nothing. (Asked first, since naming places takes most
+        of the time.)"""
         return id(type(value)) in PLAIN or (id(value) in self.seen and not self._is_shared(value))
 
     def _is_shared(self, value: Any) -> bool:
+        """True for a container that the arguments reach."""
         return id(value) in self.of_arguments and isinstance(value, _CONTAINERS)
 
     def _hold(self, value: Any, place: Place) -> None:
+        """List an object among the holders, and meet its elements and keys."""
         for owner, kind in kinds_of(value):
             held = Held(owner, kind, place)
             if owner is not value:
@@ -225,8 +240,7 @@ class _Walk:
                 self.meet(element, place.inside(f"{place.text}[{key}]", None, key))
 
     def _module(self, module: nn.Module, place: Place) -> None:
-        """Its registries say what its attributes are: parameters and buffers are named like
-        them."""
+        """Look into a module. Its parameters, buffers and submodules are named like attributes."""
         self.meet(type(module), place)
         if id(module) not in self.tree:
             place = place.guarded()
@@ -241,6 +255,7 @@ class _Walk:
                     self.meet(element, held.element(name))
 
     def _registry(self, registry: Any, kind: Kind, place: Place) -> None:
+        """Look into `_parameters`, `_buffers` or `_modules` of the module at `place`."""
         if id(registry) in self.seen or not isinstance(registry, dict):
             return
         self.seen.add(id(registry))
@@ -251,7 +266,9 @@ class _Walk:
                 self.meet(element, held.element(name))
 
     def _class(self, kind: type) -> None:
-        # Of PyTorch's those that the user may have given attributes.
+        """Look into a class: its bases, its attributes, and methods whose name some reached code
+        has. Of a library's modules, only attributes that are neither methods nor descriptors."""
+        # A user may have put attributes on PyTorch's module classes.
         is_users = issubclass(kind, nn.Module) or not is_library(kind.__module__)
         place = Place(kind.__qualname__, address=("class", kind, ()), is_guarded=is_users)
         held = Held(kind, CLASS, place)
@@ -274,6 +291,9 @@ class _Walk:
                 self.waiting[name].append((member, held.element(name)))
 
     def _function(self, function: Any, place: Place) -> None:
+        """Look into a function: what it wraps, its attributes and defaults, its cells, and the
+        global variables that its code names. Then follow class members that waited for names of
+        this code."""
         self._beyond(_wrapped(function), place)
         if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
             return
@@ -287,7 +307,8 @@ class _Walk:
             self.names.add(name)
             for member, member_place in self.waiting.pop(name, ()):
                 self.meet(member, member_place)
-        # Those of libraries are few and stay; in a script another one may have an attribute's name.
+        # In a user's script an attribute's name may also be that of an unrelated variable. (A
+        # library's variables are few and do not change.)
         read = global_names_in(function.__code__) if is_users else names
         self._global_variables(function.__globals__, read, names)
         for name in imported_in(function.__code__):
@@ -301,7 +322,8 @@ class _Walk:
     def _global_variables(
         self, variables: dict[str, Any], names: frozenset[str], attributes: frozenset[str]
     ) -> None:
-        """names: of variables; attributes: that are read of modules among these."""
+        """Meet global variables of a file. names: of the variables; attributes: names that are
+        looked up in modules among the variables."""
         if str(variables.get("__name__", "?")).partition(".")[0] in _CLOSED:
             return
         _, known = self.variables.setdefault(id(variables), (variables, set()))
@@ -328,7 +350,8 @@ def _file(variables: dict[str, Any]) -> Place:
 
 @functools.cache
 def is_library(name: str | None) -> bool:
-    """Is a file of that name installed, and none of the user's?"""
+    """True if the module of that name is an installed one or of the standard library, not the
+    user's."""
     if name is None:
         return False
     path = str(getattr(sys.modules.get(name), "__file__", None) or "")
@@ -355,7 +378,7 @@ _STEPS: tuple[tuple[tuple[type, ...], _Step], ...] = (
     (_FUNCTIONS, _Walk._function),
     ((types.MappingProxyType, tuple, frozenset, weakref.ref), _Walk._fixed),
 )
-"""How a walk looks into objects of these classes."""
+"""Classes -> how a walk looks into their objects; the first row that fits."""
 
 
 @once_for_each_class
@@ -370,7 +393,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def _wrapped(function: Any) -> Iterable[Any]:
-    """List what a function, or a member of a class, calls and passes on."""
+    """Return what a function, or a member of a class, calls and the arguments that it passes on."""
     if isinstance(function, types.MethodType):
         return function.__func__, function.__self__
     if isinstance(function, functools.partial | functools.partialmethod):
@@ -389,10 +412,12 @@ def _root(value: Any) -> str:
 
 @once_for_each_class
 def _is_closed_itself(kind: type) -> bool:
+    """True for a class of a package that is not looked into."""
     return _root(kind) in _CLOSED
 
 
 @once_for_each_class
 def _is_closed(kind: type) -> bool:
-    """Is it a class of a library that is not looked into, or derived from one of PyTorch's?"""
+    """True for a class of a package that is not looked into, and for one that derives from
+    PyTorch's."""
     return "torch" in map(_root, kind.__mro__) or _is_closed_itself(kind)

@@ -1,9 +1,10 @@
 """Sharding: what `fully_shard` (FSDP2) has made of a model, and the gradients that it keeps.
 
-takes: a module. guarantees: nothing is imported that is not in use; without FSDP2 nothing is found.
+takes: a module. guarantees: a library that is not in use is not imported; without FSDP2 the answers
+are empty.
 
-PyTorch has no public name for what a group of parameters keeps, nor for whether it is to exchange
-gradients: those here are of torch 2.11 to 2.15.
+PyTorch has no public name for the gradients that a group of parameters keeps, nor for whether it
+exchanges them: the names here are those of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from torch import nn
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
-    """Those of its modules that `fully_shard` was called with."""
+    """List the submodules that `fully_shard` was called with, `module` included."""
     library = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(library, "FSDPModule", None)
     return [] if kind is None else [m for m in module.modules() if isinstance(m, kind)]
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Was `fully_shard` called with it, with a part of it, or with what it is a part of?"""
+    """True if `fully_shard` was called with `module`, with a part of it, or with a module around
+    it."""
     return getattr(module, "_is_fsdp_managed_module", False) or bool(sharded_modules(module))
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Is it a DTensor, of which this process has a part?"""
+    """True for a DTensor, of which this process holds a part."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def waits_for_exchange(model: nn.Module) -> bool:
-    """Do backward passes keep whole gradients (`set_requires_gradient_sync(False)`)?"""
+    """True if backward passes keep whole gradients (`set_requires_gradient_sync(False)`)."""
     return not all(getattr(group, flag) for group in _groups(model) for flag in _EXCHANGES)
 
 
@@ -45,7 +47,7 @@ _EXCHANGES = ("reduce_grads", "all_reduce_grads")
 
 @contextlib.contextmanager
 def with_exchange(model: nn.Module) -> Iterator[None]:
-    """Backward passes exchange gradients inside, whatever was asked for."""
+    """Make backward passes inside exchange gradients, whatever the user has set."""
     flags = [(group, flag) for group in _groups(model) for flag in _EXCHANGES]
     before = [getattr(group, flag) for group, flag in flags]
     for group, flag in flags:
@@ -58,15 +60,15 @@ def with_exchange(model: nn.Module) -> Iterator[None]:
 
 
 def waiting_bytes(model: nn.Module) -> int:
-    """Of the whole gradients that are kept now."""
+    """Return the bytes of the whole gradients that are kept now."""
     kept = (gradient for group in _groups(model) for gradient in _kept(group).values())
     return sum(gradient.nbytes for gradient in kept if gradient is not None)
 
 
 @contextlib.contextmanager
 def unsharded_gradients_aside(model: nn.Module) -> Iterator[None]:
-    """The gradients of whole parameters that are kept until they are exchanged are as they were on
-    exit: no tensor that the model has is their owner."""
+    """Take off the gradients that are kept whole until they are exchanged, and put them back on
+    exit. (They belong to no tensor that the model lists.)"""
     groups = [*_groups(model)]
     before = [_kept(group) for group in groups]
     try:
@@ -79,7 +81,8 @@ def unsharded_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """Of parameters that are gathered together; PyTorch has one for a module, or several."""
+    """Yield the groups of parameters that are gathered together; PyTorch has one or several for a
+    module."""
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)
@@ -88,7 +91,8 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def _owners(group: Any) -> Iterator[tuple[Any, str]]:
-    """Who keeps a gradient, and where. A whole parameter is there from the first gathering on."""
+    """Yield (owner, attribute) of the gradients that a group keeps. A whole parameter exists from
+    the first gathering on."""
     yield group, "_partial_reduce_output"
     for parameter in group.fsdp_params:
         yield parameter, "unsharded_accumulated_grad"
@@ -100,10 +104,12 @@ _Kept = dict[tuple[int, str], torch.Tensor | None]
 
 
 def _kept(group: Any) -> _Kept:
+    """Return the gradients that a group keeps."""
     return {(id(owner), name): getattr(owner, name, None) for owner, name in _owners(group)}
 
 
 def _put(group: Any, kept: _Kept) -> None:
+    """Set the gradients that a group keeps; those not in `kept` become None."""
     for owner, name in _owners(group):
         if hasattr(owner, name):
             setattr(owner, name, kept.get((id(owner), name)))

@@ -1,7 +1,8 @@
-"""Snapshot: what Python holds before a forward runs, what the forward changes, and how it was.
+"""Snapshot: what Python's objects hold before a forward runs, what the forward changes in them, and
+how to put it back.
 
-takes: what can be reached (`reach`). guarantees: `restore` makes every holder hold what it held,
-in place, so that references stay valid; `changes` says what is other data than it was.
+takes: what a forward can reach (`reach`). guarantees: `restore` makes every holder hold what it
+held, in place, so that references stay valid; `changes` lists elements with other data than before.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from rockplan.python_state.reach import PLAIN, Reached, is_library, reached
 from rockplan.values.interface import ABSENT
 
 Changes = dict[tuple[Identity, Any], Any]
-"""(identity of a holder, key of an element) -> the plain data that it is now, `ABSENT` where it is
-no more."""
+"""(identity of a holder, key of an element) -> the plain data of the element now, `ABSENT` if it is
+gone."""
 
 
 _HOOKS = re.compile(r"^self\._\w+_hooks(_|$)")
@@ -43,10 +44,11 @@ _HOOKS = re.compile(r"^self\._\w+_hooks(_|$)")
 
 @dataclass(slots=True)
 class Snapshot:
-    """holders, before: what each held when the snapshot was taken; caches: of functions, and how
-    many results each kept, which lose what they get meanwhile; flags: of tensors, do they require a
-    gradient? imported: names of files. start: what each held when the forward began, which has
-    stand-ins for tensors by then."""
+    """Everything that a forward can reach. before: the elements of each of `holders` when the
+    snapshot was taken; caches: lru_caches with the number of their results then (one that has
+    another number is emptied by `restore`); flags: `requires_grad` of tensors; imported: names of
+    imported files; start: the elements of each holder when the forward began, with stand-ins for
+    tensors."""
 
     reached: Reached
     holders: list[Held]
@@ -82,8 +84,9 @@ class Snapshot:
             self.restore()
 
     def restore(self) -> None:
-        """An import is done once: what libraries have registered since is left where there was
-        one, but for tensors."""
+        """Put everything back. A forward that imports libraries for the first time may register
+        things: entries that are new in dictionaries of libraries stay then, unless they have
+        tensors."""
         has_imported = not sys.modules.keys() <= self.imported
         for held, elements in zip(self.holders, self.before, strict=True):
             now = held.elements
@@ -106,7 +109,7 @@ class Snapshot:
         return next(changed, None)
 
     def add(self, holders: list[Held]) -> None:
-        """Add holders that were made for the call."""
+        """Add holders that were made for the call, as they are now."""
         self.holders += holders
         self.before += [held.elements for held in holders]
 
@@ -118,27 +121,30 @@ class Snapshot:
                 held.write(exchanged)
 
     def begin(self) -> None:
-        """Start counting changes: the forward begins."""
+        """Note what each holder holds: the forward begins, and `changed` counts from here."""
         self.start = [held.elements for held in self.holders]
 
     def changed(self) -> Iterator[tuple[Held, dict[Any, Any], dict[Any, Any]]]:
-        """(holder, what it held at the start, what it holds now), where these are not the same
-        objects in the same order."""
+        """Yield (holder, elements at the start, elements now) of each holder whose elements are not
+        the same objects in the same order."""
         for held, start in zip(self.holders, self.start, strict=True):
             now = held.elements
             if not same_elements(now, start):
                 yield held, _by_key(start), _by_key(now)
 
     def is_as_begun(self) -> bool:
-        """True if every holder holds the objects that it held at the start. Then nothing new can be
-        reached either."""
+        """True if every holder holds the objects that it held at the start (then nothing new can be
+        reached)."""
         return next(self.changed(), None) is None
 
     def changes(self) -> Changes:
-        """What is other data than at the start. Tensors and what cannot be looked into count as
-        there or not there; functions and classes as well, where there is no other one instead. A
-        forward that installs hooks (by which transformers collects what submodules return) does so
-        again where it finds none: what it notes of that is no data."""
+        """Return the elements whose data differ from the start.
+
+        A tensor, or an object that cannot be looked into, counts as present or absent; so do
+        functions and classes, unless one replaced another. Returns nothing if the forward installed
+        hooks (transformers does, to collect what submodules return): it installs them again
+        whenever they are missing, and what they note is no data.
+        """
         changes: Changes = {}
         changed = [*self.changed()]
         if any(_HOOKS.search(held.place.text) for held, _, _ in changed):
@@ -147,11 +153,11 @@ class Snapshot:
             if not held.place.is_users:  # libraries, and threads of theirs
                 continue
             for key in {**start, **now}:
-                there, former = now.get(key, ABSENT), start.get(key, ABSENT)
-                if isinstance(there, FakeTensor):  # `holding` finds it
+                value, former = now.get(key, ABSENT), start.get(key, ABSENT)
+                if isinstance(value, FakeTensor):  # found by `holding`
                     continue
-                if told(there) != told(former) or is_other_code(there, former):
-                    changes[held.identity, key] = told(there)
+                if told(value) != told(former) or is_other_code(value, former):
+                    changes[held.identity, key] = told(value)
         return changes
 
     def grown_cache(self) -> str | None:
@@ -185,8 +191,8 @@ def _hashable(key: Any) -> Any:
 
 
 def told(value: Any) -> Any:
-    """What is compared of an element: its plain data, or which tensor it is; nothing of a tensor
-    that a forward makes while it is recorded, nor of our functions in place of PyTorch's."""
+    """Return what is compared of an element: its plain data; of a tensor, its identity; None for a
+    tensor that the recording made, and for our functions in place of PyTorch's."""
     if isinstance(value, types.FunctionType) and value.__module__.startswith("rockplan."):
         return None
     if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
@@ -197,12 +203,15 @@ def told(value: Any) -> Any:
 
 
 def is_other_code(value: object, former: object) -> bool:
-    """Is it a class or a function in place of another one? One that is made anew is the same."""
+    """True if a class or function replaced another one. A function that was made anew from the same
+    code does not count."""
     code, known = _code(value), _code(former)
     return code is not None and known is not None and code != known
 
 
 def _code(value: object) -> Any:
+    """Return what tells functions and classes apart: the code of a function, a class itself, else
+    None."""
     if isinstance(value, functools.partial):
         return _code(value.func)
     if isinstance(value, types.MethodType):
@@ -214,7 +223,7 @@ def _code(value: object) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor, or a tuple with tensors, that is an element of a holder."""
+    """An element that is a tensor or a tuple with tensors, and its holder."""
 
     held: Held
     key: Any
@@ -226,7 +235,7 @@ class Found:
 
 
 def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
-    """Find the elements that are wanted tensors, or tuples with such tensors."""
+    """List the elements that are wanted tensors, or tuples with such tensors."""
     return [
         Found(held, key, value)
         for held in state.holders
@@ -237,22 +246,24 @@ def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[F
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the user's code beside a module holds that its forward can come to: global variables,
-    attributes of classes, cells, defaults, objects, modules that are not registered.
+    """What a forward can reach beside its module in the user's code: global variables, attributes
+    of classes, cells, defaults, objects, modules that are not registered.
 
-    held: holders with what each held, of attributes those that reached code names; has_registered:
-    something beside the registries holds a parameter or a buffer of the module."""
+    held: (holder, its elements); of attributes, only those whose name reached code has.
+    has_registered: something beside the module's registries holds one of its parameters or buffers.
+    """
 
     held: tuple[tuple[Held, list[Element]], ...]
     names: frozenset[str]
     has_registered: bool
 
     def __deepcopy__(self, memo: object) -> Surroundings:
-        """What is beside a module is beside its copy."""
+        """A copied module has the same surroundings."""
         return self
 
     @classmethod
     def of(cls, module: nn.Module, forward: Callable[..., Any]) -> Surroundings:
+        """Note the surroundings of `module` as they are now."""
         state = reached(module, forward)
         guarded = [
             held for held in state.holders if held.place.is_guarded and held.kind is not GENERATOR
@@ -266,15 +277,16 @@ class Surroundings:
         for held, elements in self.held:
             now = _named(held, self.names)
             if not same_elements(now, elements):
-                before, there = _by_key(elements), _by_key(now)
-                for key in {**before, **there}:
-                    pair = before.get(key, ABSENT), there.get(key, ABSENT)
+                before, after = _by_key(elements), _by_key(now)
+                for key in {**before, **after}:
+                    pair = before.get(key, ABSENT), after.get(key, ABSENT)
                     if not (_is_new_table(held, key, *pair) or _is_alike(*pair)):
                         return held.element(key)
         return None
 
 
 def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
+    """True if a holder other than a registry holds one of the tensors `registered` (identities)."""
     return any(
         id(tensor) in registered
         for held in holders
@@ -287,6 +299,7 @@ def _holds(holders: Sequence[Held], registered: set[int]) -> bool:
 
 
 def _named(held: Held, names: frozenset[str]) -> list[Element]:
+    """List the elements of a holder; of attributes, those of these names."""
     elements = held.elements
     if held.kind.step != "attribute" or held.kind is OF_TENSOR or "vars" in names:
         return elements
@@ -294,12 +307,12 @@ def _named(held: Held, names: frozenset[str]) -> list[Element]:
 
 
 def _is_new_table(held: Held, key: Any, before: Any, now: Any) -> bool:
-    """Of a dictionary, which calls of other sizes fill with tables of theirs."""
+    """True for a new entry of a dictionary that forwards fill with a tensor for each size."""
     is_new = before is ABSENT and held.kind.step == "item" and isinstance(key, _SIZES)
     return is_new and any(True for _ in tensors_in(now))
 
 
-# By which dictionaries of tables are read.
+# Classes of the keys of such dictionaries.
 _SIZES = (int, float, tuple, torch.dtype, torch.device)
 
 

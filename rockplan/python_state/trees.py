@@ -1,5 +1,5 @@
-"""Trees of arguments and results, as pytree has them but for torch.Size: here that is a leaf, of
-which pytree would give back a plain tuple."""
+"""Trees of arguments and results, as in pytree, except that a torch.Size is a leaf (pytree would
+return it as a plain tuple)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(its path as Python writes it, such as `['a'][0]`, leaf) of each leaf; where a container has
-    no names for what is in it, its number among all."""
+    """List (path as Python writes it, such as `['a'][0]`, leaf). If a container has no names for
+    its elements, the paths of all leaves are their numbers."""
     try:
         leaves = pytree.tree_flatten_with_path(tree, is_leaf=_is_size)[0]
-    except ValueError:  # registered without
+    except ValueError:  # a container was registered without names
         return [(f"[{i}]", leaf) for i, leaf in enumerate(tree_leaves(tree))]
     return [(pytree.keystr(path), leaf) for path, leaf in leaves]
 
@@ -37,8 +37,8 @@ def _is_size(node: Any) -> bool:
 
 
 def shared(tree: Any) -> tuple[tuple[int, int], ...]:
-    """Which containers and objects in a tree are one: (number of a place, that of the first one
-    with the same object). Tensors, and what does not change, are not counted."""
+    """List the containers and objects that occur twice in a tree: (number of the first place,
+    number of the second). Tensors and immutable values do not count."""
     first: dict[int, int] = {}
     pairs: list[tuple[int, int]] = []
     for number, node in enumerate(objects(tree)):
@@ -49,7 +49,7 @@ def shared(tree: Any) -> tuple[tuple[int, int], ...]:
 
 
 def objects(node: Any) -> Iterator[Any]:
-    """Containers and objects in a tree, which may change."""
+    """Yield the containers and mutable objects in a tree, in a fixed order."""
     if isinstance(node, UNCHANGING):
         return
     if not isinstance(node, tuple):
@@ -72,8 +72,12 @@ def with_children(node: Any, others: list[Any]) -> Any:
 
 
 def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Without a function that refers to itself and to the node, as pytree makes one for a call: it
-    would hold the tensors until Python collects cycles."""
+    """Return the children of a node and a function that makes a node like it of others; None for a
+    leaf.
+
+    pytree's own functions would keep the node in a reference cycle, and with it tensors, until
+    Python collects cycles.
+    """
     kind = type(node)
     if kind is torch.Size:
         return None
@@ -99,4 +103,4 @@ UNCHANGING: tuple[type, ...] = (
     type,
 )
 UNCHANGING += (torch.dtype, torch.device)
-"""Classes of leaves that are what they are; tensors among them."""
+"""Classes of leaves that are not looked into for changes: immutable values, and tensors."""
